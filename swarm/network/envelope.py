@@ -19,6 +19,9 @@ from swarm.protocol.digests import digest_of
 _HEAD = struct.Struct(f">B{KEY_BYTES}s{SIGNATURE_BYTES}sB")
 """Kind, the sender's key, its signature, the length of the destination."""
 
+LENGTH = struct.Struct(">H")
+"""Before an envelope on a stream."""
+
 
 class EnvelopeKind(IntEnum):
     """What an envelope holds."""
@@ -47,6 +50,11 @@ def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: byte
     signature = identity.sign(_statement(kind, destination, payload))
     to = destination.encode()
     return _HEAD.pack(kind, identity.public_key, signature, len(to)) + to + payload
+
+
+def with_length(sealed: bytes) -> bytes:
+    """An envelope as a stream carries it, where `LENGTH` comes first."""
+    return LENGTH.pack(len(sealed)) + sealed
 
 
 def open_sealed(sealed: bytes, destination: str) -> Envelope:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 from dataclasses import dataclass
 
 from swarm.errors import BadMessage
-from swarm.network.envelope import EnvelopeKind, open_sealed, seal
+from swarm.network.envelope import LENGTH, EnvelopeKind, open_sealed, seal, with_length
 from swarm.network.identity import Identity
 from swarm.network.streams import receive_into
 from swarm.protocol.digests import digest_of
 
 NONCE_BYTES = 16
 MAX_LETTER_BYTES = 512
-_SIZE = struct.Struct(">H")
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,11 @@ async def admit(connection: socket.socket, identity: Identity) -> Introduced:
 
 
 async def _send(connection: socket.socket, letter: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, _SIZE.pack(len(letter)) + letter)
+    await asyncio.get_running_loop().sock_sendall(connection, with_length(letter))
 
 
 async def _receive_letter(connection: socket.socket) -> bytes:
-    (size,) = _SIZE.unpack(await _receive(connection, _SIZE.size))
+    (size,) = LENGTH.unpack(await _receive(connection, LENGTH.size))
     if size > MAX_LETTER_BYTES:
         raise BadMessage("direct_letter", f"a letter of {size} bytes")
     return await _receive(connection, size)

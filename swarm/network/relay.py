@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from hivemind.p2p import P2P
 
 from swarm.errors import BadMessage, HostileInput, NoRoute, SwarmError, Unreachable
 from swarm.network.control import Control, peer_of
-from swarm.network.envelope import EnvelopeKind, open_sealed, seal
+from swarm.network.envelope import LENGTH, EnvelopeKind, open_sealed, seal, with_length
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost
 from swarm.network.streams import Serve, open_stream, receive_into, stream_handler
@@ -49,7 +48,6 @@ _DELIVER = "swarm.relayed"
 _PART_BYTES = 256 * 1024
 _CLOSE_S = 5.0
 _CONNECTED = b"\x01"
-_LETTER = struct.Struct(">H")
 _NONCE_BYTES = 16
 _WORDS = 3
 """Of such a letter: protocol, relay, and what makes each letter another."""
@@ -155,7 +153,7 @@ class Relay:
         opening = f"{protocol} {relay} {os.urandom(_NONCE_BYTES).hex()}".encode()
         letter = seal(self.identity, EnvelopeKind.STREAM, destination, opening)
         name = destination.encode()
-        head = bytes([len(name)]) + name + _LETTER.pack(len(letter)) + letter
+        head = bytes([len(name)]) + name + with_length(letter)
         await asyncio.get_running_loop().sock_sendall(connection, head)
         await receive_into(connection, memoryview(bytearray(1)))
 
@@ -232,7 +230,7 @@ class Relay:
             BadMessage: it is none, for somebody else or a stream that is not passed on, or was
                 shown here before.
         """
-        (size,) = _LETTER.unpack(await reader.readexactly(_LETTER.size))
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if size > MAX_LETTER_BYTES:
             raise BadMessage("relay_letter", f"a letter of {size} bytes")
         letter = await reader.readexactly(size)
@@ -259,8 +257,8 @@ class Relay:
         path = self.p2p().daemon_listen_maddr["unix"]
         connection = await open_stream(path, peer_of(destination), DELIVER_PROTOCOL, FORWARD_S)
         try:
-            head = _LETTER.pack(len(opened.letter)) + opened.letter
-            await asyncio.get_running_loop().sock_sendall(connection, head)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(connection, with_length(opened.letter))
             writer.write(_CONNECTED)
             await self._splice(reader, writer, connection)
         finally:
