@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
 import time
@@ -67,6 +68,27 @@ def test_blobs_come_over_a_connection_of_their_own(peers: Peers) -> None:
     content = some_bytes(9 * 2**20)
     server = serving(peers, content)
     assert fetched(peers.node(), server, content) == content
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_a_door_that_could_not_take_a_connection_stays_open(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails_twice(
+        self: asyncio.SelectorEventLoop, listening: socket.socket
+    ) -> tuple[socket.socket, Any]:
+        failures.append(OSError(errno.EMFILE, "no descriptors are left"))
+        if len(failures) <= 2:
+            raise failures[-1]
+        return await accepts(self, listening)
+
+    failures: list[OSError] = []
+    accepts = asyncio.SelectorEventLoop.sock_accept
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", fails_twice)
+    content = some_bytes(2**20)
+    server = serving(peers, content)
+    assert fetched(peers.node(), server, content) == content
+    assert len(failures) > 2
 
 
 @pytest.mark.usefixtures("libp2p_has_no_streams")
