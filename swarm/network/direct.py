@@ -46,6 +46,8 @@ _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
 _TOKEN_BYTES = 16
+_NO = b"\x00"
+"""The answer to a stranger that wants to be called; others get none, but the call."""
 _FAILURES = (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown)
 
 
@@ -184,7 +186,9 @@ class Direct:
         token = os.urandom(_TOKEN_BYTES)
         ask = _PORT_FORM.pack(self.door.port) + token + protocol.encode()
         with self.door.expecting(token.hex(), peer_id) as expected:
-            await self._control.call(self._p2p(), peer_id, _CALL, ask, OPEN_S)
+            answer = await self._control.call(self._p2p(), peer_id, _CALL, ask, OPEN_S)
+            if answer:
+                raise NoRoute("it calls members only")
             return await expected
 
     async def _host_of(self, peer_id: str) -> str:
@@ -214,8 +218,10 @@ class Direct:
         serve = self.door.streams.get(
             ask[_PORT_FORM.size + _TOKEN_BYTES :].decode("ascii", "replace")
         )
-        if serve is None or not port or not self._control.ledger.is_member(source):
-            raise BadMessage("direct_call", "calls go to members, for what is served")
+        if serve is None or not port:
+            raise BadMessage("direct_call", "nothing is served by that name, or no port is named")
+        if not self._control.ledger.is_member(source):
+            return _NO
         host = await self._host_of(source)
         self.door.tasks.spawn(self._call(host, port, source, token, serve))
         return b""
