@@ -90,7 +90,7 @@ def cap_advice(up_mbit: float) -> str | None:
     if up_mbit > HOME_MBIT:
         return None
     cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
-    return f"with {cap} a router drops little on such a line; without, half of it may be wasted"
+    return f"with {cap} a router drops little on such a line; without, much of it may be wasted"
 
 
 ALWAYS_LATE = 3
