@@ -219,20 +219,20 @@ def _of_congestion(local: Local) -> list[Finding]:
     lose nothing, bbr uses less of them (scripts/README.md, "speed"). Nothing is said where none can
     be read.
     """
-    if local.congestion is None:
+    text = local.congestion
+    if text is None:
         return []
-    link = LinkRates(inf, inf, rtt_ms=100.0, loss_pct=0.1)
-    mbit = carried_mbit(link, 2)[0]
-    setting = "sysctl -w net.core.default_qdisc=fq net.ipv4.tcp_congestion_control=bbr"
-    load = "" if "bbr" in local.congestion_known else "modprobe tcp_bbr && "
-    text = {
-        "bbr": "bbr: right for a line that loses packets, as by radio; on others cubic is faster",
-    }.get(
-        local.congestion,
-        f"{local.congestion}: right for a line that loses no packets; at 0.1 % loss and 100 ms it "
-        f"sends {mbit:.1f} Mbit/s over a connection, and bbr hardly less than without "
-        f"({load}{setting} as root, in /etc/sysctl.d to keep it)",
-    )
+    if text == "bbr":
+        text = "bbr: right for a line that loses packets, as by radio; on others cubic is faster"
+    elif text in ("reno", "cubic"):
+        link = LinkRates(inf, inf, rtt_ms=100.0, loss_pct=0.1)
+        setting = "sysctl -w net.core.default_qdisc=fq net.ipv4.tcp_congestion_control=bbr"
+        load = "" if "bbr" in local.congestion_known else "modprobe tcp_bbr && "
+        text += (
+            ": right for a line that loses no packets; at 0.1 % loss and 100 ms it sends "
+            f"{carried_mbit(link, 2)[0]:.1f} Mbit/s over a connection, and bbr hardly less than "
+            f"without ({load}{setting} as root, in /etc/sysctl.d to keep it)"
+        )
     return [Finding("congestion control", Level.GOOD, text)]
 
 

@@ -49,6 +49,7 @@ def test_what_is_said_of_cubic_has_the_command_that_brings_bbr() -> None:
     ready = replace(cubic, congestion_known=("reno", "bbr", "cubic"))
     text = finding(replace(GOOD, local=ready), "congestion control").text
     assert f"({setting} as root" in text
+    assert can_take_part(findings_of(replace(GOOD, local=cubic)))
     topics = {found.topic for found in findings_of(GOOD)}
     assert "congestion control" not in topics, "another system says nothing of it"
 
@@ -153,3 +154,8 @@ def test_the_kind_of_nat_is_told_from_what_peers_see(
     addresses: list[str], seen_at: list[str], nat: Nat
 ) -> None:
     assert nat_of(addresses, seen_at) is nat
+
+
+def test_of_a_congestion_control_that_was_not_measured_only_its_name_is_said() -> None:
+    other = replace(GOOD, local=replace(LOCAL, congestion="vegas"))
+    assert finding(other, "congestion control").text == "vegas"
