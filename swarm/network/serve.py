@@ -148,7 +148,7 @@ class BlobServer:
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
         may_wait = self._may_wait(ask.digest)
-        with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending():
+        with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending(source):
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
             most = traffic.up.part_bytes(most)

@@ -123,7 +123,8 @@ class Host:
 
     def uplink_mbit(self) -> int:
         """What its line carries away from it, as far as that was measured; 0: not known."""
-        return round(up_mbit(self.node.lines, self.node.traffic) or 0.0)
+        mbit = up_mbit(self.node.lines, self.node.traffic)
+        return max(1, round(mbit)) if mbit else 0
 
     @classmethod
     def open(

@@ -18,7 +18,7 @@ from swarm.protocol.records import shortened
 
 _EACH = re.compile(r"peer (\S+?) (.*?)(?=, peer \S+ |$)", re.DOTALL)
 _CLOSED = re.compile(r"roster closed with \d+ of \d+ offers: ")
-_EXCLUDED = re.compile(r"peer \S+ left out after ")
+_EXCLUDED = re.compile(r"peer \S+ left out(?: after |: )")
 _REFUSED = re.compile(r"READY from (\S+) (refused: .*)", re.DOTALL)
 
 

@@ -76,7 +76,25 @@ def who_is_cut_off_while_it_works_is_counted(machine: type[RoundMachine]) -> Non
     )
 
 
+def a_thin_line_holds_nobody_up(machine: type[RoundMachine]) -> None:
+    """1 Mbit/s beside three of 20: its expert alone, 9 MB to three, takes 72 s. A peer without its
+    expert is counted: its shared tensors take no longer than its work is worth."""
+    uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
+    course = go_through(
+        {peer: Work(6.0, 10) for peer in sorted(ALL)},
+        4,
+        uplinks=uplinks,
+        unit_bytes=3_000_000,
+        machine=machine,
+    )
+    assert max(course.durations_s[:3]) < 60.0 + 12.0
+    assert not any("p3" in contributors for contributors in course.contributors[:3])
+    assert ("p3",) not in course.applied[2][1].owners.values(), "its expert went stale"
+    assert course.contributors[3] == ALL and course.durations_s[3] < 60.0 + 35.0
+
+
 CAUGHT: dict[str, Check] = {
+    "thin_lines_awaited": a_thin_line_holds_nobody_up,
     "words_ignored": all_who_say_when_are_counted,
     "waiting_ages_campaign": all_who_say_when_are_counted,
     "collecting_ages_attempt": all_who_say_when_are_counted,

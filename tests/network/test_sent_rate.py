@@ -13,8 +13,8 @@ class Clock:
 
 
 def send(rate: SentRate, clock: Clock, seconds: float, mbit: float) -> None:
-    """One answer, a part every quarter of a second."""
-    with rate.sending():
+    """An answer to each of two peers, a part every quarter of a second."""
+    with rate.sending("A"), rate.sending("B"):
         for _ in range(int(seconds * 4)):
             clock.now += 0.25
             rate.count(int(mbit * 1e6 / 8 / 4))
@@ -38,7 +38,40 @@ def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it() -> No
 def test_answers_at_the_same_time_share_the_line() -> None:
     clock = Clock()
     rate = SentRate(clock)
-    with rate.sending():
+    with rate.sending("C"):
         send(rate, clock, WINDOW_S / 2, 30.0)
         send(rate, clock, WINDOW_S / 2, 10.0)
     assert rate.mbit == pytest.approx(20.0, rel=0.01)
+
+
+def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least() -> None:
+    clock = Clock()
+    rate = SentRate(clock)
+
+    def send_to_one(mbit: float, seconds: float) -> None:
+        with rate.sending("thin"):
+            for _ in range(int(seconds * 4)):
+                clock.now += 0.25
+                rate.count(int(mbit * 1e6 / 8 / 4))
+
+    send_to_one(1.0, WINDOW_S)
+    assert rate.mbit == pytest.approx(1.0, rel=0.01)
+    send(rate, clock, WINDOW_S, 20.0)
+    send_to_one(1.0, 2 * KEPT * WINDOW_S)
+    assert rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the receiver's, not this one"
+    send(rate, clock, KEPT * WINDOW_S, 8.0)
+    assert rate.mbit == pytest.approx(8.0, rel=0.01)
+
+
+def test_a_window_in_which_another_came_has_two_receivers() -> None:
+    clock = Clock()
+    rate = SentRate(clock)
+    send(rate, clock, WINDOW_S, 20.0)
+    with rate.sending("A"):
+        for _ in range(KEPT):
+            with rate.sending("B"):
+                clock.now += 1.0
+                rate.count(0)
+            clock.now += WINDOW_S - 1.0
+            rate.count(int(5e6 / 8 * WINDOW_S))
+    assert rate.mbit == pytest.approx(5.0, rel=0.01)

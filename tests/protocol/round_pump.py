@@ -146,8 +146,17 @@ Lose = Callable[[PeerId, PeerId, Message], bool]
 class Pump:
     """Carries events and effects between machines, in the order of a fake clock."""
 
-    def __init__(self, rules: Rules, *, timers: Timers | None = None, tick_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        timers: Timers | None = None,
+        tick_s: float = 0.5,
+        uplinks: Mapping[PeerId, int] | None = None,
+    ) -> None:
         self.rules = rules
+        self.uplinks = uplinks or {}
+        """What peers say of their lines, in Mbit/s; bytes take no time all the same."""
         self.timers = timers or Timers()
         self.tick_s = tick_s
         self.now = 0.0
@@ -192,6 +201,7 @@ class Pump:
             now=self.now,
             random=random.Random(peer),
             chain=Chain.of(record, links),
+            uplink_of=lambda: self.uplinks.get(peer, 0),
         )
 
     def boot(self, peer: PeerId) -> None:

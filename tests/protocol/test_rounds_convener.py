@@ -169,6 +169,46 @@ def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing()
     assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
 
 
+def test_who_most_reducers_wait_for_is_left_out_and_not_these() -> None:
+    """A line that is far too thin: T_red, as long again, and the round goes on without it."""
+    pump = in_training("ABCDE", rules=make_rules(parts=8))
+    thin = last_of(pump)
+    pump.stall_inputs = lambda peer, source: source == thin
+    start = pump.now
+    pump.run_to_height(3, others(pump, thin))
+    assert pump.now - start < 2 * pump.timers.reduce_s + 3.5
+    assert pump.nodes["A"].machine.tip.contributors == tuple(sorted(others(pump, thin)))
+    said = pump.nodes[first_of(pump)].said(Topic.ROUND)
+    assert "4 of 4 late reducers wait for its values" in said
+    assert "others reduce instead of" not in said, "they would wait as long"
+
+
+def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> None:
+    pump = in_training("ABCDE", rules=make_rules(parts=8))
+    named, reducer = pump.nodes["A"].machine.tip.order[-2:]
+    pump.stall_inputs = lambda peer, source: (peer, source) == (reducer, named)
+    pump.run_to_height(3)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+
+
+def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
+    """Its line needs 16 s for what it sends, the others' one; it has worked for a second [D5]."""
+    rules = make_rules(parts=1)
+    rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))
+    pump = start_swarm("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1})
+    pump.run_to_height(1)
+    assert pump.now < 3.0
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABC")
+    assert "its uplink of 1 Mbit/s would be busy for 16.0 s, not 1.2" in "".join(
+        node.said(Topic.ROUND) for node in pump.nodes.values()
+    )
+    pump.run_to_height(3)
+    owners = pump.nodes["A"].machine.tip.owners
+    assert all(owned != ("D",) for owned in owners.values()), "its expert went stale"
+    pump.run_to_height(4)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD"), "the rest takes 4 s"
+
+
 def test_late_offers_alone_make_no_round() -> None:
     """The shared tensors would have no value."""
     pump = in_training("AB")

@@ -27,7 +27,7 @@ from swarm.protocol.rounds import RoundMachine, Rules
 
 LOCAL_STEPS = 100
 """Of every peer, however many steps its work has in a scenario: these only cut its time."""
-UNITS = dict.fromkeys(("shared.0", *(f"expert.{expert}" for expert in range(4))), 100)
+UNITS = ("shared.0", *(f"expert.{expert}" for expert in range(4)))
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def go_through(
     at: Sequence[tuple[float, Callable[[Course], None]]] = (),
     machine: type[RoundMachine] = RoundMachine,
     round_seconds: float | None = None,
+    uplinks: Mapping[PeerId, float] | None = None,
+    unit_bytes: int = 100,
     within_s: float = 1e6,
 ) -> Course:
     """Runs a swarm through so many training rounds.
@@ -143,6 +145,8 @@ def go_through(
         at: what happens when, in seconds.
         machine: the code under test, mutated or not.
         round_seconds: as `round.seconds`: each peer offers the steps of its own work.
+        uplinks: of each peer, in bytes per second, which it knows; None: bytes take no time.
+        unit_bytes: of the shared tensors, and of each of four experts.
         within_s: the simulation ends then, whatever was reached.
 
     Returns:
@@ -157,7 +161,7 @@ def go_through(
         num_experts=len(UNITS) - 1,
         owners_per_expert=1,
         merging=MergingConfig(),
-        unit_bytes=UNITS,
+        unit_bytes=dict.fromkeys(UNITS, unit_bytes),
         unit_codec=dict.fromkeys(UNITS, "fp32"),
         experts_every=1,
         local_steps_at=lambda _: LOCAL_STEPS,
@@ -167,8 +171,16 @@ def go_through(
         round_seconds=round_seconds,
         is_dealt=True,
     )
-    characters = {peer: Character(sync_s=0.05) for peer in works}
-    setup = Setup(tuple(works), rules, CALM_TIMERS, characters, has_adapted_timers=True)
+    up = uplinks or {}
+    characters = {p: Character(sync_s=0.05, up_bytes_per_s=up.get(p, inf)) for p in works}
+    setup = Setup(
+        tuple(works),
+        rules,
+        CALM_TIMERS,
+        characters,
+        has_adapted_timers=True,
+        has_slow_links=uplinks is not None,
+    )
     scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
     tested = UnderTest(machine=machine, trainer=trainer, timers=real_timers)
     world = build(scenario, Random(0), tested=tested)

@@ -47,8 +47,9 @@ class Character:
 
     @property
     def uplink(self) -> int:
-        """What it says of its uplink; only ratios count."""
-        return round(self.up_bytes_per_s) if self.up_bytes_per_s < inf else 0
+        """What it says of its uplink in Mbit/s; 0: it does not know."""
+        mbit = self.up_bytes_per_s * 8e-6
+        return max(1, round(mbit)) if mbit < inf else 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rules of waiting [C3, C7, K1, F3], removed one at a time.
+"""Rules of waiting [C3, C7, D5, K1, F3], removed one at a time.
 
 They cost time and never agreement, so no invariant notices; the directed scenarios of
 `long_rounds.py` do.
@@ -20,6 +20,7 @@ from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.reformer import Reformer
+from swarm.protocol.rounds.rosters import Plan
 
 
 class _WordsIgnored(Collector):
@@ -40,6 +41,11 @@ class _LastWordCounts(Collector):
 class _AlwaysTrusted(Collector):
     def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
         return replace(super()._absent(campaign, peer, is_behind=is_behind), contributed=True)
+
+
+class _ThinLinesAwaited(Collector):
+    def _too_thin(self, campaign: Campaign, plan: Plan) -> dict[PeerId, str]:
+        return {}
 
 
 class _WaitingAgesCampaign(Collector):
@@ -65,6 +71,7 @@ WAITING_MUTANTS: Mapping[str, Mutant] = {
     "words_ignored": Mutant.of("C3: who said when is waited for", _WordsIgnored),
     "last_word_counts": Mutant.of("C3: a word does not slip for ever", _LastWordCounts),
     "always_trusted": Mutant.of("C3: nobody is waited for in vain again", _AlwaysTrusted),
+    "thin_lines_awaited": Mutant.of("D5: no line holds up the others", _ThinLinesAwaited),
     "waiting_ages_campaign": Mutant.of(
         "C7: a campaign ages when nobody is waited for", _WaitingAgesCampaign
     ),

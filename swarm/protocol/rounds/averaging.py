@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from swarm.protocol.manifest import PeerId
@@ -9,6 +10,7 @@ from swarm.protocol.messages import Evidence, Reduced, Report
 from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results, result_problem
+from swarm.protocol.rounds.reduction import SLOW
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import REFUSALS
 
@@ -102,10 +104,28 @@ class Averaging(Role):
                 bad[reducer] = "it is silent as a reducer"
         for reporter in sorted(late & campaign.missing.keys()):
             for peer, why in sorted(campaign.missing[reporter].items()):
+                if why == SLOW:
+                    continue
                 if peer == self.me:
                     bad[reporter] = f"it cannot fetch from the convener: {why}"
                 elif peer in plan.offers:
                     bad.setdefault(peer, f"{reporter} cannot fetch from it: {why}")
         if not bad and campaign.extensions:
-            bad = dict.fromkeys(sorted(late - {self.me}), "its results are late")
+            late_ones = dict.fromkeys(sorted(late - {self.me}), "its results are late")
+            bad = self.slow_sources(campaign) or late_ones
         return bad
+
+    def slow_sources(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Peers for whose values most of the late reducers wait, two at least [C4].
+
+        These are late through no fault of theirs. One alone may be cut off from who is named, or
+        lie.
+        """
+        late = self.late_reducers(campaign)
+        reports = (campaign.missing.get(reporter, {}) for reporter in late)
+        named = Counter(peer for each in reports for peer, why in each.items() if why == SLOW)
+        return {
+            peer: f"{count} of {len(late)} late reducers wait for its values"
+            for peer, count in sorted(named.items())
+            if count > max(1, len(late) / 2)
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarm.protocol.deadlines import SAFETY
@@ -23,10 +23,11 @@ from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.merger import Merger
-from swarm.protocol.rounds.rosters import plan_roster
+from swarm.protocol.rounds.rosters import Plan, plan_roster
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.rounds.thin import Sender, seconds_to_send, too_thin
 from swarm.protocol.voting import steadiest
 
 
@@ -203,11 +204,15 @@ class Collector(Role):
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
         """How long the roster may stay open before one of these waits for the decision [V8]."""
+        transfer_s = (self.timers.reduce_s + self.timers.vote_s) / SAFETY
+        return max(0.0, self._free_s(campaign, waiting) - transfer_s)
+
+    def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
+        """For how long all of these have steps to take [V8]."""
         known = {**campaign.stalls_at, self.me: self.work.stalls_at}
         ends = [known.get(peer) for peer in waiting]
         stalls_at = min((end for end in ends if end is not None), default=self.now)
-        transfer_s = (self.timers.reduce_s + self.timers.vote_s) / SAFETY
-        return 0.0 if None in ends else max(0.0, stalls_at - self.now - transfer_s)
+        return 0.0 if None in ends else max(0.0, stalls_at - self.now)
 
     def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
         """What is known of a member that has not offered its shared tensors."""
@@ -277,9 +282,11 @@ class Collector(Role):
         able = campaign.offers.keys() - campaign.excluded.keys()
         kept = self._kept_after(able, campaign.setbacks)
         offers = {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
-        # A peer that vanished after its offer would hold the round up once more as a reducer.
-        unable = campaign.undialable | campaign.relieved | self.contacts.gone
-        campaign.plan = plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
+        plan = self._plan(campaign, offers)
+        for peer, reason in self._too_thin(campaign, plan).items():
+            del offers[peer]
+            self.out.explain(Topic.ROUND, f"peer {peer} left out: {reason}")
+        campaign.plan = plan if len(offers) == len(plan.offers) else self._plan(campaign, offers)
         campaign.grounds.close(offers)
         campaign.results = {}
         campaign.reports = {}
@@ -291,6 +298,36 @@ class Collector(Role):
         roster = self.roster(campaign)
         for peer in sorted(set(campaign.plan.reducers.values())):
             self.out.post(peer, roster)
+
+    def _plan(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Plan:
+        """The round over these offers, by what is known of lines."""
+        # A peer that vanished after its offer would hold the round up once more as a reducer.
+        unable = campaign.undialable | campaign.relieved | self.contacts.gone
+        return plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
+
+    def _too_thin(self, campaign: Campaign, plan: Plan) -> dict[PeerId, str]:
+        """Who is left out since its line would hold the others up, with the reason [D5]."""
+        seconds = seconds_to_send(plan, campaign.uplinks, self.rules)
+        voters = self.standing.electorate()
+        waiting = {p for p in plan.contributors if p in voters}
+        senders = [
+            Sender(
+                peer,
+                needs_s,
+                self._invested_s(campaign, peer),
+                waits=peer in waiting,
+                uplink_mbit=campaign.uplinks.get(peer, 0),
+            )
+            for peer, needs_s in seconds.items()
+        ]
+        free_s = self._free_s(campaign, waiting)
+        return too_thin(senders, free_s=free_s, floor_s=self.timers.grace_s)
+
+    def _invested_s(self, campaign: Campaign, peer: PeerId) -> float:
+        """What is lost if a peer is left out that has offered, experts at least."""
+        worked_s, at = campaign.worked.get(peer, (0.0, self.now))
+        since_s = 0.0 if peer in campaign.in_time else self.now - at
+        return worked_s + since_s + campaign.fetched.get(peer, 0.0)
 
     def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         """The message that says who averages what, or only that the convener is there."""

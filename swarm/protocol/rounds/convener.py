@@ -158,7 +158,7 @@ class Convener(Role):
         bad = self.averaging.whom_to_exclude(campaign)
         if bad:
             self._exclude(campaign, bad, limit_s)
-        elif not self._relieve(campaign):
+        elif self.averaging.slow_sources(campaign) or not self._relieve(campaign):
             campaign.extensions += 1
 
     def _exclude_refused(self, campaign: Campaign) -> None:

@@ -21,7 +21,7 @@ from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.fetching_ahead import wanted_ahead
-from swarm.protocol.rounds.reduction import Job
+from swarm.protocol.rounds.reduction import SLOW, Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
@@ -80,7 +80,9 @@ class Reducer(Role):
         inputs = {unit: sources[unit] for unit, peer in reducers.items() if peer == self.me}
         if not inputs:
             return
-        job = self.job = Job(roster.ballot, roster.roster_id, inputs, work_of(roster.offers))
+        job = self.job = Job(
+            self.me, roster.ballot, roster.roster_id, inputs, work_of(roster.offers)
+        )
         offers: dict[str, dict[PeerId, None]] = {}
         wants: list[tuple[Unit, Digest]] = []
         for unit, values in inputs.items():
@@ -166,7 +168,7 @@ class Reducer(Role):
 
     def _report(self, job: Job) -> None:
         """Tells the convener what is done and whose values could not be had."""
-        missing: dict[PeerId, str] = {}
+        missing = dict.fromkeys(job.slow(self.blobs.stored), SLOW)
         for values in job.inputs.values():
             for _, digest in values:
                 if digest not in self.blobs.stored:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Ballot, ReducedUnit
+
+MUCH_MORE = 2
+SLOW = "has not come yet"
+"""Why a value is missing that nobody has failed to give."""
 
 
 @dataclass
 class Job:
     """The units of one roster that this peer averages."""
 
+    me: PeerId
     ballot: Ballot
     roster_id: Digest
     inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -34,3 +40,14 @@ class Job:
     def is_done(self) -> bool:
         """Whether every unit has its mean."""
         return len(self.results) == len(self.inputs)
+
+    def slow(self, stored: Container[Digest]) -> set[PeerId]:
+        """Peers of whose values much more is still out than of a usual peer's [C4].
+
+        Where as much is out of most, the line may be this one's own.
+        """
+        out = Counter[PeerId]()
+        for values in self.inputs.values():
+            out.update({peer: digest not in stored for peer, digest in values if peer != self.me})
+        usual = sorted(out.values())[(len(out) - 1) // 2] if out else 0
+        return {peer for peer, num in out.items() if num > MUCH_MORE * usual}

@@ -200,6 +200,11 @@ def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
 
     Where all uplinks are alike, or none is known, each is 1, and sums of bytes stay exact.
     """
-    known = sorted(mbit for mbit in uplinks.values() if mbit)
-    usual = known[(len(known) - 1) // 2] if known else 1
+    usual = usual_uplink(mbit for mbit in uplinks.values() if mbit) or 1
     return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}
+
+
+def usual_uplink(known: Iterable[int]) -> int | None:
+    """The lower median of the uplinks that are known; None: none is."""
+    in_order = sorted(known)
+    return in_order[(len(in_order) - 1) // 2] if in_order else None

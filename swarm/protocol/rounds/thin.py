@@ -1,0 +1,112 @@
+"""Whose line is too thin for a round [D5]. Pure.
+
+A round lasts as long as the line that needs longest for what its peer sends. So a convener that
+closes a roster counts as it does for a late peer [C3]: each second by which an offer lengthens the
+round costs the voters that have offered one second each, and leaving it out costs what its peer has
+worked in this round. Where rounds overlap, seconds in which they take their next steps cost nothing
+[V8]. All follows from the convener's own knowledge, and what it decides is only whose offers are in
+the roster, so nobody has to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Uplinks
+from swarm.protocol.rounds.relays import RELAYS, relays_among
+from swarm.protocol.rounds.rosters import Plan, usual_uplink
+from swarm.protocol.rounds.rules import Rules
+
+UNEQUAL = 3
+"""Nobody is left out whose line does not need so many times what those need that stay: what peers
+measure of their lines while others send, too, is off by a factor of two now and then."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A peer whose offer may enter a roster."""
+
+    peer: PeerId
+    needs_s: float
+    """For all that it sends in the round; of a line that was not measured, what a usual one would
+    need."""
+    invested_s: float
+    """What is lost if it is left out."""
+    waits: bool
+    """Whether it is a voter that has done its steps; the others' seconds do not count, or keys
+    that offer at once would have a slow voter left out."""
+    uplink_mbit: int = 0
+    """0: not known. Such a peer is never left out."""
+
+
+def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
+    """What each peer of a roster sends in its round.
+
+    A value that is averaged goes to its reducer, its mean from there to all others. An expert with
+    one writer goes from it to all others, or to its relays [D4].
+    """
+    others = len(plan.offers) - 1
+    is_relayed = relays_among(plan.reducers.values(), plan.able).peers
+    copies = min(others, RELAYS) if is_relayed else others
+    sent = dict.fromkeys(plan.offers, 0)
+    for unit, values in plan.sources.items():
+        reducer = plan.reducers.get(unit)
+        for peer, _ in values:
+            if reducer is None:
+                sent[peer] += rules.moved_bytes[unit] * copies
+            elif peer == reducer:
+                sent[peer] += rules.moved_bytes[unit] * others
+            else:
+                sent[peer] += rules.offered_bytes[unit]
+    return sent
+
+
+def seconds_to_send(plan: Plan, uplinks: Uplinks, rules: Rules) -> dict[PeerId, float]:
+    """How long each line of a roster is busy with its round; {} while none was measured.
+
+    Args:
+        plan: of the roster.
+        uplinks: Mbit/s of its peers, as they said; 0 or missing: not known.
+        rules: of the run.
+    """
+    usual = usual_uplink(uplinks[peer] for peer in plan.offers if uplinks.get(peer))
+    if usual is None:
+        return {}
+    sent = bytes_to_send(plan, rules)
+    return {peer: sent[peer] * 8e-6 / (uplinks.get(peer) or usual) for peer in plan.offers}
+
+
+def too_thin(senders: Sequence[Sender], *, free_s: float, floor_s: float) -> dict[PeerId, str]:
+    """Who is left out of a roster, and why: those without whom most seconds are won.
+
+    Args:
+        senders: whose offers there are.
+        free_s: seconds from now on in which no voter waits.
+        floor_s: nobody is left out whose line needs not even so much more than those that stay.
+    """
+    slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
+    at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
+    num_waiting, invested_s = sum(s.waits for s in senders), 0.0
+    won, out, whole_s = 0.0, 0, 0.0
+    for num, (sender, following) in enumerate(pairwise(slowest_first), 1):
+        if not sender.uplink_mbit:
+            break
+        num_waiting -= sender.waits
+        invested_s += sender.invested_s
+        usual_s = max(following.needs_s, at_least_s)
+        rest_s = max(usual_s, free_s)
+        is_thin = sender.needs_s > max(rest_s + floor_s, UNEQUAL * usual_s)
+        gain = (slowest_first[0].needs_s - rest_s) * num_waiting - invested_s
+        if is_thin and gain > won:
+            won, out, whole_s = gain, num, rest_s
+    return {sender.peer: _why(sender, whole_s) for sender in slowest_first[:out]}
+
+
+def _why(sender: Sender, whole_s: float) -> str:
+    return (
+        f"its uplink of {sender.uplink_mbit} Mbit/s would be busy for {sender.needs_s:.1f} s, not "
+        f"{whole_s:.1f}, and its {sender.invested_s:.1f} s of work are not worth that to the others"
+    )

@@ -1,0 +1,138 @@
+"""Whose line is too thin for a round: what it would send, and what leaving it out is worth."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarm.experts import expert_unit
+from swarm.protocol.messages import Offer
+from swarm.protocol.rounds.relays import RELAYS
+from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
+from swarm.protocol.rounds.thin import Sender, bytes_to_send, seconds_to_send, too_thin
+from tests.protocol.round_pump import found, make_offer, make_rules
+
+FAST = [Sender(peer, 5.0, 60.0, waits=True, uplink_mbit=20) for peer in "ABC"]
+GRACE_S = 3.0
+
+
+def thin(needs_s: float, **changes: Any) -> Sender:
+    return Sender(
+        **{
+            "peer": "D",
+            "needs_s": needs_s,
+            "invested_s": 60.0,
+            "waits": True,
+            "uplink_mbit": 1,
+            **changes,
+        }
+    )
+
+
+def left_out(*senders: Sender, free_s: float = 0.0, floor_s: float = GRACE_S) -> list[str]:
+    return sorted(too_thin(senders, free_s=free_s, floor_s=floor_s))
+
+
+@pytest.mark.parametrize(("needs_s", "is_out"), [(24.9, False), (25.1, True)])
+def test_a_line_may_hold_the_others_up_for_as_long_as_its_work_is_worth(
+    needs_s: float, is_out: bool
+) -> None:
+    """20 s more for three peers are its 60 s of work."""
+    reasons = too_thin([*FAST, thin(needs_s)], free_s=0.0, floor_s=GRACE_S)
+    assert list(reasons) == ["D"] * is_out
+    if is_out:
+        assert reasons["D"] == (
+            "its uplink of 1 Mbit/s would be busy for 25.1 s, not 5.0, and its 60.0 s of work are "
+            "not worth that to the others"
+        )
+
+
+def test_two_thin_lines_do_not_hide_behind_each_other() -> None:
+    assert left_out(*FAST, thin(50.0), thin(49.0, peer="E")) == ["D", "E"]
+    assert left_out(*FAST, thin(50.0), thin(16.0, peer="E")) == ["D"], "E alone is worth its wait"
+
+
+def test_where_all_lines_are_as_thin_nobody_is_left_out() -> None:
+    assert not left_out(*(thin(900.0, peer=peer) for peer in "ABCD"))
+
+
+def test_seconds_beside_the_next_steps_cost_nothing() -> None:
+    assert not left_out(*FAST, thin(79.0), free_s=60.0)
+    assert left_out(*FAST, thin(81.0), free_s=60.0)
+
+
+def test_rounds_of_a_second_on_a_busy_machine_do_not_lose_who_was_measured_badly() -> None:
+    fast = [replace(sender, needs_s=1.0) for sender in FAST]
+    assert not left_out(*fast, thin(3.9, invested_s=0.1))
+    assert left_out(*fast, thin(4.1, invested_s=0.1))
+
+
+def test_a_line_that_was_measured_at_half_its_rate_is_not_too_thin() -> None:
+    assert not left_out(*FAST, thin(14.9, invested_s=0.1))
+    assert left_out(*FAST, thin(15.1, invested_s=0.1))
+
+
+def test_those_that_are_nearly_as_fast_as_others_are_not_left_out_with_a_thin_one() -> None:
+    close = [replace(sender, needs_s=5.0 + n, invested_s=0.1) for n, sender in enumerate(FAST)]
+    assert left_out(*close, thin(90.0, invested_s=0.1)) == ["D"]
+
+
+def test_keys_that_cast_no_vote_cannot_have_a_slow_voter_left_out() -> None:
+    keys = [Sender(f"k{number}", 0.1, 0.0, waits=False, uplink_mbit=9999) for number in range(50)]
+    assert not left_out(*FAST, thin(24.9), *keys)
+    assert not left_out(thin(1e6), *keys), "somebody has to be left who votes"
+
+
+def test_who_was_not_measured_is_never_left_out_and_counts_as_a_usual_line() -> None:
+    unknown = [Sender(peer, 90.0, 0.0, waits=True) for peer in "XY"]
+    assert not left_out(*FAST, *unknown)
+    assert not left_out(*unknown, thin(90.0)), "one that is known alone is the usual one"
+
+
+def test_the_more_peers_wait_the_less_a_thin_line_is_worth() -> None:
+    many = [
+        Sender(f"p{n:03}", 2.0 + n / 256, 1800.0, waits=True, uplink_mbit=20) for n in range(255)
+    ]
+    assert left_out(*many, thin(11.0, invested_s=1800.0)) == ["D"], "8 s of 255 are more than 1,800"
+
+
+# ---------------------------------------------------------------- bytes and seconds
+
+
+def test_who_sends_what_in_a_round() -> None:
+    """Four peers, two shared parts of 100 bytes, an expert of 100 each."""
+    rules = make_rules(parts=2)
+    tip = found(rules, list("ABCD"))
+    plan = plan_roster(tip, {peer: make_offer(rules, peer, tip) for peer in "ABCD"}, rules)
+    averages = list(plan.reducers.values())
+    assert bytes_to_send(plan, rules) == {
+        peer: 300 + sum(300 if peer == other else 100 for other in averages) for peer in "ABCD"
+    }
+    alone = plan_roster(tip, {"A": make_offer(rules, "A", tip)}, rules)
+    assert bytes_to_send(alone, rules) == {"A": 0}
+
+
+def test_an_expert_goes_to_its_relays_where_there_are_any() -> None:
+    peers = [f"p{number:02}" for number in range(16)]
+    rules = make_rules(parts=16, experts=16)
+    tip = found(rules, peers)
+    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    late = Offer(tip.digest, 0, 0, {expert_unit(0): offers["p00"].units[expert_unit(0)]})
+    offers["p00"] = late
+    uplinks = dict.fromkeys(peers, 20)
+    with_relays = plan_roster(tip, offers, rules, uplinks=uplinks)
+    assert bytes_to_send(with_relays, rules)["p00"] == 100 * RELAYS
+    assert bytes_to_send(plan_roster(tip, offers, rules), rules)["p00"] == 100 * 15
+
+
+def test_seconds_follow_from_what_peers_say_of_their_lines() -> None:
+    rules = make_rules(parts=4)
+    tip = found(rules, list("ABCD"))
+    plan = plan_roster(tip, {peer: make_offer(rules, peer, tip) for peer in "ABCD"}, rules)
+    sent = bytes_to_send(plan, rules)
+    assert seconds_to_send(plan, {}, rules) == {}
+    assert seconds_to_send(plan, {"A": 1, "B": 20, "C": 0}, rules) == {
+        peer: pytest.approx(sent[peer] * 8e-6 / mbit)
+        for peer, mbit in {"A": 1, "B": 20, "C": 1, "D": 1}.items()
+    }
+    assert usual_uplink([20, 1]) == 1 and usual_uplink([]) is None
