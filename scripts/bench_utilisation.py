@@ -121,6 +121,8 @@ def links_of(case: Case) -> Links | None:
         return None
     each, server = line_of(case.link), MODES[case.mode].server
     lines = [each] * case.num_peers
+    if case.last:
+        lines[-1] = line_of(case.last)
     if server:
         lines.append(each if server == "same" else line_of(server))
     lines = [slowed(line, case.slower, is_bbr=case.congestion == "bbr") for line in lines]
@@ -201,7 +203,8 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
         [(end - begin) / cycles for begin, end in zip(*both, strict=True)]
         for both in zip(before, then, strict=True)
     ]
-    return with_interfaces(found, moved)
+    found = with_interfaces(found, moved)
+    return found[:-1] if case.last else found
 
 
 def capped(case: Case) -> list[str]:
@@ -310,6 +313,10 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         "--slower", type=float, default=8.0,
         help="links, and the pace of the steps, than the named ones; see above (8)",
     )  # fmt: skip
+    parser.add_argument(
+        "--last", metavar="LINK",
+        help="of the last peer, which is not in the figures: what it does to the others",
+    )  # fmt: skip
     parser.add_argument("--cap", type=float, help="of uploads, as a share of the uplink")
     parser.add_argument("--congestion", help="TCP's control, as bbr (default: this machine's)")
     parser.add_argument("--cycles", type=int, default=1, help="counted, after the first (1)")
@@ -340,7 +347,7 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
         )
         for mode, link in pairs
     ]  # fmt: skip
-    return [replace(case, cap=arguments.cap) for case in cases]
+    return [replace(case, cap=arguments.cap, last=arguments.last) for case in cases]
 
 
 def main(

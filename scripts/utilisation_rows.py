@@ -103,6 +103,7 @@ class Case:
         slower: so many times lower are the rates of the links.
         congestion: TCP's congestion control; None: this machine's.
         cap: of uploads, as a share of the uplink; None: there is none.
+        last: the last peer's link, if that is another; the figures are the others'.
     """
 
     mode: str
@@ -119,6 +120,7 @@ class Case:
     slower: float = 1.0
     congestion: str | None = None
     cap: float | None = None
+    last: str | None = None
 
     @property
     def rounds(self) -> int:
@@ -375,7 +377,8 @@ def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int, *, load: float
 
     total = parameters(like_of(case.model).model).total * case.scale
     return Row(
-        case.mode, case.link, case.model, case.num_peers, cycles, round(total), case.scale,
+        case.mode, f"{case.link}, last {case.last}" if case.last else case.link, case.model,
+        case.num_peers, cycles, round(total), case.scale,
         case.slower, case.congestion or "", case.cap, round(case.step_s, 4),
         round(mean(each.cycle_s for each in peers), 2), round(mean(shares), 4),
         round(min(shares), 4), round(case.plan.utilisation, 4), round(case.plan.cycle_s, 2),

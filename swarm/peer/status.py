@@ -21,7 +21,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.peer.moved import Moved
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
-from swarm.peer.round_account import RoundAccount, link_figures
+from swarm.peer.round_account import RoundAccount, link_figures, up_mbit
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
@@ -96,7 +96,8 @@ class PeerStatus:
         self.grad_spikes = 0
         self._counted: list[tuple[Code, int]] = []
         """Own tokens in manifests that were applied, as long as these may be rolled back."""
-        self._missed = 0
+        self.missed = 0
+        """Rounds in a row that went on without what this peer had trained."""
         """Rounds in a row that this peer trained in and that went on without it."""
         self._round_s = time.monotonic()
         self._at_round_start = self._round_traffic = self.traffic()
@@ -298,18 +299,19 @@ class PeerStatus:
 
     def _tell_lateness(self, report: RoundReport, round_s: float) -> None:
         if report.counted or not report.stats or not report.stats.tokens:
-            self._missed = 0
+            self.missed = 0
             return
-        self._missed += 1
+        self.missed += 1
         if self.run.round.seconds:
             return  # its steps fitted the round: what makes it late is no number of them
         phase = self.run.phase_at(report.manifest.tokens)
         words = lateness(
-            self._missed,
+            self.missed,
             report.stats.tokens,
             phase.local_steps * phase.batch_tokens,
             self.tokens_per_s,
             round_s,
+            up_mbit=up_mbit(self.node.lines, self.node.traffic),
         )
         if words:
             logger.warning("%s", words)

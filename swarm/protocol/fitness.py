@@ -98,9 +98,15 @@ ALWAYS_LATE = 3
 
 
 def lateness(
-    missed: int, tokens: int, local_tokens: int, tokens_per_s: float, round_s: float
+    missed: int,
+    tokens: int,
+    local_tokens: int,
+    tokens_per_s: float,
+    round_s: float,
+    *,
+    up_mbit: float | None = None,
 ) -> str | None:
-    """What a person should know whose machine no round can wait for; None if it is not time.
+    """What a person should know whose machine or line no round waits for; None if it is not time.
 
     Said after `ALWAYS_LATE` rounds, then ever more rarely.
 
@@ -110,11 +116,21 @@ def lateness(
         local_tokens: of all local steps of a round.
         tokens_per_s: rate of this peer.
         round_s: seconds that the last round took the others.
+        up_mbit: what this peer's line carries away from it; None: not known.
     """
     is_power = missed >= ALWAYS_LATE and (missed // ALWAYS_LATE).bit_count() == 1
     if not is_power or missed % ALWAYS_LATE or tokens_per_s <= 0:
         return None
     needed_s = local_tokens / tokens_per_s
+    if needed_s < round_s / 2:
+        line = f"an uplink of {up_mbit:.3g} Mbit/s" if up_mbit else "an uplink not measured yet"
+        return (
+            f"{missed} rounds in a row went on without this peer, though its local steps take only "
+            f"{needed_s:.3g} s of {round_s:.3g}: it has {line}, and a line "
+            "that costs the others more than its work is worth is left out. What would fit: a "
+            "line as fast as theirs, or a run with longer rounds or coarser codings (swarm-plan "
+            "--link)"
+        )
     return (
         f"{missed} rounds in a row went on without this peer: a round's local steps take it "
         f"{needed_s:.3g} s, and the others were done after {round_s:.3g} s. Its experts go on by "

@@ -52,6 +52,14 @@ def test_who_is_always_late_is_told_what_would_fit() -> None:
     assert "by 25% of a round" in words and "4 times as fast" in words
 
 
+def test_whose_steps_are_done_in_time_is_told_of_its_line() -> None:
+    words = lateness(3, 1000, 1000, tokens_per_s=250.0, round_s=10.0, up_mbit=1.25)
+    assert words is not None and "its local steps take only 4 s of 10: " in words
+    assert "an uplink of 1.25 Mbit/s" in words
+    words = lateness(3, 1000, 1000, tokens_per_s=250.0, round_s=10.0)
+    assert words is not None and "an uplink not measured yet" in words
+
+
 def test_it_is_told_ever_more_rarely() -> None:
     told = [n for n in range(1, 50) if lateness(n, 1, 4, tokens_per_s=1.0, round_s=1.0)]
     assert told == [3, 6, 12, 24, 48]
