@@ -92,7 +92,8 @@ class Door:
         """Serves a peer that has proved who it is, until it closes the connection."""
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            await serve(self._traffic, source, reader, writer)
+            with self._traffic.sent.watching(source, connection):
+                await serve(self._traffic, source, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             logger.debug("direct stream of %s ended: %s", source, error)
         finally:

@@ -1,65 +1,127 @@
-"""How fast this machine sends: the most that others took in some seconds while they waited.
+"""How fast this machine's line sends: what others have acknowledged while more was waiting.
 
-What one receiver takes may be as much as its own line carries, so it shows only what a line carries
-at least: one thin joiner that fetches for a day must not make its sources look thin, and be left
-out of rounds [D5]. What several take together counts also where it is less than before.
+Of each direct connection the kernel knows how many bytes the other side has acknowledged, and how
+many are still unsent. While some are, a line bounds it; what a cap, a disk or a queue of this
+program holds back does not wait there, and neither does what buffers took in count as sent. Of
+streams over libp2p nothing is known.
+
+What one receiver takes may be as much as its own line carries, so it shows only what this line
+carries at least: one thin joiner that fetches for a day must not make its sources look thin, and be
+left out of rounds [D5]. What several take together counts also where it is less than before.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import struct
+import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-WINDOW_S = 4.0
-"""Shorter, and what buffers on the way take in would count as sent."""
+SAMPLE_S = 0.25
+WINDOW_S = 2.0
+"""Shorter, and a single burst of acknowledgements would count."""
 KEPT = 8
 """Windows of late; of these the fastest is nearest to what the line can do, since in the others
 receivers may have been the slower ones."""
+_INFO = struct.Struct("=120xQ16xI")
+"""Of Linux's `tcp_info`: tcpi_bytes_acked and tcpi_notsent_bytes."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes of one connection, by the kernel."""
+
+    acked: int
+    unsent: int
+
+
+@dataclass
+class _Watched:
+    receiver: str
+    acked: int
 
 
 class SentRate:
-    """Counts what is sent; its methods run in one event loop."""
+    """Looks at the connections on which this machine sends; its methods run in one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing was sent yet; `clock` is in seconds."""
         self._clock = clock
-        self._answers: Counter[str] = Counter()
-        self._receivers: set[str] = set()
-        self._began_s = 0.0
+        self._watched: dict[socket.socket, _Watched] = {}
+        self._is_ticking = False
+        self._began_s: float | None = None
+        """Since when there was always something unsent; None: there is nothing."""
         self._num_bytes = 0
+        self._receivers: set[str] = set()
         self._rates: deque[float] = deque(maxlen=KEPT)
 
     @property
     def mbit(self) -> float | None:
-        """In Mbit/s; None until somebody has taken something for long enough."""
+        """In Mbit/s; None until the line has been the bound for long enough."""
         return max(self._rates, default=None)
 
     @contextmanager
-    def sending(self, receiver: str) -> Iterator[None]:
-        """While an answer is being sent; several at a time share the line."""
-        if not self._answers:
-            self._begin()
-        self._answers[receiver] += 1
-        self._receivers.add(receiver)
+    def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
+        """While a peer is served on a connection; several at a time share the line."""
+        counters = counters_of(connection)
+        if counters is None:
+            yield
+            return
+        self._watched[connection] = _Watched(receiver, counters.acked)
+        if not self._is_ticking:
+            self._is_ticking = True
+            asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
         try:
             yield
         finally:
-            self._answers[receiver] -= 1
-            if not self._answers[receiver]:
-                del self._answers[receiver]
+            del self._watched[connection]
 
-    def count(self, num_bytes: int) -> None:
-        """So many bytes of an answer were sent."""
-        self._num_bytes += num_bytes
-        seconds = self._clock() - self._began_s
-        if seconds >= WINDOW_S:
-            rate = self._num_bytes * 8e-6 / seconds
+    def _tick(self) -> None:
+        self.sample()
+        self._is_ticking = bool(self._watched)
+        if self._is_ticking:
+            asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+
+    def sample(self) -> None:
+        """Looks at all connections."""
+        now, acked, waiting = self._clock(), 0, set[str]()
+        for connection, watched in self._watched.items():
+            counters = counters_of(connection)
+            if counters is None:
+                continue
+            acked += counters.acked - watched.acked
+            watched.acked = counters.acked
+            if counters.unsent:
+                waiting.add(watched.receiver)
+        if not waiting:
+            self._began_s = None
+            return
+        if self._began_s is None:
+            self._begin(now, waiting)
+            return
+        self._num_bytes += acked
+        self._receivers |= waiting
+        if now - self._began_s >= WINDOW_S:
+            rate = self._num_bytes * 8e-6 / (now - self._began_s)
             if len(self._receivers) > 1 or rate > (self.mbit or 0.0):
                 self._rates.append(rate)
-            self._begin()
+            self._begin(now, waiting)
 
-    def _begin(self) -> None:
-        self._began_s, self._num_bytes = self._clock(), 0
-        self._receivers = set(self._answers)
+    def _begin(self, now_s: float, waiting: set[str]) -> None:
+        self._began_s, self._num_bytes, self._receivers = now_s, 0, waiting
+
+
+def counters_of(connection: socket.socket) -> Counters | None:
+    """What the kernel says of a TCP connection; None where it says nothing, or it is closed."""
+    if sys.platform != "linux":
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        return Counters(*_INFO.unpack(info))
+    except (OSError, struct.error):
+        return None

@@ -148,12 +148,11 @@ class BlobServer:
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
         may_wait = self._may_wait(ask.digest)
-        with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending(source):
+        with self._queue.serving(source, may_wait=may_wait):
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
             most = traffic.up.part_bytes(most)
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
-                traffic.sent.count(sent)
                 self._count(ask.digest, sent, traffic)
         return True
 

@@ -29,7 +29,7 @@ class Traffic:
         refused: how often bytes of others were refused, by reason.
         up: cap on what is sent.
         down: cap on what is received.
-        sent: how fast blobs were sent of late.
+        sent: how fast the line sent of late.
     """
 
     control_messages_sent: int = 0

@@ -1,77 +1,99 @@
-"""How fast this machine sends: only what others wait for counts, and only over some seconds."""
+"""How fast this machine's line sends: only what is acknowledged while more waits counts."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
-from swarm.network.sent_rate import KEPT, WINDOW_S, SentRate
+from swarm.network import sent_rate
+from swarm.network.sent_rate import KEPT, SAMPLE_S, WINDOW_S, Counters, SentRate, counters_of
 
 
-class Clock:
-    now = 0.0
+class Line:
+    """Connections of a fake kernel, and a fake clock."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.rate = SentRate(lambda: self.now)
+        self._kernel: dict[socket.socket, Counters] = {}
+        monkeypatch.setattr(sent_rate, "counters_of", self._kernel.__getitem__)
 
+    def send(self, mbit: float, *receivers: str, seconds: float, unsent: int = 1) -> None:
+        """So fast together, with something left unsent all the time, or not."""
 
-def send(rate: SentRate, clock: Clock, seconds: float, mbit: float) -> None:
-    """An answer to each of two peers, a part every quarter of a second."""
-    with rate.sending("A"), rate.sending("B"):
-        for _ in range(int(seconds * 4)):
-            clock.now += 0.25
-            rate.count(int(mbit * 1e6 / 8 / 4))
+        async def while_sending() -> None:
+            with ExitStack() as stack:
+                mine = [socket.socket() for _ in receivers]
+                for each, receiver in zip(mine, receivers, strict=True):
+                    stack.enter_context(closing(each))
+                    self._kernel[each] = Counters(1000, unsent)
+                    stack.enter_context(self.rate.watching(receiver, each))
+                self.rate.sample()
+                for _ in range(round(seconds / SAMPLE_S)):
+                    self.now += SAMPLE_S
+                    for each in mine:
+                        acked = int(mbit * 1e6 / 8 * SAMPLE_S / len(mine))
+                        self._kernel[each] = Counters(self._kernel[each].acked + acked, unsent)
+                    self.rate.sample()
+            self.rate.sample()
 
-
-def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it() -> None:
-    clock = Clock()
-    rate = SentRate(clock)
-    assert rate.mbit is None
-    send(rate, clock, WINDOW_S - 1, 50.0)
-    assert rate.mbit is None, "what buffers took in would count as sent"
-    clock.now += 600.0
-    send(rate, clock, 2 * WINDOW_S, 20.0)
-    clock.now += 600.0
-    send(rate, clock, 2 * WINDOW_S, 8.0)
-    assert rate.mbit == pytest.approx(20.0, rel=0.01)
-    send(rate, clock, (KEPT + 1) * WINDOW_S, 8.0)
-    assert rate.mbit == pytest.approx(8.0, rel=0.01), "the line has become slower"
-
-
-def test_answers_at_the_same_time_share_the_line() -> None:
-    clock = Clock()
-    rate = SentRate(clock)
-    with rate.sending("C"):
-        send(rate, clock, WINDOW_S / 2, 30.0)
-        send(rate, clock, WINDOW_S / 2, 10.0)
-    assert rate.mbit == pytest.approx(20.0, rel=0.01)
+        asyncio.run(while_sending())
 
 
-def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least() -> None:
-    clock = Clock()
-    rate = SentRate(clock)
-
-    def send_to_one(mbit: float, seconds: float) -> None:
-        with rate.sending("thin"):
-            for _ in range(int(seconds * 4)):
-                clock.now += 0.25
-                rate.count(int(mbit * 1e6 / 8 / 4))
-
-    send_to_one(1.0, WINDOW_S)
-    assert rate.mbit == pytest.approx(1.0, rel=0.01)
-    send(rate, clock, WINDOW_S, 20.0)
-    send_to_one(1.0, 2 * KEPT * WINDOW_S)
-    assert rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the receiver's, not this one"
-    send(rate, clock, KEPT * WINDOW_S, 8.0)
-    assert rate.mbit == pytest.approx(8.0, rel=0.01)
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    yield Line(monkeypatch)
 
 
-def test_a_window_in_which_another_came_has_two_receivers() -> None:
-    clock = Clock()
-    rate = SentRate(clock)
-    send(rate, clock, WINDOW_S, 20.0)
-    with rate.sending("A"):
-        for _ in range(KEPT):
-            with rate.sending("B"):
-                clock.now += 1.0
-                rate.count(0)
-            clock.now += WINDOW_S - 1.0
-            rate.count(int(5e6 / 8 * WINDOW_S))
-    assert rate.mbit == pytest.approx(5.0, rel=0.01)
+def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: Line) -> None:
+    assert line.rate.mbit is None
+    line.send(50.0, "A", "B", seconds=WINDOW_S - SAMPLE_S)
+    assert line.rate.mbit is None, "too short"
+    line.now += 600.0
+    line.send(20.0, "A", "B", seconds=2 * WINDOW_S)
+    line.now += 600.0
+    line.send(8.0, "A", "B", seconds=2 * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01)
+    line.send(8.0, "A", "B", seconds=(KEPT + 1) * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(8.0, rel=0.01), "the line has become slower"
+
+
+def test_while_nothing_waits_in_the_kernel_something_else_is_the_bound(line: Line) -> None:
+    line.send(3.0, "A", "B", seconds=60.0, unsent=0)
+    assert line.rate.mbit is None, "a cap, a queue, or peers that ask for little"
+
+
+def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line: Line) -> None:
+    line.send(1.0, "thin", seconds=WINDOW_S)
+    assert line.rate.mbit == pytest.approx(1.0, rel=0.01)
+    line.send(20.0, "A", "B", seconds=WINDOW_S)
+    line.send(1.0, "thin", "thin", seconds=2 * KEPT * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the bound, not this one"
+    line.send(8.0, "A", "thin", seconds=KEPT * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not say")
+def test_what_the_kernel_says_of_a_connection_that_nobody_reads() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sending,
+    ):
+        receiving, _ = server.accept()
+        with receiving:
+            before = counters_of(sending)
+            assert before is not None and before.unsent == 0
+            sending.setblocking(False)
+            taken = 0
+            while True:
+                try:
+                    taken += sending.send(bytes(2**16))
+                except BlockingIOError:
+                    break
+            stuck = counters_of(sending)
+            assert stuck is not None and 0 < stuck.unsent <= taken
+            assert 0 < stuck.acked - before.acked <= taken - stuck.unsent
+    assert counters_of(sending) is None, "it is closed"
