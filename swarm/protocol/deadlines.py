@@ -18,6 +18,8 @@ SAFETY = 3.0
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
+MADE_BYTES_PER_S = 1e8
+"""A value is made of its delta, hashed and written so fast at least: a hard disk does."""
 FIRST_STEP_S = 1800.0
 """Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
 HICCUP = 5
@@ -101,6 +103,10 @@ class Measured:
     """Bytes of all units."""
     rate_bytes_per_s: float
     """Rate at which this peer receives from others."""
+    reduced_bytes: int = 0
+    """Of the values that a reducer makes of deltas."""
+    proposed_bytes: int = 0
+    """Of those that a peer makes of deltas before it can accept a manifest."""
 
 
 def production_timers(
@@ -112,11 +118,12 @@ def production_timers(
 ) -> AdaptedTimers:
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
-    T_red and T_vote are three times what the bytes take at the measured rate; an attempt lasts as
-    long as its phases together; T_reform is what the whole model may take, at least 10 minutes,
-    unless the run fixes it: T_reform / 2 without a single new unit is then more than all of them
-    take. No timer follows the length of rounds: they would lengthen each other, a peer that starts
-    again knows of none, and those that live are heard every few seconds in rounds of any length.
+    T_red and T_vote are three times what the bytes take at the measured rate, and values that are
+    made of deltas on the disk; an attempt lasts as long as its phases together; T_reform is what
+    the whole model may take, at least 10 minutes, unless the run fixes it: T_reform / 2 without a
+    single new unit is then more than all of them take. No timer follows the length of rounds: they
+    would lengthen each other, a peer that starts again knows of none, and those that live are heard
+    every few seconds in rounds of any length.
 
     Args:
         measured: sizes and rate.
@@ -130,8 +137,14 @@ def production_timers(
     base = base or Timers()
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
-    reduce_s = _transfer_s("reducing", measured.reduce_bytes, measured, base.reduce_s, reasons)
-    vote_s = _transfer_s("voting", measured.proposal_bytes, measured, base.vote_s, reasons)
+    reduce_s = _transfer_s(
+        "reducing", measured.reduce_bytes, measured, base.reduce_s, reasons,
+        made_bytes=measured.reduced_bytes,
+    )  # fmt: skip
+    vote_s = _transfer_s(
+        "voting", measured.proposal_bytes, measured, base.vote_s, reasons,
+        made_bytes=measured.proposed_bytes,
+    )  # fmt: skip
     late_s = max(base.roster_late_s, HICCUP * silence_s)
     attempt_s = max(base.attempt_s, late_s + 3 * reduce_s + 2 * vote_s)
     reasons.append(
@@ -155,15 +168,22 @@ def production_timers(
 
 
 def _transfer_s(
-    what: str, num_bytes: int, measured: Measured, floor_s: float, reasons: list[str]
+    what: str,
+    num_bytes: int,
+    measured: Measured,
+    floor_s: float,
+    reasons: list[str],
+    *,
+    made_bytes: int = 0,
 ) -> float:
     known, rate = "", measured.rate_bytes_per_s
     if rate <= 0:
         known, rate = "an assumed ", ASSUMED_RATE_BYTES_PER_S
-    seconds = max(floor_s, SAFETY * num_bytes / rate)
+    seconds = max(floor_s, SAFETY * (num_bytes / rate + made_bytes / MADE_BYTES_PER_S))
+    made = f", and {made_bytes / 1e6:.1f} MB of values made of it" if made_bytes else ""
     reasons.append(
         f"{what} may take {seconds:.1f} s: {SAFETY:g} x {num_bytes / 1e6:.1f} MB at "
-        f"{known}{rate / 1e6:.1f} MB/s, at least {floor_s:.1f}"
+        f"{known}{rate / 1e6:.1f} MB/s{made}, at least {floor_s:.1f}"
     )
     return seconds
 

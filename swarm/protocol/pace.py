@@ -7,7 +7,7 @@ ended feeds on itself; the word of peers about their own steps does not [C3].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -40,19 +40,22 @@ class Pace:
         if num_bytes >= 2**20 and seconds > 0:
             self._rates.append(num_bytes / seconds)
 
-    def measured(self, due: Set[Unit]) -> Measured:
+    def measured(self, due: Mapping[Unit, int]) -> Measured:
         """What the timers are computed from; the slowest recent rate counts, or a lower cap.
 
         Args:
-            due: units that the next manifest may renew; all that a peer lacks of it is among them.
+            due: units that the next manifest may renew, and the bytes that move of each; all that
+                a peer lacks of it is among them.
         """
-        sizes = {unit: size for unit, size in self.unit_bytes.items() if unit in due}
-        shared = (size for unit, size in sizes.items() if expert_of_unit(unit) is None)
+        shared = [unit for unit in due if expert_of_unit(unit) is None]
+        made = {u: size for u, size in self.unit_bytes.items() if due.get(u, size) < size}
         return Measured(
-            reduce_bytes=sum(shared),
-            proposal_bytes=sum(sizes.values()),
+            reduce_bytes=sum(due[unit] for unit in shared),
+            proposal_bytes=sum(due.values()),
             model_bytes=sum(self.unit_bytes.values()),
             rate_bytes_per_s=self.rate_bytes_per_s,
+            reduced_bytes=sum(made.get(unit, 0) for unit in shared),
+            proposed_bytes=sum(made.values()),
         )
 
     @property

@@ -52,6 +52,18 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
     assert "3 x 1000.0 MB at 10.0 MB/s" in adapted.reasons[0]
 
 
+def test_values_that_are_made_of_deltas_take_their_time_too() -> None:
+    """A fast network does not make a disk any faster."""
+    sizes = Measured(10**8, 3 * 10**8, model_bytes=10**10, rate_bytes_per_s=10**9)
+    coded = replace(sizes, reduced_bytes=10**9, proposed_bytes=6 * 10**9)
+    adapted = production_timers(coded, roster_after_s=6.0, reform_after_s=None)
+    assert adapted.timers.reduce_s == pytest.approx(3 * (0.1 + 10.0))
+    assert adapted.timers.vote_s == pytest.approx(3 * (0.3 + 60.0))
+    assert "100.0 MB at 1000.0 MB/s, and 1000.0 MB of values made of it" in adapted.reasons[0]
+    plain = production_timers(sizes, roster_after_s=6.0, reform_after_s=None)
+    assert (plain.timers.reduce_s, plain.timers.vote_s) == (5.0, 6.0)
+
+
 def test_until_a_rate_is_known_links_count_as_slow() -> None:
     unmeasured = Measured(10**7, 10**8, model_bytes=10**8, rate_bytes_per_s=0.0)
     adapted = production_timers(unmeasured, roster_after_s=6.0, reform_after_s=None)

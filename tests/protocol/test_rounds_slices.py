@@ -151,7 +151,16 @@ def test_a_value_may_have_moved_by_the_steps_since_its_version(unit: Unit) -> No
 
 
 def test_time_outs_leave_room_for_what_may_be_renewed() -> None:
-    assert RULES.may_be_renewed(TIP) == DUE
-    assert make_rules(experts_every=3).may_be_renewed(TIP) == make_rules().unit_bytes.keys()
+    assert RULES.may_be_renewed(TIP) == dict.fromkeys(DUE, 100)
+    assert make_rules(experts_every=3).may_be_renewed(TIP) == make_rules().unit_bytes
+    coded = replace(
+        RULES,
+        unit_coding=dict.fromkeys(RULES.unit_bytes, "b2"),
+        delta_bytes=dict.fromkeys(RULES.unit_bytes, 7),
+    )
+    assert coded.may_be_renewed(TIP) == dict.fromkeys(DUE, 7)
     due = replace(RULES, merging=MergingConfig(alpha=0.1, interval_steps=10, decay_steps=10**6))
-    assert due.may_be_renewed(TIP) == RULES.expert_units.keys()
+    assert due.may_be_renewed(TIP) == dict.fromkeys(RULES.expert_units, 100)
+    assert replace(coded, merging=due.merging).may_be_renewed(TIP) == dict.fromkeys(
+        RULES.expert_units, 100
+    ), "a merge has no deltas"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -177,16 +177,18 @@ class Rules:
         """Silent rounds after which a member still keeps its experts [R4]."""
         return self.owner_silent_limit * self.schedule.cycle
 
-    def may_be_renewed(self, tip: Manifest) -> Set[Unit]:
-        """Units that the next manifest may renew: time-outs have to leave room for these.
+    def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
+        """Units that the next manifest may renew, and what each costs whoever has the present one.
 
-        Where rounds have no slices of their own, time-outs are the same in all: of everything.
+        Time-outs have to leave room for these. Where rounds have no slices of their own, they are
+        all units. Of a merge there are no deltas.
         """
+        is_merge = merge_due(tip, self.merging)
+        sizes = self.unit_bytes if is_merge else self.moved_bytes
         if not self.stagger:
-            return self.unit_bytes.keys()
-        if merge_due(tip, self.merging):
-            return self.expert_units.keys()
-        return self.schedule.due(tip)
+            return sizes
+        due = self.expert_units.keys() if is_merge else self.schedule.due(tip)
+        return {unit: sizes[unit] for unit in due}
 
     @cached_property
     def shared_units(self) -> tuple[Unit, ...]:
