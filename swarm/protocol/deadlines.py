@@ -137,12 +137,14 @@ def production_timers(
     base = base or Timers()
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
+    # A reducer that was silent for half of T_red is left out: no sooner than any other peer [C4].
+    heard_s = 2 * silence_s
     reduce_s = _transfer_s(
-        "reducing", measured.reduce_bytes, measured, base.reduce_s, reasons,
+        "reducing", measured.reduce_bytes, measured, max(base.reduce_s, heard_s), reasons,
         made_bytes=measured.reduced_bytes,
     )  # fmt: skip
     vote_s = _transfer_s(
-        "voting", measured.proposal_bytes, measured, base.vote_s, reasons,
+        "voting", measured.proposal_bytes, measured, max(base.vote_s, heard_s), reasons,
         made_bytes=measured.proposed_bytes,
     )  # fmt: skip
     late_s = max(base.roster_late_s, HICCUP * silence_s)

@@ -38,7 +38,7 @@ def test_replaced_timers_leave_the_others_as_they_were() -> None:
 def test_a_small_run_keeps_the_smallest_values() -> None:
     adapted = production_timers(SMALL, roster_after_s=6.0, reform_after_s=45.0)
     timers = adapted.timers
-    assert (timers.reduce_s, timers.vote_s) == (5.0, 6.0)
+    assert (timers.reduce_s, timers.vote_s) == (12.0, 12.0)
     assert timers.reform_s == 45.0
     assert "set by the run" in adapted.reasons[-1]
 
@@ -52,6 +52,13 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
     assert "3 x 1000.0 MB at 10.0 MB/s" in adapted.reasons[0]
 
 
+def test_a_reducer_is_not_taken_for_silent_sooner_than_any_other_peer() -> None:
+    """It is left out once it was silent for half of T_red [C4]."""
+    for roster_after_s in (1.0, 6.0, 20.0):
+        adapted = production_timers(SMALL, roster_after_s=roster_after_s, reform_after_s=None)
+        assert adapted.timers.reduce_s / 2 == adapted.timers.silence_s >= roster_after_s
+
+
 def test_values_that_are_made_of_deltas_take_their_time_too() -> None:
     """A fast network does not make a disk any faster."""
     sizes = Measured(10**8, 3 * 10**8, model_bytes=10**10, rate_bytes_per_s=10**9)
@@ -61,7 +68,7 @@ def test_values_that_are_made_of_deltas_take_their_time_too() -> None:
     assert adapted.timers.vote_s == pytest.approx(3 * (0.3 + 60.0))
     assert "100.0 MB at 1000.0 MB/s, and 1000.0 MB of values made of it" in adapted.reasons[0]
     plain = production_timers(sizes, roster_after_s=6.0, reform_after_s=None)
-    assert (plain.timers.reduce_s, plain.timers.vote_s) == (5.0, 6.0)
+    assert (plain.timers.reduce_s, plain.timers.vote_s) == (12.0, 12.0)
 
 
 def test_until_a_rate_is_known_links_count_as_slow() -> None:
@@ -82,7 +89,7 @@ def test_a_roster_waits_as_the_run_says_and_never_under_six_seconds(roster_after
 def test_a_first_step_has_half_an_hour_and_an_attempt_is_not_as_long() -> None:
     timers = production_timers(SMALL, roster_after_s=6.0, reform_after_s=None).timers
     assert timers.wordless_s == FIRST_STEP_S
-    assert timers.attempt_s == 30.0 + 3 * 5.0 + 2 * 6.0
+    assert timers.attempt_s == 30.0 + 3 * 12.0 + 2 * 12.0
 
 
 def test_a_lost_majority_is_given_up_after_ten_minutes_or_what_voting_may_take() -> None:
