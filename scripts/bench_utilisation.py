@@ -161,7 +161,8 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
         folder / "swarm",
         RUN_FILE,
         case.num_peers,
-        options=["--engine", "resident", "--threads", "1", *capped(case)],
+        options=["--engine", "resident", "--threads", "1"],
+        own_options=lambda peer: capped(case, peer),
         founder_options=settings(*case.overrides, f"run.rounds={rounds + case.rounds}"),
         environment={
             "OMP_NUM_THREADS": "1",
@@ -207,9 +208,10 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
     return found[:-1] if case.last else found
 
 
-def capped(case: Case) -> list[str]:
+def capped(case: Case, peer: int) -> list[str]:
     """A peer's cap, as it is recommended for thin uplinks."""
-    up_mbit = line_of(case.link).up_mbit / case.slower
+    is_last = case.last and peer == case.num_peers - 1
+    up_mbit = line_of(case.last if is_last else case.link).up_mbit / case.slower
     return [] if case.cap is None else ["--max-upload", f"{case.cap * up_mbit:g}mbit"]
 
 

@@ -27,6 +27,7 @@ class LocalSwarm:
         run_file: configuration of the run.
         num_peers: peers at the founding.
         options: further arguments of every peer.
+        own_options: those of one alone, by its index.
         founder_options: further arguments of the founder, such as `--set`.
         environment: added to that of every peer.
         program: module that every peer runs.
@@ -39,6 +40,7 @@ class LocalSwarm:
     run_file: Path
     num_peers: int
     options: Sequence[str] = ()
+    own_options: Callable[[int], Sequence[str]] = lambda _: ()
     founder_options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
     program: str = "peers.peer"
@@ -80,7 +82,7 @@ class LocalSwarm:
         if self.links:
             peer.prefix, listen = self.links.place(peer.index)
         common = ["--state-dir", str(peer.folder), *listen]
-        common += ["--name", f"peer-{peer.index}", *self.options]
+        common += ["--name", f"peer-{peer.index}", *self.options, *self.own_options(peer.index)]
         peer.arguments = [*arguments, *common]
         peer.start()
 
