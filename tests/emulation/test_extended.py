@@ -42,7 +42,7 @@ CAUGHT = {
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
-    "transfer_limit_fixed": "L:77",
+    "transfer_limit_fixed": "J:26",
     "timers_not_adapted": "J:8",
     "hand_over_not_awaited": "K:2",
     "older_moments_taken": "K:4",
@@ -51,7 +51,7 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:5",
-    "all_are_kept": "V:31000027",
+    "all_are_kept": "V:31000084",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:0",
     "any_number_is_young": "V:1",
@@ -244,7 +244,9 @@ def test_peers_adapt_their_timers_to_slow_links_each_to_its_own():
         assert largest / slowest > ANSWER_WITHIN_S / 2
         world = build(this, random)
         play(world, this)
-        timers = {node.machine.timers for node in world.alive()}
-        assert len(timers) == len(world.alive())
-        seen |= timers
+        timers = [node.machine.timers for node in world.alive()]
+        least_s = 2 * timers[0].silence_s
+        slow = [each for each in timers if max(each.reduce_s, each.vote_s) > least_s]
+        assert len(set(slow)) == len(slow) >= 1, "fast ones have the smallest values in common"
+        seen |= set(timers)
     assert max(timers.vote_s for timers in seen) > 2 * CALM_TIMERS.vote_s
