@@ -13,7 +13,6 @@ from swarm.protocol.rounds.thin import Sender, bytes_to_send, seconds_to_send, t
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 FAST = [Sender(peer, 5.0, 60.0, waits=True, uplink_mbit=20) for peer in "ABC"]
-GRACE_S = 3.0
 
 
 def thin(needs_s: float, **changes: Any) -> Sender:
@@ -29,8 +28,8 @@ def thin(needs_s: float, **changes: Any) -> Sender:
     )
 
 
-def left_out(*senders: Sender, free_s: float = 0.0, floor_s: float = GRACE_S) -> list[str]:
-    return sorted(too_thin(senders, free_s=free_s, floor_s=floor_s))
+def left_out(*senders: Sender, free_s: float = 0.0) -> list[str]:
+    return sorted(too_thin(senders, free_s))
 
 
 @pytest.mark.parametrize(("needs_s", "is_out"), [(24.9, False), (25.1, True)])
@@ -38,7 +37,7 @@ def test_a_line_may_hold_the_others_up_for_as_long_as_its_work_is_worth(
     needs_s: float, is_out: bool
 ) -> None:
     """20 s more for three peers are its 60 s of work."""
-    reasons = too_thin([*FAST, thin(needs_s)], free_s=0.0, floor_s=GRACE_S)
+    reasons = too_thin([*FAST, thin(needs_s)], free_s=0.0)
     assert list(reasons) == ["D"] * is_out
     if is_out:
         assert reasons["D"] == (

@@ -320,8 +320,7 @@ class Collector(Role):
             )
             for peer, needs_s in seconds.items()
         ]
-        free_s = self._free_s(campaign, waiting)
-        return too_thin(senders, free_s=free_s, floor_s=self.timers.grace_s)
+        return too_thin(senders, self._free_s(campaign, waiting))
 
     def _invested_s(self, campaign: Campaign, peer: PeerId) -> float:
         """What is lost if a peer is left out that has offered, experts at least."""

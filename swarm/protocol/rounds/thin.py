@@ -20,9 +20,10 @@ from swarm.protocol.rounds.relays import RELAYS, relays_among
 from swarm.protocol.rounds.rosters import Plan, usual_uplink
 from swarm.protocol.rounds.rules import Rules
 
-UNEQUAL = 3
-"""Nobody is left out whose line does not need so many times what those need that stay: what peers
-measure of their lines while others send, too, is off by a factor of two now and then."""
+UNEQUAL, LEAST_S = 3, 3.0
+"""Nobody is left out whose line does not need so many times what those need that stay, and so many
+seconds more: what peers measure of their lines while others send, too, is off by a factor of two
+now and then."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,12 @@ def seconds_to_send(plan: Plan, uplinks: Uplinks, rules: Rules) -> dict[PeerId, 
     return {peer: sent[peer] * 8e-6 / (uplinks.get(peer) or usual) for peer in plan.offers}
 
 
-def too_thin(senders: Sequence[Sender], *, free_s: float, floor_s: float) -> dict[PeerId, str]:
+def too_thin(senders: Sequence[Sender], free_s: float) -> dict[PeerId, str]:
     """Who is left out of a roster, and why: those without whom most seconds are won.
 
     Args:
         senders: whose offers there are.
         free_s: seconds from now on in which no voter waits.
-        floor_s: nobody is left out whose line needs not even so much more than those that stay.
     """
     slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
     at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
@@ -98,7 +98,7 @@ def too_thin(senders: Sequence[Sender], *, free_s: float, floor_s: float) -> dic
         invested_s += sender.invested_s
         usual_s = max(following.needs_s, at_least_s)
         rest_s = max(usual_s, free_s)
-        is_thin = sender.needs_s > max(rest_s + floor_s, UNEQUAL * usual_s)
+        is_thin = sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
         gain = (slowest_first[0].needs_s - rest_s) * num_waiting - invested_s
         if is_thin and gain > won:
             won, out, whole_s = gain, num, rest_s
