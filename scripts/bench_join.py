@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
+from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller, tidy
 
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
@@ -177,6 +177,7 @@ def main() -> int:
         "round_ratio_error": round(error, 3),
     }
     report(verdict, arguments)
+    tidy(folder, arguments)
     return 0
 
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, report, teller
+from rehearsal import RUN_FILE, add_common, folder_of, report, teller, tidy
 
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.local_peer import LocalPeer
@@ -317,6 +317,7 @@ def main() -> int:
     report(
         {k: json.dumps(v) for k, v in verdict.items()}, argparse.Namespace(json=False)
     ) if not arguments.json else print(json.dumps(verdict))
+    tidy(bench.folder, arguments)
     return 1 if above else 0
 
 

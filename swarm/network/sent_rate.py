@@ -94,9 +94,9 @@ class SentRate:
             counters = counters_of(connection)
             if counters is None:
                 continue
-            acked += counters.acked - watched.acked
-            watched.acked = counters.acked
-            if counters.unsent:
+            newly = counters.acked - watched.acked
+            watched.acked, acked = counters.acked, acked + newly
+            if counters.unsent and newly:  # what waits for a receiver that is gone says nothing
                 waiting.add(watched.receiver)
         if not waiting:
             self._began_s = None

@@ -50,7 +50,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
 
 def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: Line) -> None:
     assert line.rate.mbit is None
-    line.send(50.0, "A", "B", seconds=WINDOW_S - SAMPLE_S)
+    line.send(50.0, "A", "B", seconds=WINDOW_S)
     assert line.rate.mbit is None, "too short"
     line.now += 600.0
     line.send(20.0, "A", "B", seconds=2 * WINDOW_S)
@@ -66,13 +66,19 @@ def test_while_nothing_waits_in_the_kernel_something_else_is_the_bound(line: Lin
     assert line.rate.mbit is None, "a cap, a queue, or peers that ask for little"
 
 
+def test_a_receiver_that_is_gone_says_nothing_of_the_line(line: Line) -> None:
+    line.send(20.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
+    line.send(0.0, "A", "B", seconds=60.0)
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01)
+
+
 def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line: Line) -> None:
-    line.send(1.0, "thin", seconds=WINDOW_S)
+    line.send(1.0, "thin", seconds=WINDOW_S + SAMPLE_S)
     assert line.rate.mbit == pytest.approx(1.0, rel=0.01)
-    line.send(20.0, "A", "B", seconds=WINDOW_S)
+    line.send(20.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
     line.send(1.0, "thin", "thin", seconds=2 * KEPT * WINDOW_S)
     assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the bound, not this one"
-    line.send(8.0, "A", "thin", seconds=KEPT * WINDOW_S)
+    line.send(8.0, "A", "thin", seconds=(KEPT + 1) * WINDOW_S)
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
 
 
