@@ -64,13 +64,19 @@ def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
             "B refuses its values",
         ),
         (
+            "peer C left out: its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8, and its "
+            "60.0 s of work are not worth that to the others",
+            "",
+            "left out: its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8",
+        ),
+        (
             "READY from C refused: its offer is of another tip",
             "READY",
             "its offer was refused: its offer is",
         ),
     ],
 )
-def test_the_convener_tells_of_values_and_offers_that_were_refused(
+def test_the_convener_tells_of_lines_values_and_offers_that_it_did_not_take(
     text: str, refused: str, words: str
 ) -> None:
     topic = Topic.REFUSED if refused else Topic.ROUND
