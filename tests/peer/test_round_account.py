@@ -64,8 +64,7 @@ def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
             "B refuses its values",
         ),
         (
-            "peer C left out: its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8, and its "
-            "60.0 s of work are not worth that to the others",
+            "peer C left out: its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8, and so on",
             "",
             "left out: its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8",
         ),

@@ -360,7 +360,7 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
         told = [r.message for r in caplog.records if "went on without this peer" in r.message]
         assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
     status.applied(replace(report(successor(tip), None), counted=False))  # it did not train
-    assert status._missed == 0
+    assert status.missed == 0
 
 
 def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> None:

@@ -117,17 +117,10 @@ def test_without_uplinks_everybody_asks_the_writer() -> None:
     assert set(counts.values()) == {39}
 
 
-class Measuring(AHEAD.machine):  # type: ignore[misc, name-defined]
-    """A machine that knows its uplink."""
-
-    def __init__(self, me: str, *args: object, **options: object) -> None:
-        super().__init__(me, *args, uplink_of=lambda: UPLINKS[me], **options)
-
-
 @pytest.fixture(scope="module")
 def pump() -> Pump:
     rules = make_rules(experts=len(PEERS), parts=24)
-    pump = start_swarm(PEERS, rules, machine_class=Measuring)
+    pump = start_swarm(PEERS, rules, machine_class=AHEAD.machine, uplinks=UPLINKS)
     pump.run_rounds(1)
     return pump
 
