@@ -156,26 +156,11 @@ def go_through(
         Violation: an invariant does not hold.
     """
     trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works)})
-    rules = Rules(
-        run="run",
-        num_experts=len(UNITS) - 1,
-        owners_per_expert=1,
-        merging=MergingConfig(),
-        unit_bytes=dict.fromkeys(UNITS, unit_bytes),
-        unit_codec=dict.fromkeys(UNITS, "fp32"),
-        experts_every=1,
-        local_steps_at=lambda _: LOCAL_STEPS,
-        batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
-        sequence_length=SAMPLE_TOKENS,
-        planned_peers=len(works),
-        round_seconds=round_seconds,
-        is_dealt=True,
-    )
     up = uplinks or {}
     characters = {p: Character(sync_s=0.05, up_bytes_per_s=up.get(p, inf)) for p in works}
     setup = Setup(
         tuple(works),
-        rules,
+        _rules(len(works), round_seconds, unit_bytes),
         CALM_TIMERS,
         characters,
         has_adapted_timers=True,
@@ -190,6 +175,24 @@ def go_through(
     world.on_apply = lambda node: _note(course, node)
     world.run(lambda: len(course.applied) >= rounds or world.now > within_s)
     return course
+
+
+def _rules(num_peers: int, round_seconds: float | None, unit_bytes: int) -> Rules:
+    return Rules(
+        run="run",
+        num_experts=len(UNITS) - 1,
+        owners_per_expert=1,
+        merging=MergingConfig(),
+        unit_bytes=dict.fromkeys(UNITS, unit_bytes),
+        unit_codec=dict.fromkeys(UNITS, "fp32"),
+        experts_every=1,
+        local_steps_at=lambda _: LOCAL_STEPS,
+        batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
+        sequence_length=SAMPLE_TOKENS,
+        planned_peers=num_peers,
+        round_seconds=round_seconds,
+        is_dealt=True,
+    )
 
 
 def _note(course: Course, node: Node) -> None:
