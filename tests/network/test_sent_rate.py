@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
@@ -44,8 +43,8 @@ class Line:
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    yield Line(monkeypatch)
+def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+    return Line(monkeypatch)
 
 
 def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: Line) -> None:

@@ -221,13 +221,12 @@ class Collector(Role):
         silent_s = 0.0 if peer == self.me else self.now - self._last_sign_of(campaign, peer)
         if peer == self.me and remaining_s is not None:
             self._note_word(campaign, peer, remaining_s, self.contributor.worked_s())
-        worked_s, at = campaign.worked.get(peer, (0.0, campaign.started_at))
         said = campaign.words.get(peer)
         return Absent(
             peer,
             silent_s,
             remaining_s,
-            worked_s + self.now - at,
+            self._worked_s(campaign, peer),
             word=None if said is None else Word(said.total_s, self.now - said.due_at),
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self.contacts.gone,
@@ -235,6 +234,12 @@ class Collector(Role):
             is_behind=is_behind,
             fetched_s=campaign.fetched.get(peer, 0.0),
         )
+
+    def _worked_s(self, campaign: Campaign, peer: PeerId) -> float:
+        """How long a member has worked since the tip; one that has offered does no longer."""
+        worked_s, at = campaign.worked.get(peer, (0.0, campaign.started_at))
+        offer = campaign.offers.get(peer)
+        return worked_s if offer and not offer.is_late else worked_s + self.now - at
 
     def _is_patient(self) -> bool:
         """Whether this round waits for new trainees as for voters, and for those that fetch.
@@ -314,19 +319,13 @@ class Collector(Role):
             Sender(
                 peer,
                 needs_s,
-                self._invested_s(campaign, peer),
+                self._worked_s(campaign, peer) + campaign.fetched.get(peer, 0.0),
                 waits=peer in waiting,
                 uplink_mbit=campaign.uplinks.get(peer, 0),
             )
             for peer, needs_s in seconds.items()
         ]
         return too_thin(senders, self._free_s(campaign, waiting))
-
-    def _invested_s(self, campaign: Campaign, peer: PeerId) -> float:
-        """What is lost if a peer is left out that has offered, experts at least."""
-        worked_s, at = campaign.worked.get(peer, (0.0, self.now))
-        since_s = 0.0 if peer in campaign.in_time else self.now - at
-        return worked_s + since_s + campaign.fetched.get(peer, 0.0)
 
     def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         """The message that says who averages what, or only that the convener is there."""
