@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm.protocol.events import Record
+from swarm.protocol.events import Record, Regained
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import MAX_ATTEMPT, Offer
 
@@ -16,7 +16,7 @@ UNTIL_IT_CONTRIBUTES = 2**62
 
 def rolled_back(earlier: Record) -> Record:
     """The record of a peer of which only the last but one is left."""
-    return replace(earlier, abstain_until_height=earlier.tip.height + ABSTAIN_HEIGHTS)
+    return _abstaining(earlier, earlier.tip.height + ABSTAIN_HEIGHTS)
 
 
 def repaired(record: Record) -> Record | None:
@@ -28,8 +28,7 @@ def repaired(record: Record) -> Record | None:
     ballots = [record.promised, record.accepted.ballot if record.accepted else None]
     if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
         return None
-    until = max(record.abstain_until_height, record.tip.height + 1)
-    return replace(record, promised=None, accepted=None, abstain_until_height=until)
+    return _abstaining(replace(record, promised=None, accepted=None), record.tip.height + 1)
 
 
 def without_record(me: PeerId, shown: Record) -> Record:
@@ -42,17 +41,46 @@ def without_record(me: PeerId, shown: Record) -> Record:
     return replace(shown, abstain_until_height=UNTIL_IT_CONTRIBUTES)
 
 
-def abstain_until(record: Record, manifest: Manifest, me: PeerId, offer: Offer | None) -> int:
-    """Up to which height a peer casts no vote once it has applied a manifest.
+def _abstaining(record: Record, until_height: int) -> Record:
+    until_height = max(record.abstain_until_height, until_height)
+    return replace(record, abstain_until_height=until_height, regained=None)
 
-    The abstention ends one height after a manifest that took in what the peer offered since it
+
+def abstains(record: Record) -> bool:
+    """Whether a vote of this peer for the next height may be out that it does not know of."""
+    return record.tip.height + 1 <= _abstains_until(record)
+
+
+def _abstains_until(record: Record) -> int:
+    regained = record.regained
+    if regained and regained.generation == record.tip.generation:
+        return regained.height
+    return record.abstain_until_height
+
+
+def regained(
+    record: Record, manifest: Manifest, me: PeerId, offer: Offer | None
+) -> Regained | None:
+    """Where a peer that abstains votes again once it has applied a manifest.
+
+    In the manifest's generation, one height after it, if it took in what the peer offered since it
     came back. Let v be the height of its last vote before. Its offer of now cannot be in a
     manifest below v, which was decided before, so that manifest's height is v at least; and v + 1
     at least if the offer is an old one that the private state had kept. Both are behind it then.
+    A generation that leaves such a one behind that height began later than the loss.
+
+    Of any other the peer knows nothing: it may have voted there, and come back to it when the
+    parts of a swarm meet again [F1].
     """
-    if manifest.parent != record.tip.digest or offer is None:
-        return record.abstain_until_height
+    until, tip = _abstains_until(record), record.tip
+    if manifest.parent != tip.digest:
+        return record.regained
+    if manifest.generation != tip.generation:
+        has_begun_since = record.regained and tip.height >= until
+        return Regained(manifest.generation, until) if has_begun_since else record.regained
+    if until <= manifest.height or offer is None:
+        return record.regained
     mine = {(me, unit.digest) for unit in offer.units.values()}
     if mine.isdisjoint(source for sources in manifest.sources.values() for source in sources):
-        return record.abstain_until_height
-    return min(record.abstain_until_height, manifest.height + 1)
+        return record.regained
+    return Regained(manifest.generation, manifest.height + 1)

@@ -24,7 +24,19 @@ from swarm.protocol.messages import (
     Offer,
     ReducedUnit,
 )
+from swarm.protocol.schemas import Count, Generation, OnWire
 from swarm.protocol.updates import UpdateBound
+
+
+@dataclass(frozen=True)
+class Regained(OnWire):
+    """Where a peer whose record was lost or rolled back votes again [P5].
+
+    It cannot have voted beyond that height of that generation before, so it knows all its votes.
+    """
+
+    generation: Generation
+    height: Count
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class Record:
     """Both refer to the height after the tip."""
     abstain_until_height: int = 0
     """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
+    regained: Regained | None = None
+    """The generation for which another height holds."""
 
 
 # ---------------------------------------------------------------- events

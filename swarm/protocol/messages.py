@@ -28,9 +28,9 @@ from swarm.protocol.schemas import (
     Capacity,
     CodeText,
     Count,
+    DigestIfAny,
     DigestText,
     Generation,
-    IfAny,
     NamedHead,
     OnWire,
     PeerText,
@@ -102,7 +102,7 @@ class OfferedUnit(OnWire):
     num_bytes: Count
     base: DigestText
     """Digest of the agreed value that it was trained from [S3]."""
-    delta: IfAny = None
+    delta: DigestIfAny = None
     """The blob that makes the value of the base, where one writer's delta is taken verbatim."""
 
 
@@ -303,7 +303,7 @@ class ReducedUnit(OnWire):
 
     digest: DigestText
     num_bytes: Count
-    delta: IfAny = None
+    delta: DigestIfAny = None
     """The blob that makes it of the agreed value before, where deltas are averaged [W5]."""
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import TypeAdapter
 
 from swarm.canonical import canonical
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.events import Record
+from swarm.protocol.events import Record, Regained
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from swarm.protocol.messages import Accepted, Ballot, Certificate, Link
-from swarm.protocol.schemas import Count, OnWire, parse
+from swarm.protocol.schemas import IF_ANY, Count, OnWire, parse
 
 MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
 
@@ -36,6 +37,7 @@ class _Kept(OnWire):
     promised: Ballot | None
     accepted: _Vote | None
     abstain_until_height: Count
+    regained: Annotated[Regained | None, IF_ANY] = None
 
 
 _RECORD = TypeAdapter(_Kept)
@@ -58,6 +60,7 @@ def encode_record(record: Record) -> bytes:
         if vote
         else None,
         record.abstain_until_height,
+        record.regained,
     )
     return canonical(_RECORD.dump_python(kept))
 
@@ -79,6 +82,7 @@ def decode_record(encoded: Buffer) -> Record:
         parsed.promised,
         _vote(parsed.accepted) if parsed.accepted else None,
         parsed.abstain_until_height,
+        parsed.regained,
     )
 
 

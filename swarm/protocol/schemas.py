@@ -81,8 +81,9 @@ Capacity = Annotated[
 Seconds = Annotated[
     float, Field(ge=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]
-IfAny = Annotated[DigestText | None, Field(exclude_if=lambda digest: digest is None)]
-"""Left out of the JSON where there is none."""
+IF_ANY = Field(exclude_if=lambda value: value is None)
+"""Left out of the JSON where it is None."""
+DigestIfAny = Annotated[DigestText | None, IF_ANY]
 
 
 def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
@@ -119,7 +120,7 @@ class OnWire(Strict):
     """Base of dataclasses that are read from JSON: missing keys are errors too.
 
     A default is for the code alone: JSON has one form of each value, and leaves out only what
-    `IfAny` says.
+    `IF_ANY` says.
     """
 
     @classmethod

@@ -18,6 +18,7 @@ from swarm.emulation.simulator.schedule import build, play, run_schedule
 from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
+from swarm.protocol.abstaining import abstains
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.schedules import require_missed, require_sound
@@ -89,7 +90,11 @@ def test_a_removed_rule_of_the_extended_model_fails_its_directed_test(name, monk
 
 
 def test_every_extended_mutant_is_caught_by_something():
-    by_scenario = {"abstains_for_two_heights", "lone_abstainer_votes"}
+    by_scenario = {
+        "abstains_for_two_heights",
+        "lone_abstainer_votes",
+        "reform_ends_abstention",
+    }
     caught = CAUGHT.keys() | BY_DIRECTED_TEST.keys() | by_scenario
     assert caught >= EXTENDED_MUTANTS.keys()
 
@@ -167,6 +172,31 @@ def test_a_lone_member_that_voted_without_its_record_would_decide_a_height_twice
         lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"].tested)
 
 
+def lone_member_comes_back(tested=None):
+    """It forgets, reforms after a tip of long ago, and then meets the chain that it had left."""
+    script = [
+        (0.1, World.split, ((("p0",), ("p1",), ("p2",)),)),
+        (10.0, World.join, ("p1",)),
+        (20.0, World.join, ("p2",)),
+        (30.0, World.lose_disk, ("p0",)),
+        (30.1, World.split, ((("p0", "p1"), ("p2",)),)),
+        (30.2, World.reboot, ("p0",)),
+        (40.0, World.split, ((),)),
+    ]
+    this = scenario(script, heal_s=41.0, peers=PEERS[:3])
+    return run(replace(this, setup=replace(this.setup, founders=("p0",))), tested)
+
+
+def test_a_vote_regained_in_a_generation_of_its_own_is_none_in_the_one_before():
+    world = lone_member_comes_back()
+    assert best_tip(world).generation != FOUNDING_GENERATION
+
+
+def test_a_reform_that_gave_back_all_votes_would_decide_a_height_twice():
+    with pytest.raises(Violation, match="I1"):
+        lone_member_comes_back(EXTENDED_MUTANTS["reform_ends_abstention"].tested)
+
+
 def forget(world, name):
     """Crashes a peer and leaves it a record that may lack votes at any height."""
     node = world.nodes[name]
@@ -183,7 +213,7 @@ def test_an_abstention_ends_once_the_peer_has_contributed_or_reformed(forgetful)
     world = run(scenario(script, heal_s=31.0, peers=PEERS[:3]))
     world.run(lambda: best_tip(world).round > 20)
     records = [world.nodes[peer].disk.record for peer in forgetful]
-    assert all(record.abstain_until_height <= record.tip.height for record in records)
+    assert not any(abstains(record) for record in records)
 
 
 # ---------------------------------------------------------------- timers, clocks, what is tried

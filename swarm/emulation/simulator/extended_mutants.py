@@ -47,6 +47,11 @@ class _LoneAbstainerVotes(Standing):
         return super().abstains() and not self.is_alone
 
 
+class _ReformEndsAbstention(Standing):
+    def abstains(self) -> bool:
+        return super().abstains() and self.record.regained is None
+
+
 class _FailedSyncAwaited(Blobs):
     def on_sync_failed(self, event: SyncFailed) -> None:
         return
@@ -218,6 +223,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "lone_abstainer_votes": Mutant.of(
         "P5: a lone member without its record reforms", _LoneAbstainerVotes
+    ),
+    "reform_ends_abstention": Mutant.of(
+        "P5: who may vote in one generation may not yet in those from before", _ReformEndsAbstention
     ),
     "failed_sync_awaited": Mutant.of("A3: a sync that failed is tried again", _FailedSyncAwaited),
     "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),

@@ -22,6 +22,7 @@ from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.turns import Turns
 from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
+from swarm.protocol.abstaining import abstains
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -304,7 +305,7 @@ class Node(Ports):
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
-        may_vote = before.tip.height >= before.abstain_until_height
+        may_vote = not abstains(before)
         if new.generation != before.tip.generation and may_vote and not self._is_listening:
             since = world.now - world.timers.reform_s + CLOCKS_DIFFER_S
             heard = [peer for peer, time_s in self._heard.items() if time_s > since]

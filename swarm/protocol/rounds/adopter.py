@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from swarm.protocol.abstaining import abstain_until
+from swarm.protocol.abstaining import regained
 from swarm.protocol.events import Apply, HeadsFound, Keep, Purpose, Record, RewriteChain, Topic
 from swarm.protocol.gaps import filled
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
@@ -158,7 +158,8 @@ class Adopter(Role):
             manifest,
             certificate,
             commit.parent,
-            abstain_until_height=abstain_until(old, manifest, self.me, self.work.offer),
+            abstain_until_height=old.abstain_until_height,
+            regained=regained(old, manifest, self.me, self.work.offer),
         )
         self.standing.persist(record, self._lengthen_chain(commit, certificate))
         pursuit = self.blobs.catch_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from swarm.protocol.events import Topic
+from swarm.protocol.events import Regained, Topic
 from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.messages import Ballot, Certificate, Commit
 from swarm.protocol.rounds.adopter import Adopter
@@ -77,8 +77,9 @@ class Reformer(Role):
         commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self.adopter.with_own_signature(commit))
         self.blobs.synced.add(manifest.digest)
-        # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
-        self.standing.record = replace(self.standing.record, abstain_until_height=0)
+        # Nobody can have voted in a generation that begins here, whatever was lost before [P5].
+        begun = Regained(generation, manifest.height)
+        self.standing.record = replace(self.standing.record, regained=begun)
         self.adopter.apply(
             commit,
             f"reformed at height {manifest.height}: {why}, {len(members)} go on; who joins without "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from swarm.protocol.abstaining import abstains
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Persist, Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId
@@ -73,7 +74,7 @@ class Standing:
 
     def abstains(self) -> bool:
         """Whether an unknown vote of this peer may be out: its record was rolled back [P5]."""
-        return self.tip.height + 1 <= self.record.abstain_until_height
+        return abstains(self.record)
 
     def is_due(self, manifest: Manifest) -> bool:
         """Whether the successor of this manifest must be a merge, by the manifest alone [M1]."""
