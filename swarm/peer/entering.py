@@ -277,11 +277,11 @@ class Starter:
             shown = self.wait_for(question)
             invitation = self.wanted.invitation
             require_admission(record.run, run, shown.record.tip, self.node.peer_id, invitation)
-            tip = self._without_old_votes(shown.record)
-            if tip is shown.record:  # a member that comes back has shown that its link will do
-                members = {p: present[p] for p in present if p in tip.tip.members}
-                require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
-            shown = replace(shown, record=tip)
+            tip = shown.record.tip
+            if self.node.peer_id not in tip.members:  # a member has shown that its link will do
+                members = {p: present[p] for p in present if p in tip.members}
+                require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
+            shown = replace(shown, record=self._without_old_votes(shown.record))
         recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
             fetch_newest_state(
@@ -301,11 +301,12 @@ class Starter:
         return Started(record.run, run, layout, directory, store, shown.record, self.text.shards)
 
     def _without_old_votes(self, shown: Record) -> Record:
-        """A member whose record is gone may have voted: it abstains until that is past [P5]."""
-        record = without_record(self.node.peer_id, shown)
-        if record is not shown:
+        """A peer whose key is not new may have voted: it abstains until that is past [P5]."""
+        if self.node.identity.is_new:
+            return shown
+        if self.node.peer_id in shown.tip.members:
             logger.warning("a member without its record: no vote until it has contributed again")
-        return record
+        return without_record(shown)
 
     # ------------------------------------------------ shared by the three
 

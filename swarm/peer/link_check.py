@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from random import sample
 
 from swarm.config import RunConfig
 from swarm.errors import LinkTooSlow, Unreachable
@@ -38,11 +39,12 @@ async def measured_rates(
 ) -> Rates:
     """The best rates to a few peers that listen: what this machine's own link allows.
 
-    Moves up to 4 MiB each way and peer. Rates known from before count too.
+    Moves up to 4 MiB each way and peer. Rates known from before count too. Each asks others, or
+    all that start a run together would measure each other at the same two.
     """
-    listening = [peer for peer in sorted(present) if present[peer].addresses]
+    listening = [p for p in sorted(present) if present[p].addresses and p != node.peer_id]
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
-    for peer in [peer for peer in listening if peer != node.peer_id][:ASKED]:
+    for peer in sample(listening, min(ASKED, len(listening))):
         for is_down, before in best.items():
             try:
                 rate = await measure_mbit(

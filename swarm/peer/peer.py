@@ -32,6 +32,7 @@ from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.merged_blobs import merge_blobs
 from swarm.peer.observing import UNOBSERVED, PeerObserver
+from swarm.peer.own_line import OwnLine
 from swarm.peer.publisher import Publisher, announcement
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.threads import start_threads, usable_cores
@@ -75,8 +76,9 @@ class Peer:
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
         self._publisher = Publisher(
-            host.node, self.status, announced, host.state, on_present=self._on_present
-        )
+            host.node, self.status, announced, host.state, on_present=self._on_present,
+            beside=OwnLine(host.node, self.status, started.run_id).keep_measured,
+        )  # fmt: skip
         self._agreed = Agreed(started.store, started.layout)
         self._rounds = RoundDriver(
             host.node,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
 from swarm.network.records import publish
-from swarm.peer.link_check import measured_rates
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.status import PeerStatus
-from swarm.protocol.fitness import ALWAYS_LATE
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (
@@ -47,13 +46,22 @@ class Publisher:
         state: StateDirectory,
         *,
         on_present: Callable[[list[PeerId]], None],
+        beside: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """Publishes nothing yet; `on_present` is told who else is in the run, now and then."""
+        """Publishes nothing yet.
+
+        Args:
+            node: of this peer.
+            status: what there is to tell.
+            run: what every member repeats of the run.
+            state: remembers addresses.
+            on_present: told who else is in the run, now and then.
+            beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
+        """
         self.node, self.status, self.run, self.state = node, status, run, state
-        self._on_present = on_present
+        self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
         self._looked_s = 0.0
-        self._measured_at = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
 
@@ -95,7 +103,7 @@ class Publisher:
             began_s = time.monotonic()
             try:
                 self.node.run(self._publish(), PUBLISH_DEADLINE_S)
-                self.node.run(self._measure_again(), PUBLISH_DEADLINE_S)
+                self.node.run(self._beside(), PUBLISH_DEADLINE_S)
                 self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
             except (SwarmError, TimeoutError, OSError) as error:
                 logger.warning("records were not published: %s", error)
@@ -114,21 +122,6 @@ class Publisher:
             present = await present_peers(self.node, run)
             self.node.remember([a for record in present.values() for a in record.addresses])
             self._on_present(sorted(present))
-
-    async def _measure_again(self) -> None:
-        """Measures the line of a peer that is left out time and again.
-
-        Who sends nothing in rounds learns nothing of its line: one that was measured too low,
-        beside other transfers, would never be counted again [D5].
-        """
-        missed = self.status.missed
-        if missed % ALWAYS_LATE or missed == self._measured_at:
-            return
-        self._measured_at = missed
-        if missed:
-            lines = self.node.lines
-            present = await present_peers(self.node, self.run.run)
-            await measured_rates(self.node, present, (lines.down_mbit, lines.up_mbit))
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
