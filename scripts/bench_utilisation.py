@@ -91,7 +91,7 @@ from swarm.emulation.namespaces import (
     address_of,
     why_not_here,
 )
-from swarm.errors import SwarmError
+from swarm.errors import ConfigError, SwarmError
 from swarm.model.cost import disk_bytes, owned_per_peer
 from swarm.train.options import EngineOptions
 from swarm.train.round_memory import host_peaks
@@ -333,6 +333,11 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         arguments.peers, arguments.cycle_s, arguments.slower = 2, 2.0, 1.0
         arguments.mode = arguments.mode or ["exact", "server"]
         arguments.link = arguments.link or ["lan"]
+    try:
+        for name in (*(arguments.link or ()), *([arguments.last] if arguments.last else ())):
+            line_of(name)
+    except ConfigError as error:
+        parser.error(str(error))
     return arguments
 
 

@@ -33,6 +33,7 @@ FAST_MTU_BYTES = 9000
 """Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
 COMMAND_S = 10.0
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+ALLOWED = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
 TCP, SYN, ACK = 6, 0x02, 0x10
 IDLE_S = 0.2
 
@@ -100,19 +101,27 @@ class NamespaceLinks:
         name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
         handle = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
         request = struct.pack("16sH22s", device.encode(), IFF_TUN_NO_PI, b"")
-        fcntl.ioctl(handle, TUNSETIFF, request)
+        try:
+            fcntl.ioctl(handle, TUNSETIFF, request)
+            self._furnish(name, device, address_of(peer))
+        except BaseException:
+            os.close(handle)
+            _remove(name)
+            raise
+        with self._lock:
+            self._devices[peer], self._peers[handle] = handle, peer
+            self._poll.register(handle, select.EPOLLIN)
+
+    def _furnish(self, name: str, device: str, address: str) -> None:
         _ip("netns", "add", name)
         _ip("link", "set", device, "netns", name)
         inside = ("-n", name)
         _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "addr", "add", f"{address_of(peer)}/24", "dev", device)
+        _ip(*inside, "addr", "add", f"{address}/24", "dev", device)
         _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
         _ip(*inside, "route", "add", "default", "dev", device)
         if self._congestion:
-            _ip("netns", "exec", name, "sh", "-c", f"echo {self._congestion} >{CONGESTION}")
-        with self._lock:
-            self._devices[peer], self._peers[handle] = handle, peer
-            self._poll.register(handle, select.EPOLLIN)
+            _set_congestion(name, self._congestion)
 
     # ------------------------------------------------ faults
 
@@ -221,6 +230,17 @@ def _ip(*arguments: str) -> None:
     )
     if result.returncode:
         raise SwarmError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+
+
+def _set_congestion(name: str, congestion: str) -> None:
+    """Inside a namespace the kernel takes only those that the machine allows to everybody."""
+    try:
+        _ip("netns", "exec", name, "sh", "-c", f"echo {congestion} >{CONGESTION}")
+    except SwarmError as error:
+        raise SwarmError(
+            f"TCP's congestion control {congestion} cannot be used in a namespace of its own",
+            hint=f"echo 'reno cubic bbr' >{ALLOWED}, as root, allows it ({error})",
+        ) from error
 
 
 def _remove(name: str) -> None:

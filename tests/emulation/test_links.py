@@ -12,6 +12,7 @@ from peers.local import main as local
 from swarm.emulation.link_profiles import LINKS, PROFILES
 from swarm.emulation.links import MOST_QUEUED_S, Bursts, Cuts, Link, Losses, Shaper
 from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
+from swarm.errors import SwarmError
 
 HOME = Link(up_mbit=8, down_mbit=80, rtt_ms=50)
 PACKET_BYTES = 1000
@@ -171,6 +172,17 @@ def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
         assert found.stdout == b"hello\n"
         server.wait(10)
         server.stdout.close()
+    finally:
+        links.close()
+
+
+@pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
+def test_a_congestion_control_that_a_namespace_may_not_use_is_an_error_with_a_remedy() -> None:
+    links = NamespaceLinks(Link(100, 100, 10), congestion="nosuch")
+    try:
+        with pytest.raises(SwarmError, match="congestion control nosuch") as refused:
+            links.place(0)
+        assert "tcp_allowed_congestion_control" in str(refused.value.hint)
     finally:
         links.close()
 

@@ -235,6 +235,16 @@ def test_what_is_measured_without_options_is_every_mode_and_no_row_twice(
     assert [(case.mode, case.link) for case in alone] == [("slices", "home-world")]
 
 
+@pytest.mark.parametrize("option", ["--link", "--last"])
+def test_a_link_that_there_is_not_is_refused_in_one_line(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script.parsed([option, "nosuch"])
+    assert ended.value.code == 2
+    assert "'nosuch'" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_row_that_fails_costs_itself_and_is_status_1(
     script: ModuleType, rows: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
