@@ -37,6 +37,7 @@ from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
+from swarm.peer.own_line import measure_line
 from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
 from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
@@ -173,6 +174,7 @@ class Starter:
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
+        self.wait_for(measure_line(self.node, run_id))
         logger.info("resume run=%s height=%d", run_id, started.record.tip.height)
         return started
 
@@ -255,8 +257,7 @@ class Starter:
         if founding is None:
             self._open_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
-            mine = self.status(run).record
-            announced = self.wait_for(await_founding(self.node, announced.record, mine))
+            announced = self.wait_for(self._gathered(announced.record, run))
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
@@ -281,6 +282,7 @@ class Starter:
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
+            self.wait_for(measure_line(self.node, record.run))
             shown = replace(shown, record=self._without_old_votes(shown.record))
         recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
@@ -299,6 +301,12 @@ class Starter:
         RecordFile(directory.record_path).write(shown.record, shown.path)
         self.state.current_run = record.run
         return Started(record.run, run, layout, directory, store, shown.record, self.text.shards)
+
+    async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
+        """The run, once its founder announces it; meanwhile this peer measures its line."""
+        founded = await_founding(self.node, gathering, self.status(run).record)
+        announced, _ = await asyncio.gather(founded, measure_line(self.node, gathering.run))
+        return announced
 
     def _without_old_votes(self, shown: Record) -> Record:
         """A peer whose key is not new may have voted: it abstains until that is past [P5]."""

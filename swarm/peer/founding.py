@@ -19,6 +19,7 @@ from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
+from swarm.peer.own_line import measure_line
 from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
 from swarm.peer.status import NO_DIGEST
@@ -126,7 +127,9 @@ def _gather(
         scratch.put(blob)
     starter.host.serve(scratch)
     starter.host.reception.announce(gathering)
-    return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
+    gathered = starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
+    starter.wait_for(measure_line(starter.node, gathering.run))
+    return gathered
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Peer:
         announced = announcement(started.run_id, run, started.directory.read_founding())
         self._publisher = Publisher(
             host.node, self.status, announced, host.state, on_present=self._on_present,
-            beside=OwnLine(host.node, self.status, started.run_id).keep_measured,
+            beside=OwnLine(host.node, self.status, started.run_id).measure_again,
         )  # fmt: skip
         self._agreed = Agreed(started.store, started.layout)
         self._rounds = RoundDriver(

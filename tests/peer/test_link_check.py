@@ -14,7 +14,14 @@ from swarm.network.node import Node
 from swarm.network.throttle import Throttle
 from swarm.network.traffic import Traffic
 from swarm.peer import link_check
-from swarm.peer.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
+from swarm.peer.link_check import (
+    ASKED,
+    TRIES,
+    measured_rates,
+    measured_verdict,
+    require_link,
+    verdict_for,
+)
 from swarm.protocol.fitness import Fitness
 from swarm.protocol.records import PeerRecord
 from tests.peer_records import peer_record
@@ -105,11 +112,31 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(link_check, "measure_mbit", measure)
     node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
-    present = {"0": record(listens=False), "A": record(), "B": record(), "C": record()}
+    present = {"0": record(listens=False), "A": record(), "B": record(), "me": record()}
     assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
     assert set(asked) == {"A", "B"}
     assert asyncio.run(measured_rates(node, {"me": record()})) == (None, None)
     assert asyncio.run(measured_rates(node, present, (7.0, 4.0))) == (9.0, 4.0)
+
+
+def test_a_line_is_measured_with_a_few_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that start together would else measure each other at the same peers."""
+    asked: list[str] = []
+
+    async def measure(_: Node, peer: str, **limits: object) -> float:
+        asked.append(peer)
+        return 1.0
+
+    monkeypatch.setattr(link_check, "measure_mbit", measure)
+    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
+    present = {str(number): record() for number in range(40)}
+    sets = set()
+    for _ in range(20):
+        asked.clear()
+        asyncio.run(measured_rates(node, present))
+        assert len(set(asked)) == ASKED
+        sets.add(frozenset(asked))
+    assert len(sets) > 10
     assert (node.lines.down_mbit, node.lines.up_mbit) == (9.0, 4.0)
 
 

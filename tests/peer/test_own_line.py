@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from swarm.errors import NetworkDown
 from swarm.peer import own_line
-from swarm.peer.own_line import OwnLine
+from swarm.peer.own_line import OwnLine, measure_line
 from swarm.protocol.fitness import ALWAYS_LATE
 
 
@@ -29,7 +30,7 @@ class Measured:
     async def present(self, *_: object) -> dict[str, str]:
         return {"A": "its record"}
 
-    async def measure(self, _: object, peers: object, known: object) -> None:
+    async def measure(self, _: object, peers: object, known: object = (None, None)) -> None:
         self.calls.append((peers, known))
         self.lines.up_mbit = self.finds
 
@@ -37,7 +38,7 @@ class Measured:
         """How often it has measured after each heartbeat, by the rounds missed until then."""
         counts = []
         for self.status.missed in missed:
-            asyncio.run(self.line.keep_measured())
+            asyncio.run(self.line.measure_again())
             counts.append(len(self.calls))
         return counts
 
@@ -53,20 +54,28 @@ def test_who_is_left_out_time_and_again_measures_its_line_once_each_time(
     assert measured.calls[0] == ({"A": "its record"}, known), "what is known already counts too"
 
 
-def test_a_line_that_nobody_has_measured_is_until_it_is_known(
+def test_a_line_is_measured_before_the_first_round_unless_it_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such are those of founders, and of peers that go on from their disk."""
+    """That of a joiner is, and that of a peer that has sent blobs since it started."""
     measured = Measured(monkeypatch, up_mbit=None)
-    measured.finds = None  # nobody answered
-    assert measured.heartbeats(0, 0) == [1, 2]
     measured.finds = 20.0
-    assert measured.heartbeats(0, 0, 0) == [3, 3, 3]
+    asyncio.run(measure_line(measured.node, "run"))
+    assert measured.calls == [({"A": "its record"}, (None, None))]
+    asyncio.run(measure_line(measured.node, "run"))
+    measured.lines.up_mbit, measured.traffic.sent.mbit = None, 18.0
+    asyncio.run(measure_line(measured.node, "run"))
+    assert len(measured.calls) == 1
 
 
-def test_a_line_whose_rate_shows_in_the_blobs_that_it_sends_is_known(
+def test_a_line_that_cannot_be_measured_keeps_nobody_from_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured = Measured(monkeypatch, up_mbit=None)
-    measured.traffic.sent.mbit = 18.0
-    assert measured.heartbeats(0, 0) == [0, 0]
+
+    async def down(*_: object) -> None:
+        raise NetworkDown("the daemon is gone")
+
+    monkeypatch.setattr(own_line, "present_peers", down)
+    asyncio.run(measure_line(measured.node, "run"))
+    assert not measured.calls
