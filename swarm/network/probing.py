@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 QUESTION = b"probe "
 PROTOCOL = "swarm.measure/1"
 MAX_BYTES = 8 * 2**20
-_DIAL_S = 5.0
+_DIAL_S = _OPEN_S = 5.0
 DIALLING = 3
 """Neighbours that a peer asks to dial it."""
 DIALLING_S = _DIAL_S + 1.0
@@ -260,13 +260,13 @@ async def measure_mbit(
         node: this peer's.
         peer: whom to ask.
         is_down: which way.
-        limit_s: longest time.
+        limit_s: longest time, once there is a connection.
         num_bytes: most that is moved; a multiple of 64 KiB, at most 8 MiB.
 
     Raises:
         Unreachable: no connection, or too few bytes to tell.
     """
-    connection = await node.open_stream(peer, PROTOCOL, limit_s)
+    connection = await node.open_stream(peer, PROTOCOL, _OPEN_S)
     moved = _Moved(time.monotonic())
     try:
         with suppress(TimeoutError):

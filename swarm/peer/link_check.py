@@ -42,20 +42,44 @@ async def measured_rates(
     Moves up to 4 MiB each way and peer. Rates known from before count too. Each asks others, or
     all that start a run together would measure each other at the same two.
     """
-    listening = [p for p in sorted(present) if present[p].addresses and p != node.peer_id]
+    listening = _listening(node, present)
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
     for peer in sample(listening, min(ASKED, len(listening))):
         for is_down, before in best.items():
-            try:
-                rate = await measure_mbit(
-                    node, peer, is_down=is_down, limit_s=MEASURE_S, num_bytes=MEASURED_BYTES
-                )
-            except Unreachable as error:
-                logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
-            else:
+            if rate := await _rate(node, peer, is_down=is_down):
                 best[is_down] = max(rate, before or 0.0)
     node.lines.down_mbit, node.lines.up_mbit = best[True], best[False]
     return best[True], best[False]
+
+
+async def measure_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
+    """Raises what is known of this machine's uplink to the best rate to a few peers.
+
+    The other direction would take the uplinks of these, whose own may be thin. Of those asked some
+    may not answer in time, so up to `TRIES` are.
+    """
+    listening = _listening(node, present)
+    num_measured = 0
+    for peer in sample(listening, min(TRIES, len(listening))):
+        if rate := await _rate(node, peer, is_down=False):
+            node.lines.up_mbit = max(rate, node.lines.up_mbit or 0.0)
+            num_measured += 1
+        if num_measured == ASKED:
+            return
+
+
+def _listening(node: Node, present: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
+    return [p for p in sorted(present) if present[p].addresses and p != node.peer_id]
+
+
+async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
+    try:
+        return await measure_mbit(
+            node, peer, is_down=is_down, limit_s=MEASURE_S, num_bytes=MEASURED_BYTES
+        )
+    except Unreachable as error:
+        logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
+        return None
 
 
 def verdict_for(

@@ -12,7 +12,7 @@ import logging
 from swarm.errors import SwarmError
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
-from swarm.peer.link_check import measured_rates
+from swarm.peer.link_check import measure_uplink
 from swarm.peer.status import PeerStatus
 from swarm.protocol.fitness import ALWAYS_LATE
 
@@ -25,16 +25,16 @@ MEASURED_WITHIN_S = 10.0
 async def measure_line(node: Node, run_id: str) -> None:
     """Measures the line with those that are in a run, or gather for one.
 
-    Takes 6 s and 16 MiB at most, and less on a faster line; nothing if nobody listens there, or if
-    the line is known, as a joiner's is.
+    Takes some seconds, `MEASURED_WITHIN_S` at most, and 8 MiB; nothing if nobody listens there, or
+    if the line is known, as a joiner's is.
     """
     if node.lines.up_mbit or node.traffic.sent.mbit:
         return
     try:
         async with asyncio.timeout(MEASURED_WITHIN_S):
-            await measured_rates(node, await present_peers(node, run_id))
+            await measure_uplink(node, await present_peers(node, run_id))
     except (SwarmError, TimeoutError) as error:
-        logger.info("the line was not measured: %s", error or "no answer in time")
+        logger.info("the line was not measured: %s", str(error) or "no answer in time")
 
 
 class OwnLine:
@@ -50,13 +50,12 @@ class OwnLine:
         self._measured_at = 0
 
     async def measure_again(self) -> None:
-        """Measures if there is a new reason; what was known already counts too."""
-        lines, missed = self._node.lines, self._status.missed
+        """Measures if there is a new reason; what is known can only rise."""
+        missed = self._status.missed
         if not is_due_again(missed, self._measured_at):
             return
         self._measured_at = missed
-        present = await present_peers(self._node, self._run_id)
-        await measured_rates(self._node, present, (lines.down_mbit, lines.up_mbit))
+        await measure_uplink(self._node, await present_peers(self._node, self._run_id))
 
 
 def is_due_again(missed: int, measured_at: int) -> bool:

@@ -11,14 +11,12 @@ from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.network.lines import Lines
 from swarm.network.node import Node
-from swarm.network.throttle import Throttle
-from swarm.network.traffic import Traffic
 from swarm.peer import link_check
 from swarm.peer.link_check import (
     ASKED,
     TRIES,
+    measure_uplink,
     measured_rates,
-    measured_verdict,
     require_link,
     verdict_for,
 )
@@ -119,75 +117,52 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
     assert asyncio.run(measured_rates(node, present, (7.0, 4.0))) == (9.0, 4.0)
 
 
+class Measured:
+    """Stands for measuring with others; some do not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silent: int = 0) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.rates = iter([5.0, 9.0, 7.0, 6.0] * 20)
+        self.silent = silent
+        monkeypatch.setattr(link_check, "measure_mbit", self.measure)
+        self.lines = Lines()
+        self.node = cast(Node, SimpleNamespace(peer_id="me", lines=self.lines))
+        self.present = {str(number): record() for number in range(40)}
+
+    async def measure(self, _: Node, peer: str, *, is_down: bool, **limits: object) -> float:
+        self.asked.append((peer, is_down))
+        if len(self.asked) <= self.silent:
+            raise Unreachable(peer)
+        return next(self.rates)
+
+
 def test_a_line_is_measured_with_a_few_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that start together would else measure each other at the same peers."""
-    asked: list[str] = []
-
-    async def measure(_: Node, peer: str, **limits: object) -> float:
-        asked.append(peer)
-        return 1.0
-
-    monkeypatch.setattr(link_check, "measure_mbit", measure)
-    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
-    present = {str(number): record() for number in range(40)}
     sets = set()
     for _ in range(20):
-        asked.clear()
-        asyncio.run(measured_rates(node, present))
-        assert len(set(asked)) == ASKED
-        sets.add(frozenset(asked))
+        measured = Measured(monkeypatch)
+        asyncio.run(measured_rates(measured.node, measured.present))
+        sets.add(frozenset(peer for peer, _ in measured.asked))
+    assert all(len(asked) == ASKED for asked in sets)
     assert len(sets) > 10
-    assert (node.lines.down_mbit, node.lines.up_mbit) == (9.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("factors", "fitness", "asked"),
-    [
-        ([0.1, 0.2, 1.1], Fitness.ENOUGH, 3),
-        ([1.1], Fitness.ENOUGH, 1),
-        ([0.5], Fitness.SLOW, 1),
-        ([0.2, 0.1, 0.1, 0.1, 9.9], Fitness.HOPELESS, TRIES),
-    ],
-)
-def test_a_link_that_looks_hopeless_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch, factors: list[float], fitness: Fitness, asked: int
-) -> None:
-    """Members that exchange at that moment have little left for a stranger."""
-    rates = [(NEEDED_MBIT * factor, None) for factor in factors]
-    left = len(rates) - asked
-
-    async def measure(*_: object) -> tuple[float, None]:
-        return rates.pop(0)
-
-    monkeypatch.setattr(link_check, "measured_rates", measure)
-    monkeypatch.setattr(link_check, "RETRY_S", 0.0)
-    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines(), traffic=Traffic()))
-    verdict = asyncio.run(measured_verdict(node, RUN, TIP, {"A": record()}))
-    assert (verdict.fitness, len(rates)) == (fitness, left)
-
-
-@pytest.mark.parametrize(
-    ("up_mbit", "cap", "said"),
-    [
-        (20.0, None, "link: 20 Mbit/s up; with --max-upload 18.4mbit a router drops little"),
-        (1.0, None, "--max-upload 1mbit"),
-        (20.0, 10.0, ""),
-        (100.0, None, ""),
-    ],
-)
-def test_a_joiner_with_a_thin_uplink_hears_which_cap_suits_it(
+def test_an_uplink_is_measured_without_a_byte_of_others_uplinks(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    up_mbit: float,
-    cap: float | None,
-    said: str,
 ) -> None:
-    async def measure(*_: object) -> tuple[float, float]:
-        return 1e6, up_mbit
+    measured = Measured(monkeypatch)
+    asyncio.run(measure_uplink(measured.node, measured.present))
+    assert [is_down for _, is_down in measured.asked] == [False] * ASKED
+    assert (measured.lines.up_mbit, measured.lines.down_mbit) == (9.0, None)
+    asyncio.run(measure_uplink(measured.node, measured.present))
+    assert measured.lines.up_mbit == 9.0, "it only rises"
 
-    monkeypatch.setattr(link_check, "measured_rates", measure)
-    traffic = Traffic(up=Throttle(cap))
-    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines(), traffic=traffic))
-    with caplog.at_level(logging.INFO):
-        asyncio.run(measured_verdict(node, RUN, TIP, {"A": record(tokens_per_s=0.0)}))
-    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+@pytest.mark.parametrize(("silent", "found"), [(1, 9.0), (TRIES - 1, 5.0), (TRIES, None)])
+def test_others_are_asked_for_those_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, silent: int, found: float | None
+) -> None:
+    measured = Measured(monkeypatch, silent)
+    asyncio.run(measure_uplink(measured.node, measured.present))
+    assert measured.lines.up_mbit == found
+    assert len(measured.asked) <= TRIES

@@ -16,13 +16,13 @@ class Measured:
     """What a peer has measured, and with whom."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, up_mbit: float | None) -> None:
-        self.calls: list[tuple[object, object]] = []
+        self.calls: list[object] = []
         self.finds: float | None = 1.0
-        self.lines = SimpleNamespace(down_mbit=50.0, up_mbit=up_mbit)
+        self.lines = SimpleNamespace(up_mbit=up_mbit)
         self.traffic = SimpleNamespace(sent=SimpleNamespace(mbit=None))
         self.status = SimpleNamespace(missed=0)
         monkeypatch.setattr(own_line, "present_peers", self.present)
-        monkeypatch.setattr(own_line, "measured_rates", self.measure)
+        monkeypatch.setattr(own_line, "measure_uplink", self.measure)
         self.node: Any = self
         mine: Any = self.status
         self.line = OwnLine(self.node, mine, "run")
@@ -30,8 +30,8 @@ class Measured:
     async def present(self, *_: object) -> dict[str, str]:
         return {"A": "its record"}
 
-    async def measure(self, _: object, peers: object, known: object = (None, None)) -> None:
-        self.calls.append((peers, known))
+    async def measure(self, _: object, peers: object) -> None:
+        self.calls.append(peers)
         self.lines.up_mbit = self.finds
 
     def heartbeats(self, *missed: int) -> list[int]:
@@ -50,8 +50,7 @@ def test_who_is_left_out_time_and_again_measures_its_line_once_each_time(
     counts = measured.heartbeats(0, 1, 2, 3, 3, 4, 5, 6, 0, 0, 1, 2, 3)
     assert ALWAYS_LATE == 3
     assert counts == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]
-    known = (50.0, 1.0)
-    assert measured.calls[0] == ({"A": "its record"}, known), "what is known already counts too"
+    assert measured.calls[0] == {"A": "its record"}
 
 
 def test_a_line_is_measured_before_the_first_round_unless_it_is_known(
@@ -61,7 +60,7 @@ def test_a_line_is_measured_before_the_first_round_unless_it_is_known(
     measured = Measured(monkeypatch, up_mbit=None)
     measured.finds = 20.0
     asyncio.run(measure_line(measured.node, "run"))
-    assert measured.calls == [({"A": "its record"}, (None, None))]
+    assert measured.calls == [{"A": "its record"}]
     asyncio.run(measure_line(measured.node, "run"))
     measured.lines.up_mbit, measured.traffic.sent.mbit = None, 18.0
     asyncio.run(measure_line(measured.node, "run"))
