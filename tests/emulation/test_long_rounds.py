@@ -93,8 +93,23 @@ def a_thin_line_holds_nobody_up(machine: type[RoundMachine]) -> None:
     assert course.contributors[3] == ALL and course.durations_s[3] < 60.0 + 35.0
 
 
+def a_thin_line_is_not_waited_for(machine: type[RoundMachine]) -> None:
+    """Its peer is 10 s late, which its work would be worth; but its line would have it left out."""
+    uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
+    course = go_through(
+        {peer: Work(7.0 if peer == "p3" else 6.0, 10) for peer in sorted(ALL)},
+        2,
+        uplinks=uplinks,
+        unit_bytes=3_000_000,
+        machine=machine,
+    )
+    assert max(course.durations_s) < 60.0 + 12.0
+    assert course.contributors == [ALL - {"p3"}] * 2
+
+
 CAUGHT: dict[str, Check] = {
     "thin_lines_awaited": a_thin_line_holds_nobody_up,
+    "thin_absentees_awaited": a_thin_line_is_not_waited_for,
     "words_ignored": all_who_say_when_are_counted,
     "waiting_ages_campaign": all_who_say_when_are_counted,
     "collecting_ages_attempt": all_who_say_when_are_counted,

@@ -1,6 +1,7 @@
 """Whose line is too thin for a round: what it would send, and what leaving it out is worth."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from swarm.experts import expert_unit
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds.relays import RELAYS
 from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
-from swarm.protocol.rounds.thin import Sender, bytes_to_send, seconds_to_send, too_thin
+from swarm.protocol.rounds.thin import (
+    Sender,
+    bytes_to_send,
+    is_thinner,
+    least_to_send,
+    seconds_to_send,
+    too_thin,
+)
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 FAST = [Sender(peer, 5.0, 60.0, waits=True, uplink_mbit=20) for peer in "ABC"]
@@ -28,8 +36,8 @@ def thin(needs_s: float, **changes: Any) -> Sender:
     )
 
 
-def left_out(*senders: Sender, free_s: float = 0.0) -> list[str]:
-    return sorted(too_thin(senders, free_s))
+def left_out(*senders: Sender, free_s: float = 0.0, limit_s: float = inf) -> list[str]:
+    return sorted(too_thin(senders, free_s, limit_s))
 
 
 @pytest.mark.parametrize(("needs_s", "is_out"), [(24.9, False), (25.1, True)])
@@ -58,6 +66,15 @@ def test_where_all_lines_are_as_thin_nobody_is_left_out() -> None:
 def test_seconds_beside_the_next_steps_cost_nothing() -> None:
     assert not left_out(*FAST, thin(79.0), free_s=60.0)
     assert left_out(*FAST, thin(81.0), free_s=60.0)
+
+
+def test_a_line_for_which_reducers_do_not_wait_is_left_out_whatever_its_work_is_worth() -> None:
+    senders = [*FAST, thin(20.0, averaged_s=16.0), thin(6.0, peer="E", averaged_s=5.0)]
+    assert not left_out(*senders, limit_s=16.0)
+    assert left_out(*senders, limit_s=15.9) == ["D"]
+    assert not left_out(*senders, free_s=60.0, limit_s=8.0), "it needs no longer than they have"
+    close = [replace(sender, averaged_s=99.0) for sender in FAST]
+    assert not left_out(*close, limit_s=8.0), "nobody is much faster"
 
 
 def test_rounds_of_a_second_on_a_busy_machine_do_not_lose_who_was_measured_badly() -> None:
@@ -109,6 +126,27 @@ def test_who_sends_what_in_a_round() -> None:
     }
     alone = plan_roster(tip, {"A": make_offer(rules, "A", tip)}, rules)
     assert bytes_to_send(alone, rules) == {"A": 0}
+
+
+def test_who_has_not_offered_would_send_what_is_due_of_it_and_no_means() -> None:
+    rules = make_rules(parts=2, experts=8)
+    tip = found(rules, list("ABCD"))
+    assert [len(owned) for owned in tip.owners.values()] == [1] * 8, "two of each peer"
+    assert least_to_send("D", tip, 3, rules) == 2 * 100 + 2 * 3 * 100
+    none = replace(tip, owners=dict.fromkeys(tip.owners, ("A",)))
+    assert least_to_send("D", none, 3, rules) == 200
+    two = replace(tip, owners=dict.fromkeys(tip.owners, ("A", "D")))
+    assert least_to_send("D", two, 3, rules) == 200 + 8 * 100, "its reducer sends the mean"
+    assert least_to_send("D", tip, 200, rules) == 200 + 2 * RELAYS * 100
+
+
+@pytest.mark.parametrize(
+    ("mbit", "usual", "is_it"), [(6, 20, True), (7, 20, False), (0, 20, False), (1, None, False)]
+)
+def test_a_line_is_thinner_by_the_factor_by_which_it_would_be_left_out(
+    mbit: int, usual: int | None, is_it: bool
+) -> None:
+    assert is_thinner(mbit, usual) is is_it
 
 
 def test_an_expert_goes_to_its_relays_where_there_are_any() -> None:

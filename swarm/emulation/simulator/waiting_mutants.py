@@ -9,7 +9,7 @@ They cost time and never agreement, so no invariant notices; the directed scenar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from swarm.emulation.simulator.mutants import Mutant
@@ -17,10 +17,11 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.closing import Absent
+from swarm.protocol.rounds.closing import Absent, OpenRoster
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.rosters import Plan
+from swarm.protocol.rounds.thin import Sender
 
 
 class _WordsIgnored(Collector):
@@ -44,7 +45,14 @@ class _AlwaysTrusted(Collector):
 
 
 class _ThinLinesAwaited(Collector):
-    def _too_thin(self, campaign: Campaign, plan: Plan) -> dict[PeerId, str]:
+    def _too_thin(
+        self, campaign: Campaign, plan: Plan, absentees: Sequence[Sender] = ()
+    ) -> dict[PeerId, str]:
+        return {}
+
+
+class _ThinAbsenteesAwaited(Collector):
+    def _thin_absentees(self, campaign: Campaign, roster: OpenRoster) -> dict[PeerId, str]:
         return {}
 
 
@@ -72,6 +80,9 @@ WAITING_MUTANTS: Mapping[str, Mutant] = {
     "last_word_counts": Mutant.of("C3: a word does not slip for ever", _LastWordCounts),
     "always_trusted": Mutant.of("C3: nobody is waited for in vain again", _AlwaysTrusted),
     "thin_lines_awaited": Mutant.of("D5: no line holds up the others", _ThinLinesAwaited),
+    "thin_absentees_awaited": Mutant.of(
+        "D5: nor is a peer waited for whose line will have it left out", _ThinAbsenteesAwaited
+    ),
     "waiting_ages_campaign": Mutant.of(
         "C7: a campaign ages when nobody is waited for", _WaitingAgesCampaign
     ),

@@ -231,10 +231,11 @@ class Blobs(Role):
             self.out.emit(Sync(pursuit.manifest))
 
     def start_fetch(self, purpose: Purpose, pursuit: Pursuit, everybody: list[PeerId]) -> None:
-        """Fetches what is missing: from known holders, from where a value came, from anybody.
+        """Fetches what is missing: from where a value came, from known holders, from anybody.
 
         Each unit starts at another of the holders, to spread the load; experts of a large proposal
-        at relays [D4].
+        at relays [D4]. What an earlier round renewed is asked of a holder first: where it came from
+        may be long gone.
         """
         wants = []
         relays = self._relays(pursuit)
@@ -244,12 +245,14 @@ class Blobs(Role):
             entry = pursuit.manifest.entries[unit]
             shift = position % len(holders) if holders else 0
             ranked = [*holders[shift:], *holders[:shift]]
-            if purpose is Purpose.PROPOSAL and not pursuit.failed:
-                before = relays.before(digest, entry.source, self.me)
-                is_passed_on = has_one_writer(unit, pursuit.manifest)
-                ranked = [*(before if is_passed_on else ()), entry.source, *first, *ranked]
-            else:
+            is_new = entry.version == pursuit.manifest.round
+            if pursuit.failed or not (is_new or purpose is Purpose.PROPOSAL):
                 ranked = [*first, entry.source, *ranked]
+            elif purpose is Purpose.PROPOSAL and has_one_writer(unit, pursuit.manifest):
+                before = relays.before(digest, entry.source, self.me)
+                ranked = [*before, entry.source, *first, *ranked]
+            else:
+                ranked = [entry.source, *first, *ranked]
             failed = pursuit.failed.get(digest, set())
             sources = [p for p in dict.fromkeys([*ranked, *everybody]) if p != self.me]
             sources.sort(key=lambda peer: peer in failed)

@@ -98,6 +98,8 @@ class Campaign:
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
     """Reporter -> peers whose values it could not get, with the reason [C4]."""
     extensions: int = 0
+    averaged_s: float = 0.0
+    """What the slowest line of the roster takes for values that others average."""
     # A manifest is proposed.
     proposal: Manifest | None = None
     evidence: Evidence | None = None

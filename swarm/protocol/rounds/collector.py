@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from swarm.protocol.deadlines import SAFETY
 from swarm.protocol.events import Topic
@@ -23,11 +23,18 @@ from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.merger import Merger
-from swarm.protocol.rounds.rosters import Plan, plan_roster
+from swarm.protocol.rounds.rosters import Plan, plan_roster, usual_uplink
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.rounds.succession import Succession
-from swarm.protocol.rounds.thin import Sender, seconds_to_send, too_thin
+from swarm.protocol.rounds.thin import (
+    Sender,
+    averaged_bytes,
+    is_thinner,
+    least_to_send,
+    seconds_to_send,
+    too_thin,
+)
 from swarm.protocol.voting import steadiest
 
 
@@ -168,6 +175,11 @@ class Collector(Role):
         """Why no more offers are waited for; None while they are [C3]."""
         roster = self._open_roster(campaign)
         why = why_close(roster, self.timers)
+        if not why and (thin := self._thin_absentees(campaign, roster)):
+            awaited = tuple(absent for absent in roster.absent if absent.peer not in thin)
+            roster = replace(roster, absent=awaited)
+            why = why_close(roster, self.timers)
+            why = why and f"{why}; not for {', '.join(f'{p}: {thin[p]}' for p in sorted(thin))}"
         if not why and keeps_word(roster, self.timers):
             campaign.awaited_at = self.now
         is_long = roster.num_all and roster.age_s >= self.timers.roster_s
@@ -284,14 +296,14 @@ class Collector(Role):
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
         """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""
-        able = campaign.offers.keys() - campaign.excluded.keys()
-        kept = self._kept_after(able, campaign.setbacks)
-        offers = {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
+        offers = self._kept_offers(campaign)
         plan = self._plan(campaign, offers)
         for peer, reason in self._too_thin(campaign, plan).items():
             del offers[peer]
             self.out.explain(Topic.ROUND, f"peer {peer} left out: {reason}")
-        campaign.plan = plan if len(offers) == len(plan.offers) else self._plan(campaign, offers)
+        plan = plan if len(offers) == len(plan.offers) else self._plan(campaign, offers)
+        campaign.plan = plan
+        campaign.averaged_s = max(self._averaged_s(campaign, plan).values(), default=0.0)
         campaign.grounds.close(offers)
         campaign.results = {}
         campaign.reports = {}
@@ -304,17 +316,42 @@ class Collector(Role):
         for peer in sorted(set(campaign.plan.reducers.values())):
             self.out.post(peer, roster)
 
+    def _kept_offers(self, campaign: Campaign) -> dict[PeerId, Offer]:
+        able = campaign.offers.keys() - campaign.excluded.keys()
+        kept = self._kept_after(able, campaign.setbacks)
+        return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
+
     def _plan(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Plan:
         """The round over these offers, by what is known of lines."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
         return plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
 
-    def _too_thin(self, campaign: Campaign, plan: Plan) -> dict[PeerId, str]:
+    def _thin_absentees(self, campaign: Campaign, roster: OpenRoster) -> dict[PeerId, str]:
+        """Who is not waited for, as its line would have its offer left out, and why [D5]."""
+        uplinks, voters = campaign.uplinks, self.standing.electorate()
+        usual = usual_uplink(mbit for peer in campaign.offers if (mbit := uplinks.get(peer)))
+        late = [a for a in roster.absent if is_thinner(uplinks.get(a.peer, 0), usual)]
+        if not late or roster.waited_s is None:
+            return {}
+        plan = self._plan(campaign, self._kept_offers(campaign))
+        absentees = []
+        for absent in late:
+            peer, mbit = absent.peer, uplinks[absent.peer]
+            sent = least_to_send(peer, self.tip, len(plan.offers), self.rules)
+            invested_s = absent.invested_s + (absent.remaining_s or 0.0)
+            absentees.append(Sender(peer, sent * 8e-6 / mbit, invested_s, peer in voters, mbit))
+        out = self._too_thin(campaign, plan, absentees)
+        return {absent.peer: out[absent.peer] for absent in late if absent.peer in out}
+
+    def _too_thin(
+        self, campaign: Campaign, plan: Plan, absentees: Sequence[Sender] = ()
+    ) -> dict[PeerId, str]:
         """Who is left out since its line would hold the others up, with the reason [D5]."""
         seconds = seconds_to_send(plan, campaign.uplinks, self.rules)
         voters = self.standing.electorate()
         waiting = {p for p in plan.contributors if p in voters}
+        averaged = self._averaged_s(campaign, plan)
         senders = [
             Sender(
                 peer,
@@ -322,10 +359,17 @@ class Collector(Role):
                 self._worked_s(campaign, peer) + campaign.fetched.get(peer, 0.0),
                 waits=peer in waiting,
                 uplink_mbit=campaign.uplinks.get(peer, 0),
+                averaged_s=averaged.get(peer, 0.0),
             )
             for peer, needs_s in seconds.items()
         ]
-        return too_thin(senders, self._free_s(campaign, waiting))
+        limit_s = 2 * self.timers.reduce_s
+        return too_thin([*senders, *absentees], self._free_s(campaign, waiting), limit_s)
+
+    def _averaged_s(self, campaign: Campaign, plan: Plan) -> dict[PeerId, float]:
+        """For how long lines that were measured are busy with values that others average."""
+        uplinks, sent = campaign.uplinks, averaged_bytes(plan, self.rules)
+        return {p: sent[p] * 8e-6 / uplinks[p] for p in plan.offers if uplinks.get(p)}
 
     def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         """The message that says who averages what, or only that the convener is there."""

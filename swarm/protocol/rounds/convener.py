@@ -17,6 +17,9 @@ from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.succession import Succession
 
+SLACK, LONGEST = 1.25, 2.5
+"""A line may take so much longer than it says, and so many T_red: others give an attempt three."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Convener(Role):
@@ -144,13 +147,16 @@ class Convener(Role):
     def _tick_reducing(self, campaign: Campaign) -> None:
         """A new roster without those that hold the round up, once T_red is over [C4].
 
-        What is held up by peers that are gone is not waited for so long.
+        T_red is longer where the roster has a line that is known to need more [D5]. What is held up
+        by peers that are gone is not waited for so long.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
         if campaign.stage is not Stage.REDUCE:
             return
-        limit_s, grace_s = self.timers.reduce_s * (1 + campaign.extensions), self.timers.grace_s
+        reduce_s, grace_s = self.timers.reduce_s, self.timers.grace_s
+        known_s = min(SLACK * campaign.averaged_s, LONGEST * reduce_s)
+        limit_s = max(reduce_s * (1 + campaign.extensions), known_s)
         if age_s < limit_s:
             if age_s >= grace_s:
                 self._exclude(campaign, self.averaging.gone_that_are_missed(campaign), grace_s)

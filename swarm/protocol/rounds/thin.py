@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
-from swarm.protocol.manifest import PeerId
+from swarm.experts import expert_unit
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Uplinks
 from swarm.protocol.rounds.relays import RELAYS, relays_among
 from swarm.protocol.rounds.rosters import Plan, usual_uplink
@@ -41,6 +43,8 @@ class Sender:
     that offer at once would have a slow voter left out."""
     uplink_mbit: int = 0
     """0: not known. Such a peer is never left out."""
+    averaged_s: float = 0.0
+    """Of these seconds, for the values that others average: reducers wait for them [C4]."""
 
 
 def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
@@ -65,6 +69,34 @@ def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
     return sent
 
 
+def least_to_send(peer: PeerId, tip: Manifest, others: int, rules: Rules) -> int:
+    """What a peer would send at least that has not offered yet: bytes of its own values.
+
+    Args:
+        peer: a member of the tip.
+        tip: names what it owns, and what is due.
+        others: how many have offered.
+        rules: of the run.
+    """
+    units = rules.schedule.due_of(peer, tip)
+    mine = {expert_unit(expert) for expert, owners in tip.owners.items() if owners == (peer,)}
+    copies = min(others, RELAYS)
+    return sum(
+        rules.moved_bytes[unit] * copies if unit in mine else rules.offered_bytes[unit]
+        for unit in units
+    )
+
+
+def averaged_bytes(plan: Plan, rules: Rules) -> dict[PeerId, int]:
+    """What each peer of a roster sends to those that average it."""
+    sent = dict.fromkeys(plan.offers, 0)
+    for unit, reducer in plan.reducers.items():
+        for peer, _ in plan.sources[unit]:
+            if peer != reducer:
+                sent[peer] += rules.offered_bytes[unit]
+    return sent
+
+
 def seconds_to_send(plan: Plan, uplinks: Uplinks, rules: Rules) -> dict[PeerId, float]:
     """How long each line of a roster is busy with its round; {} while none was measured.
 
@@ -80,12 +112,22 @@ def seconds_to_send(plan: Plan, uplinks: Uplinks, rules: Rules) -> dict[PeerId, 
     return {peer: sent[peer] * 8e-6 / (uplinks.get(peer) or usual) for peer in plan.offers}
 
 
-def too_thin(senders: Sequence[Sender], free_s: float) -> dict[PeerId, str]:
+def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
+    """Whether a line is so much thinner than a usual one that its peer may be left out.
+
+    Of a peer that has not offered yet, this is looked at before anything that takes time.
+    """
+    return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
+
+
+def too_thin(senders: Sequence[Sender], free_s: float, limit_s: float = inf) -> dict[PeerId, str]:
     """Who is left out of a roster, and why: those without whom most seconds are won.
 
     Args:
         senders: whose offers there are.
         free_s: seconds from now on in which no voter waits.
+        limit_s: for how long reducers may wait for a value: who needs longer is left out, whatever
+            its work is worth, or the round would end without it, and later.
     """
     slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
     at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
@@ -100,8 +142,8 @@ def too_thin(senders: Sequence[Sender], free_s: float) -> dict[PeerId, str]:
         rest_s = max(usual_s, free_s)
         is_thin = sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
         gain = (slowest_first[0].needs_s - rest_s) * num_waiting - invested_s
-        if is_thin and gain > won:
-            won, out, whole_s = gain, num, rest_s
+        if is_thin and (gain > won or sender.averaged_s > limit_s):
+            won, out, whole_s = max(gain, won), num, rest_s
     return {sender.peer: _why(sender, whole_s) for sender in slowest_first[:out]}
 
 
