@@ -48,7 +48,7 @@ CAUGHT = {
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
     "transfer_limit_fixed": "J:26",
-    "timers_not_adapted": "J:8",
+    "timers_not_adapted": "J:15",
     "hand_over_not_awaited": "K:2",
     "older_moments_taken": "K:4",
     "waits_for_moments": "K:0",
@@ -56,7 +56,7 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:5",
-    "all_are_kept": "V:31000084",
+    "all_are_kept": "V:31000026",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:0",
     "any_number_is_young": "V:1",

@@ -25,12 +25,12 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_write": "D:43",
     "no_phase_1": "D:214",
     "any_half": "C:3",
-    "joiners_vote": "A:56",
+    "joiners_vote": "A:75",
     "older_roster": "B:5",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
     "fetch_never_dropped": "A:174",
-    "votes_cross_tips": "A:274",
+    "votes_cross_tips": "A:182",
     "no_base_check": "C:0",
     "offered_before_saved": "A:0",
     "no_takeover": "A:1",
@@ -41,9 +41,9 @@ CAUGHT_BY_SCHEDULE = {
     "merge_on_apply": "D:0",
     "due_by_own_count": "D:7",
     "round_while_due": "D:0",
-    "due_by_kind": "C:17",
-    "due_by_rise": "C:17",
-    "no_phase_1_at_merge": "C:73",
+    "due_by_kind": "C:38",
+    "due_by_rise": "C:38",
+    "no_phase_1_at_merge": "C:136",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:39",
@@ -52,7 +52,7 @@ CAUGHT_BY_SCHEDULE = {
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:127",
     "promise_not_recorded": "C:109",
-    "lowest_accepted": "A:581",
+    "lowest_accepted": "A:201",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
