@@ -309,12 +309,11 @@ class Starter:
         return announced
 
     def _without_old_votes(self, shown: Record) -> Record:
-        """A peer whose key is not new may have voted: it abstains until that is past [P5]."""
-        if self.node.identity.is_new:
-            return shown
-        if self.node.peer_id in shown.tip.members:
+        """A member whose record is gone may have voted: it abstains until that is past [P5]."""
+        record = without_record(self.node.peer_id, shown)
+        if record is not shown:
             logger.warning("a member without its record: no vote until it has contributed again")
-        return without_record(shown)
+        return record
 
     # ------------------------------------------------ shared by the three
 

@@ -31,12 +31,15 @@ def repaired(record: Record) -> Record | None:
     return _abstaining(replace(record, promised=None, accepted=None), record.tip.height + 1)
 
 
-def without_record(shown: Record) -> Record:
-    """The record of a peer with an old key that has none, and was shown a tip by others.
+def without_record(me: PeerId, shown: Record) -> Record:
+    """The record of a peer that has none, or no longer, and was shown a tip by others.
 
-    Those that showed it may be far behind what it had voted for, so no height is high enough; they
-    may even be behind the round that took it in, so it need not be a member of what they show.
+    Those that showed it may be far behind what it had voted for, so no height is high enough. One
+    that is no member of what it is shown is taken for a newcomer: if every newcomer with a key of
+    before abstained, a few that are invited together would leave no quorum.
     """
+    if me not in shown.tip.members:
+        return shown
     return replace(shown, abstain_until_height=UNTIL_IT_CONTRIBUTES)
 
 
@@ -66,7 +69,6 @@ def regained(
     came back. Let v be the height of its last vote before. Its offer of now cannot be in a
     manifest below v, which was decided before, so that manifest's height is v at least; and v + 1
     at least if the offer is an old one that the private state had kept. Both are behind it then.
-    At once if the manifest makes it a member, for then it had no vote for this manifest.
     A generation that leaves such a one behind that height began later than the loss.
 
     Of any other the peer knows nothing: it may have voted there, and come back to it when the
@@ -83,4 +85,4 @@ def regained(
     mine = {(me, unit.digest) for unit in offer.units.values()}
     if mine.isdisjoint(source for sources in manifest.sources.values() for source in sources):
         return record.regained
-    return Regained(manifest.generation, manifest.height + (me in tip.members))
+    return Regained(manifest.generation, manifest.height + 1)

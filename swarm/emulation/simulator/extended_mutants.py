@@ -19,7 +19,7 @@ from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
 from swarm.protocol.dealing import Book, Counts, num_samples
-from swarm.protocol.events import SyncFailed
+from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
@@ -36,6 +36,10 @@ from swarm.protocol.training import Applied, Training
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate, Members
 
 # ---------------------------------------------------------------- lost and damaged records
+
+
+def _abstains_for_two_heights(me: PeerId, shown: Record) -> Record:
+    return abstaining.rolled_back(shown) if me in shown.tip.members else shown
 
 
 class _LoneAbstainerVotes(Standing):
@@ -211,11 +215,11 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         BETRAYED_REVOLTS,
     ),
     "lost_record_votes": Mutant(
-        "P5: nor does a lost one", UnderTest(without_record=lambda shown: shown)
+        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown: shown)
     ),
     "abstains_for_two_heights": Mutant(
         "P5: without a record no height is high enough",
-        UnderTest(without_record=abstaining.rolled_back),
+        UnderTest(without_record=_abstains_for_two_heights),
     ),
     "lone_abstainer_votes": Mutant.of(
         "P5: a lone member without its record reforms", _LoneAbstainerVotes

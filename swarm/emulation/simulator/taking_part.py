@@ -113,7 +113,7 @@ class UnderTest:
     timers: Callable[[Measured, Timers], Timers] = adapted
     rolled_back: Callable[[Record], Record] = abstaining.rolled_back
     """The record of a peer whose newest one is damaged [P5]."""
-    without_record: Callable[[Record], Record] = abstaining.without_record
+    without_record: Callable[[PeerId, Record], Record] = abstaining.without_record
     """That of a peer which has lost its own and was shown a tip by others [P5]."""
     waits_on: bool = True
     """Whether a transfer may take as long as its bytes keep coming."""

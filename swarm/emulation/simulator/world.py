@@ -246,7 +246,7 @@ class World:
         best = host.disk.record
         record = Record(best.tip, best.certificate, best.parent)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        kept = self.tested.without_record(record)
+        kept = self.tested.without_record(node.me, record)
         node.disk = Disk(kept, durable, host.machine.chain.links)
         self.disks[node.me] = node.disk
         return True
