@@ -43,6 +43,7 @@ def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
     run_file = write_run(tmp_path, [*SETTINGS, *outer])
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, PEERS) as swarm:
+        swarm.program = "tests.scenarios.unmeasured_peer"  # one process knows of no lines
         swarm.start()
         finish(swarm, 300)
         verdict = summary(swarm)
