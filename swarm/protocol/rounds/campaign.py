@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
-from swarm.protocol.messages import Ballot, Evidence, Offer, Ready, ReducedUnit, Report, Signature
+from swarm.protocol.messages import (
+    Ballot,
+    Evidence,
+    Offer,
+    Ready,
+    ReducedUnit,
+    Report,
+    Signature,
+    Uplinks,
+)
 from swarm.protocol.rounds.grounds import Grounds
 from swarm.protocol.rounds.rosters import Plan
 
@@ -100,6 +110,8 @@ class Campaign:
     extensions: int = 0
     averaged_s: float = 0.0
     """What the slowest line of the roster takes for values that others average."""
+    planned: tuple[tuple[Mapping[PeerId, Offer], Set[PeerId], Uplinks], Plan] | None = None
+    """The plan that was made last, behind what it follows from: 256 peers take long to plan."""
     # A manifest is proposed.
     proposal: Manifest | None = None
     evidence: Evidence | None = None

@@ -322,10 +322,14 @@ class Collector(Role):
         return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
 
     def _plan(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Plan:
-        """The round over these offers, by what is known of lines."""
+        """The round over these offers, by what is known of lines; made anew if that has changed."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
-        return plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
+        follows_from = offers, unable, dict(campaign.uplinks)
+        if campaign.planned is None or campaign.planned[0] != follows_from:
+            plan = plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
+            campaign.planned = ({**offers}, *follows_from[1:]), plan
+        return campaign.planned[1]
 
     def _thin_absentees(self, campaign: Campaign, roster: OpenRoster) -> dict[PeerId, str]:
         """Who is not waited for, as its line would have its offer left out, and why [D5]."""

@@ -56,16 +56,13 @@ def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
     others = len(plan.offers) - 1
     is_relayed = relays_among(plan.reducers.values(), plan.able).peers
     copies = min(others, RELAYS) if is_relayed else others
-    sent = dict.fromkeys(plan.offers, 0)
+    sent = averaged_bytes(plan, rules)
     for unit, values in plan.sources.items():
-        reducer = plan.reducers.get(unit)
+        if reducer := plan.reducers.get(unit):
+            sent[reducer] += rules.moved_bytes[unit] * others
+            continue
         for peer, _ in values:
-            if reducer is None:
-                sent[peer] += rules.moved_bytes[unit] * copies
-            elif peer == reducer:
-                sent[peer] += rules.moved_bytes[unit] * others
-            else:
-                sent[peer] += rules.offered_bytes[unit]
+            sent[peer] += rules.moved_bytes[unit] * copies
     return sent
 
 
