@@ -50,6 +50,7 @@ from swarm.protocol.events import (
     LeaveAsked,
     Left,
     MergeComputed,
+    NotMade,
     Offered,
     Persist,
     Reason,
@@ -240,8 +241,7 @@ class RoundDriver:
             event = await self._inbox.get()
             self.observer.before_event(event)
             effects = self.machine.handle(event, passed_s())
-            if isinstance(event, Stored):
-                # The machine knows of it now, and decides how long it is kept.
+            if isinstance(event, Stored):  # from now on the machine decides how long it is kept
                 self.store.unpin([event.digest])
             await self._carry_out(effects)
 
@@ -331,7 +331,7 @@ class RoundDriver:
         if problem := await self._patiently("value", self.reducing.rebuild, effect):
             logger.warning("%s is fetched whole: %s", effect.unit, problem)
             self.refused["other_bits"] += 1
-            self._lost(effect.digest, problem)
+            self._send_in(NotMade(effect.digest, problem))
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
         self._work.spawn(self._merge(effect.tip))

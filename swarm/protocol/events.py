@@ -108,6 +108,17 @@ class Unobtainable:
 
 
 @dataclass(frozen=True)
+class NotMade:
+    """A value that was to be made of a delta came out with another digest, or not at all [W6].
+
+    It says nothing of the value itself, which may have come from another peer meanwhile.
+    """
+
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True)
 class Undeliverable:
     """A peer's machine refused a message: nothing listens there now, as far as can be told."""
 
@@ -176,6 +187,7 @@ Event = (
     | Expected
     | Stored
     | Unobtainable
+    | NotMade
     | Undeliverable
     | Synced
     | SyncFailed
@@ -265,7 +277,7 @@ class Sync:
 class Rebuild:
     """Make a value of the one before and a delta, which are both here; store it.
 
-    Report `Stored`, or `Unobtainable` with this peer's own name if it has another digest [W6].
+    Report `Stored`, or `NotMade` if it has another digest [W6].
     """
 
     unit: Unit

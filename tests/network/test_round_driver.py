@@ -40,9 +40,11 @@ from swarm.protocol.events import (
     LeaveAsked,
     Left,
     MergeComputed,
+    NotMade,
     Offered,
     Persist,
     Reason,
+    Rebuild,
     Record,
     Reduce,
     Send,
@@ -367,6 +369,14 @@ def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
     bench.start(Sync(manifest(1)))
     failed = bench.machine.wait_for(SyncFailed)
     assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is gone")
+
+
+def test_a_value_that_cannot_be_made_here_is_told_as_not_made(bench: Bench) -> None:
+    bench.start(Rebuild("shared.0", "0" * 64, "1" * 64, "2" * 64))
+    told = bench.machine.wait_for(NotMade)
+    assert told == NotMade("2" * 64, "what it is made of is no longer here")
+    assert bench.driver.refused["other_bits"] == 1
+    assert not bench.machine.of(Unobtainable)
 
 
 def test_a_blob_found_damaged_is_told_as_lost(bench: Bench) -> None:

@@ -17,6 +17,7 @@ from swarm.protocol.events import (
     Event,
     Fetch,
     Keep,
+    NotMade,
     Rebuild,
     Received,
     Record,
@@ -309,19 +310,37 @@ def test_who_gets_other_bits_fetches_the_value() -> None:
     peer, value = Lone(), NEXT.entries[SHARED].digest
     for digest in fetched(peer.propose(NEXT)):
         peer.tell(Stored(digest))
-    effects = peer.tell(Unobtainable(value, "C", "other bits"))
+    effects = peer.tell(NotMade(value, "other bits"))
     assert any(isinstance(effect, CancelFetch) for effect in effects)
     assert fetched(peer.tell(Tick())) == {value: (100, False)}
     peer.tell(Stored(value))
     assert not any(isinstance(effect, Rebuild) for effect in peer.tell(Tick()))
 
 
-def test_what_came_out_otherwise_once_is_not_made_again() -> None:
-    """A second attempt that fails while the value comes whole would take that for lost."""
+def test_a_value_that_came_whole_while_it_was_made_otherwise_is_here() -> None:
     peer, value = Lone(), NEXT.entries[SHARED].digest
     for digest in fetched(peer.propose(NEXT)):
         peer.tell(Stored(digest))
-    peer.tell(Unobtainable(value, "C", "other bits"))
+    peer.tell(Stored(value))
+    effects = [*peer.tell(NotMade(value, "other bits")), *peer.tell(Tick())]
+    assert value not in fetched(effects)
+    assert not any(isinstance(effect, CancelFetch | Rebuild) for effect in effects)
+
+
+def test_a_value_that_is_lost_while_it_is_made_is_not_here() -> None:
+    peer, value = Lone(), NEXT.entries[SHARED].digest
+    for digest in fetched(peer.propose(NEXT)):
+        peer.tell(Stored(digest))
+    peer.tell(Unobtainable(value, "C", "it reads wrongly"))
+    peer.tell(NotMade(value, "other bits"))
+    assert value in fetched(peer.tell(Tick()))
+
+
+def test_what_came_out_otherwise_once_is_not_made_again() -> None:
+    peer, value = Lone(), NEXT.entries[SHARED].digest
+    for digest in fetched(peer.propose(NEXT)):
+        peer.tell(Stored(digest))
+    peer.tell(NotMade(value, "other bits"))
     effects = [*peer.commit(NEXT, TIP), *peer.tell(Tick())]
     assert value in fetched(effects)
     assert not any(isinstance(e, Rebuild) and e.digest == value for e in effects)

@@ -415,6 +415,7 @@ hostile: st.SearchStrategy[Event] = st.one_of(
     st.builds(Received, peers, headers, messages),
     st.builds(events.Stored, digests),
     st.builds(events.Unobtainable, digests, peers, st.just("no")),
+    st.builds(events.NotMade, digests, st.just("no")),
     st.builds(events.Synced, digests),
     st.builds(events.SyncFailed, digests, st.just("full")),
     st.builds(events.UnitReduced, digests, units, st.builds(ReducedUnit, digests, st.just(100))),

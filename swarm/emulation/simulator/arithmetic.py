@@ -11,7 +11,7 @@ from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.values import Merged, Tag, mean_of
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.experts import expert_unit
-from swarm.protocol.events import MergeComputed, Rebuild, Reduce, Stored, UnitReduced, Unobtainable
+from swarm.protocol.events import MergeComputed, NotMade, Rebuild, Reduce, Stored, UnitReduced
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.remainders import Remainders
@@ -79,13 +79,11 @@ class Averaging:
         disk.sync(digests)
 
 
-def rebuild(
-    me: PeerId, disk: Disk, task: Task, effect: Rebuild, *, is_odd: bool
-) -> Stored | Unobtainable:
+def rebuild(disk: Disk, task: Task, effect: Rebuild, *, is_odd: bool) -> Stored | NotMade:
     """Makes a value of a delta and stores it; a peer with odd arithmetic gets other bits [W6]."""
     made = task.values.moved(effect.unit, effect.base, effect.delta)
     if is_odd or made != effect.digest or effect.base not in disk or effect.delta not in disk:
-        return Unobtainable(effect.digest, me, "other bits")
+        return NotMade(effect.digest, "other bits")
     disk.write(made)
     return Stored(made)
 

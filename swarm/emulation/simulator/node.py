@@ -353,7 +353,7 @@ class Node(Ports):
 
     def _rebuild(self, effect: Rebuild) -> None:
         is_odd = self.character.arithmetic < 0
-        made = partial(rebuild, self.me, self.disk, self.world.task, effect, is_odd=is_odd)
+        made = partial(rebuild, self.disk, self.world.task, effect, is_odd=is_odd)
         self.after(self._duration(self.character.rebuild_s), lambda: self.tell(made()))
 
     def _keep(self, effect: Keep) -> None:

@@ -10,6 +10,7 @@ from swarm.protocol.events import (
     BlobWanted,
     CancelFetch,
     Fetch,
+    NotMade,
     Purpose,
     Rebuild,
     Sync,
@@ -151,15 +152,12 @@ class Blobs(Role):
                     self.rebuilding.add(move.value)
                     self.out.emit(Rebuild(move.unit, move.base, move.delta, move.value))
 
-    def note_not_rebuilt(self, event: Unobtainable) -> bool:
-        """Whether a value was to be made here and was not: it is fetched with the next tick."""
-        if event.digest not in self.rebuilding:
-            return False
-        self.rebuilding.remove(event.digest)
+    def note_not_made(self, event: NotMade) -> None:
+        """A value is fetched with the next tick, unless it has come meanwhile."""
+        self.rebuilding.discard(event.digest)
         self.unmade.add(event.digest)
-        for pursuit in self.pursuits:
+        for pursuit in () if event.digest in self.stored else self.pursuits:
             self._do_without(pursuit, event.digest)
-        return True
 
     def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
         """Fetches what a value would have led to, itself included, by no delta."""

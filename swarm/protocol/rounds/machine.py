@@ -14,6 +14,7 @@ from swarm.protocol.events import (
     HeadsFound,
     LeaveAsked,
     MergeComputed,
+    NotMade,
     Offered,
     Received,
     Record,
@@ -174,6 +175,8 @@ class RoundMachine:
             self._blobs.on_sync_failed(event)
         elif isinstance(event, Unobtainable):
             self._on_unobtainable(event)
+        elif isinstance(event, NotMade):
+            self._blobs.note_not_made(event)
         elif isinstance(event, Undeliverable):
             self._contacts.gone.add(event.peer)
         elif isinstance(event, UnitReduced):
@@ -253,8 +256,6 @@ class RoundMachine:
 
     def _on_unobtainable(self, event: Unobtainable) -> None:
         if event.peer == self.me:
-            if self._blobs.note_not_rebuilt(event):
-                return
             self._blobs.lose(event.digest)
             self._pursue()
             return
