@@ -242,11 +242,7 @@ class Downloads:
             if (flows and queued <= room) or sum(map(len, self._flows.values())) >= FLOWS:
                 break
             flow = Flow(
-                self,
-                peer,
-                self._node.traffic,
-                ahead_bytes=self._ahead_bytes,
-                threads=self._threads,
+                self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes, threads=self._threads
             )
             flows.append(flow)
             room += flow.room_bytes
@@ -266,8 +262,10 @@ class Downloads:
             connection = await self._node.open_stream(flow.peer, PROTOCOL, FIRST_ANSWER_S)
             try:
                 await flow.run(connection, self._progress_s)
-            finally:
+            except BaseException:
                 connection.close()
+                raise
+            self._node.give_back(flow.peer, PROTOCOL, connection)
         except FlowFailed as error:
             self._flow_failed(flow, error.kind, error.reason)
         except TimeoutError:

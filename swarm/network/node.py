@@ -235,13 +235,12 @@ class Node:
         return await self._ways.request(peer_id, payload, timeout_s)
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """A non-blocking socket to a peer's handler of a bulk protocol.
-
-        Raises:
-            Unreachable: no connection in time.
-            NetworkDown: the daemon is dead.
-        """
+        """A non-blocking socket to a handler of a bulk protocol; raises what `request` does."""
         return await self._ways.open_stream(peer_id, protocol, timeout_s)
+
+    def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
+        """Takes a stream back on which everything asked for has come, for whoever wants it next."""
+        self._ways.give_back(peer_id, protocol, connection)
 
     async def seen_at(self, peer_id: str) -> str:
         """Transport address that a connected peer has here; "" if it is not connected."""

@@ -95,9 +95,9 @@ class Transport:
             await self.direct.register(p2p)
 
     async def close(self) -> None:
-        """Ends direct connections of others."""
+        """Ends direct connections."""
         if self.direct:
-            await self.direct.door.close()
+            await self.direct.close()
 
     def is_far(self, peer_id: str) -> bool:
         """Whether a peer is only reached through others, so that its bytes travel twice."""
@@ -141,12 +141,21 @@ class Transport:
             is_stream=True,
         )
 
+    def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
+        """See `Node.give_back`."""
+        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's cost nothing to open
+            self.direct.keep(peer_id, protocol, connection)
+        else:
+            connection.close()
+
     def distrust(self, peer_id: str) -> bool:
         """See `Node.distrust`."""
         return self.direct is not None and self.direct.distrust(peer_id)
 
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""
+        if self.direct:
+            self.direct.forget(peer_id)
         self._routes.failed(peer_id, time.monotonic(), is_slow=True)
 
     async def _take(

@@ -15,7 +15,7 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import BadMessage, NetworkDown, NoRoute, Refused
-from swarm.network import direct_door, transport
+from swarm.network import direct, direct_door, transport
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.direct import Direct, _Way, connect
@@ -56,9 +56,10 @@ def libp2p_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "open_stream", none)
 
 
-def serving(peers: Peers, content: bytes, network: NetworkSection = LOOPBACK) -> Node:
+def serving(peers: Peers, *contents: bytes, network: NetworkSection = LOOPBACK) -> Node:
     server, store = BlobServer(), BlobStore()
-    store.put(content)
+    for content in contents:
+        store.put(content)
     server.attach(store)
     return peers.node(Handlers(streams={PROTOCOL: server.serve}), network=network)
 
@@ -68,6 +69,40 @@ def test_blobs_come_over_a_connection_of_their_own(peers: Peers) -> None:
     content = some_bytes(9 * 2**20)
     server = serving(peers, content)
     assert fetched(peers.node(), server, content) == content
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_the_next_fetch_takes_a_connection_that_is_there(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, real = [], direct.connect
+
+    async def counted(host: str, port: int) -> socket.socket:
+        opened.append(port)
+        return await real(host, port)
+
+    monkeypatch.setattr(direct, "connect", counted)
+    content, other = some_bytes(1000), some_bytes(1000, seed=1)
+    server, client = serving(peers, content, other), peers.node()
+    assert fetched(client, server, content) == content
+    assert fetched(client, server, other) == other
+    assert len(opened) == 1
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_after_a_peer_was_started_again_what_was_kept_is_not_missed(peers: Peers) -> None:
+    content = some_bytes(1000)
+    server, client = serving(peers, content), peers.node()
+    assert fetched(client, server, content) == content
+    ways = server._ways.direct
+    assert ways is not None
+
+    async def start_again() -> None:
+        await ways.door.tasks.stop()  # its side of every connection ends
+        ways.door.tasks.spawn(ways.door._accept(ways.door._listening[0]))
+
+    server.run(start_again(), WAIT_S)
+    assert fetched(client, server, content) == content
 
 
 @pytest.mark.usefixtures("libp2p_has_no_streams")
@@ -95,21 +130,21 @@ def test_a_door_that_could_not_take_a_connection_stays_open(
 def test_a_member_that_cannot_be_dialled_calls(peers: Peers) -> None:
     content = some_bytes(5 * 2**20)
     entrance = serving(peers, b"")
-    hidden = serving(peers, content, CLIENT)
+    hidden = serving(peers, content, network=CLIENT)
     hidden.ledger.admit([entrance.peer_id])
     assert fetched(entrance, hidden, content) == content
 
 
 @pytest.mark.usefixtures("libp2p_has_no_streams")
 def test_a_peer_calls_no_stranger(peers: Peers) -> None:
-    entrance, hidden = serving(peers, b""), serving(peers, b"secret", CLIENT)
+    entrance, hidden = serving(peers, b""), serving(peers, b"secret", network=CLIENT)
     with pytest.raises(NoRoute):
         entrance.run(entrance.open_stream(hidden.peer_id, PROTOCOL, 5.0), WAIT_S)
     assert not hidden.traffic.refused, "it asked politely"
 
 
 def test_a_call_for_what_is_no_protocol_is_refused(peers: Peers) -> None:
-    entrance, hidden = serving(peers, b""), serving(peers, b"x", CLIENT)
+    entrance, hidden = serving(peers, b""), serving(peers, b"x", network=CLIENT)
     hidden.ledger.admit([entrance.peer_id])
     call, p2p = entrance._control.call, entrance._living_p2p()
     for ask in (b"", bytes(18), b"\x01" * 18 + b"\xff\xfe", b"\x01" * 18 + b"swarm.none/1"):
@@ -124,7 +159,7 @@ def test_without_it_on_either_side_blobs_come_over_libp2p(
 ) -> None:
     content = some_bytes(2**20)
     asking, answering = (LOOPBACK if one else NOT_DIRECT for one in is_direct)
-    server = serving(peers, content, answering)
+    server = serving(peers, content, network=answering)
     assert fetched(peers.node(network=asking), server, content) == content
     assert (server._ways.direct is None) == (answering is NOT_DIRECT)
 
@@ -163,7 +198,7 @@ def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
         port = other.getsockname()[1]
         network = LOOPBACK.model_copy(update={"direct_port": port})
         with pytest.raises(NetworkDown, match=f"port {port}.*") as caught:
-            serving(peers, b"", network)
+            serving(peers, b"", network=network)
     assert "--direct-port" in str(caught.value.hint)
 
 
