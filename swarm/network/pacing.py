@@ -8,7 +8,7 @@ waits on another's line delays that receiver alone. LEDBAT (RFC 6817) goes by th
 one connection; here one rate is for all, and it is kept as `--max-upload` is.
 
 A machine whose line queues nothing is never held back. Where others send on the line too, blobs
-yield to them, down to half of what it was seen to carry.
+yield to them, down to three quarters of what it was seen to carry.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ MOST_DRAINED = 0.2
 USED = 0.8
 """A pace of which less is used bounds nothing, so that nothing is learnt of it."""
 BURSTY = 0.95
-LEAST_SHARE = 0.5
-"""Of what the line was seen to carry: longer round trips may have other reasons than this queue."""
+"""Of the pace is taken for the line where a queue came and went: it may have been a burst."""
+LEAST_SHARE = 0.75
+"""Of what the line was seen to carry: acknowledgements wait, too, in the queues of receivers that
+send, and that is no reason to send less."""
 LEAST_MBIT = 1.0
 
 
@@ -60,7 +62,7 @@ def paced(pace_mbit: float | None, seen: Seen, carried_mbit: float) -> float | N
     Args:
         pace_mbit: the pace until now, in Mbit/s; None: as fast as it goes.
         seen: what came of it.
-        carried_mbit: what this line was seen to carry of late; 0: not known.
+        carried_mbit: what this line was seen to carry at least; 0: not known.
 
     Returns:
         In Mbit/s; None as long as there was never a queue.
@@ -74,7 +76,7 @@ def paced(pace_mbit: float | None, seen: Seen, carried_mbit: float) -> float | N
     drained = min(MOST_DRAINED, (seen.queue_s - TARGET_S) / DECIDE_S)
     least = max(LEAST_MBIT, LEAST_SHARE * carried_mbit)
     went = seen.mbit
-    if pace_mbit and not seen.is_full:  # a queue that came and went: perhaps of a burst
+    if pace_mbit and not seen.is_full:
         went = max(went, BURSTY * pace_mbit)
     return max(least, min((1 - MARGIN - drained) * went, pace_mbit or inf))
 

@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
+
+from swarm.network.pacing import Pacing
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
@@ -28,8 +31,8 @@ WINDOW_S = 2.0
 KEPT = 8
 """Windows of late; of these the fastest is nearest to what the line can do, since in the others
 receivers may have been the slower ones."""
-_INFO = struct.Struct("=120xQ16xI")
-"""Of Linux's `tcp_info`: tcpi_bytes_acked and tcpi_notsent_bytes."""
+_INFO = struct.Struct("=68xI48xQ16xII")
+"""Of Linux's `tcp_info`: tcpi_rtt, tcpi_bytes_acked, tcpi_notsent_bytes and tcpi_min_rtt."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Counters:
 
     acked: int
     unsent: int
+    queue_s: float
+    """What the round trips of late took longer than the shortest."""
 
 
 @dataclass
@@ -49,9 +54,18 @@ class _Watched:
 class SentRate:
     """Looks at the connections on which this machine sends; its methods run in one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing was sent yet; `clock` is in seconds."""
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, pacing: Pacing | None = None
+    ) -> None:
+        """Nothing was sent yet.
+
+        Args:
+            clock: in seconds.
+            pacing: hears of each sample; None where a person has set a cap.
+        """
+        self.probed_mbit: Callable[[], float | None] = lambda: None
+        """What a few megabytes to others went at, see `Lines`."""
+        self._clock, self.pacing = clock, pacing
         self._watched: dict[socket.socket, _Watched] = {}
         self._is_ticking = False
         self._began_s: float | None = None
@@ -64,6 +78,11 @@ class SentRate:
     def mbit(self) -> float | None:
         """In Mbit/s; None until the line has been the bound for long enough."""
         return max(self._rates, default=None)
+
+    @property
+    def carried_mbit(self) -> float:
+        """What the line was seen to carry, by whatever measurement; 0 if there is none."""
+        return max(self.mbit or 0.0, self.probed_mbit() or 0.0)
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
@@ -84,20 +103,30 @@ class SentRate:
     def _tick(self) -> None:
         self.sample()
         self._is_ticking = bool(self._watched)
+        if self.pacing and not self._is_ticking:
+            self.pacing.pause()
         if self._is_ticking:
             asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
 
     def sample(self) -> None:
         """Looks at all connections."""
         now, acked, waiting = self._clock(), 0, set[str]()
+        queues_s: dict[str, float] = {}
         for connection, watched in self._watched.items():
             counters = counters_of(connection)
             if counters is None:
                 continue
             newly = counters.acked - watched.acked
             watched.acked, acked = counters.acked, acked + newly
+            if newly:
+                queue_s = queues_s.get(watched.receiver, inf)
+                queues_s[watched.receiver] = min(queue_s, counters.queue_s)
             if counters.unsent and newly:  # what waits for a receiver that is gone says nothing
                 waiting.add(watched.receiver)
+        if self.pacing:
+            self.pacing.note(
+                now, acked, queues_s.values(), is_full=bool(waiting), carried_mbit=self.carried_mbit
+            )
         if not waiting:
             self._began_s = None
             return
@@ -122,6 +151,7 @@ def counters_of(connection: socket.socket) -> Counters | None:
         return None
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        return Counters(*_INFO.unpack(info))
+        rtt_us, acked, unsent, least_rtt_us = _INFO.unpack(info)
+        return Counters(acked, unsent, max(0, rtt_us - least_rtt_us) * 1e-6)
     except (OSError, struct.error):
         return None

@@ -115,12 +115,10 @@ class BlobServer:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        idle_s = FIRST_ASK_S
+        async with asyncio.timeout(FIRST_ASK_S):
+            encoded = await reader.readexactly(ASK_BYTES)
         while True:
-            async with asyncio.timeout(idle_s):
-                encoded = await reader.readexactly(ASK_BYTES)  # its end is the stream's
             traffic.control_bytes_received += ASK_BYTES
-            idle_s = IDLE_S
             ask = Ask.decode(encoded)
             if self._on_ask:
                 self._on_ask(source, ask.digest)
@@ -130,6 +128,20 @@ class BlobServer:
                 traffic.refuse("bad_ask")
                 await _refuse(Status.BAD, reader, writer)
                 return
+            encoded = await self._next_ask(reader)
+            if self._num_served > traffic.up.most_streams:
+                traffic.refuse("streams_of_cap")
+                await self._turn_away(reader, writer)
+                return
+
+    async def _next_ask(self, reader: asyncio.StreamReader) -> bytes:
+        """Waits for it, or for the stream's end; one that is only kept takes nobody's place."""
+        self._num_served -= 1
+        try:
+            async with asyncio.timeout(IDLE_S):
+                return await reader.readexactly(ASK_BYTES)
+        finally:
+            self._num_served += 1
 
     async def _answer(
         self, ask: Ask, traffic: Traffic, source: str, writer: asyncio.StreamWriter

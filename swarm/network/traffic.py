@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
+from swarm.network.pacing import Pacing
 from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 
@@ -27,7 +28,7 @@ class Traffic:
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
             in `blob_bytes_received` too.
         refused: how often bytes of others were refused, by reason.
-        up: cap on what is sent.
+        up: what is sent at most, by a cap or as it is paced.
         down: cap on what is received.
         sent: how fast the line sent of late.
     """
@@ -48,9 +49,15 @@ class Traffic:
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:
-        """Nothing moved yet; the caps are those that the person has set."""
+        """Nothing moved yet; what a person has not capped is sent as fast as the line carries."""
         up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
-        return cls(up=up, down=down)
+        pacing = None if network.max_upload_mbit else Pacing(up.keep)
+        return cls(up=up, down=down, sent=SentRate(pacing=pacing))
+
+    @property
+    def upload_cap_mbit(self) -> float | None:
+        """What a person has set, in Mbit/s."""
+        return None if self.sent.pacing else self.up.mbit
 
     def refuse(self, reason: str) -> None:
         """Counts one refusal."""

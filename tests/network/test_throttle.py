@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import threading
 import time
 
@@ -13,7 +14,7 @@ from swarm.config import NetworkSection
 from swarm.emulation.links import MOST_QUEUED_S, Line
 from swarm.network import serve
 from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
+from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask
 from swarm.network.fetch import PROGRESS_S, Downloads, Want
 from swarm.network.flow import PROGRESS_BYTES
 from swarm.network.ledger import Cost, Ledger, Limit, Rate
@@ -21,6 +22,7 @@ from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import Prober, measure_mbit
 from swarm.network.serve import BlobServer
+from swarm.network.streams import receive_into
 from swarm.network.throttle import BURST_S, LARGEST_PART_BYTES, Bucket, Throttle
 from tests.network.conftest import LOOPBACK, Peers
 
@@ -52,6 +54,16 @@ def test_whoever_was_idle_has_one_burst_at_once_and_no_more() -> None:
     assert bucket.take(100.0, 100) == pytest.approx(0.2), "turns go by the order of calls"
     assert bucket.take(1000.0, 250) == 0.0
     assert bucket.take(1000.0, 1000) == pytest.approx(1.0)
+
+
+def test_a_rate_can_change_while_bytes_wait() -> None:
+    throttle = Throttle(clock=lambda: 100.0)
+    assert throttle.mbit is None and throttle.count(10 * MIB) == 0.0
+    throttle.keep(8.0)
+    assert throttle.mbit == 8.0 and throttle.part_bytes(MIB) == 50_000
+    assert throttle.count(int(1e6 * (BURST_S + 1.0))) == pytest.approx(1.0)
+    throttle.keep(4.0)
+    assert throttle.count(500_000) == pytest.approx(2.0), "what waits keeps its turn"
 
 
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
@@ -158,6 +170,34 @@ def test_a_stream_lasts_as_long_as_its_answers_get_on(
         await downloads.fetch(wants, on_failure=lambda *failure: failures.append(failure[2]))
 
     client.run(fetch(), WAIT_S)
+    assert failures == []
+
+
+def test_streams_that_are_only_kept_take_nobodys_place(peers: Peers) -> None:
+    store = BlobStore()
+    blob_server = blob_server_of(store)
+    capped = LOOPBACK.model_copy(update={"max_upload_mbit": 1.0})
+    server = peers.node(Handlers(streams={PROTOCOL: blob_server.serve}), network=capped)
+    client, digest = peers.node(), store.put(b"small")
+    want = Want(digest, len(b"small"), (server.peer_id,))
+    failures: list[str] = []
+
+    async def answered() -> socket.socket:
+        stream = await client.open_stream(server.peer_id, PROTOCOL, WAIT_S)
+        await asyncio.get_running_loop().sock_sendall(stream, Ask(digest, 0, 5, False).encode())
+        await receive_into(stream, memoryview(bytearray(HEAD_BYTES + 5)))
+        return stream
+
+    async def fetch_beside_those_kept() -> None:
+        kept = [await answered() for _ in range(int(server.traffic.up.most_streams))]
+        while blob_server._num_served:
+            await asyncio.sleep(0.01)
+        downloads = Downloads(client, BlobStore())
+        await downloads.fetch([want], on_failure=lambda *failure: failures.append(failure[2]))
+        for stream in kept:
+            stream.close()
+
+    client.run(fetch_beside_those_kept(), WAIT_S)
     assert failures == []
 
 
