@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 
 from swarm.network.pacing import Pacing
 
@@ -81,8 +82,13 @@ class SentRate:
 
     @property
     def carried_mbit(self) -> float:
-        """What the line was seen to carry, by whatever measurement; 0 if there is none."""
-        return max(self.mbit or 0.0, self.probed_mbit() or 0.0)
+        """What the line carries for certain; 0: not known.
+
+        Where a lost packet is sent again, all that came after it is acknowledged at once, so a
+        single window may show more than the line carries; half of them do not.
+        """
+        usual = median(self._rates) if self._rates else 0.0
+        return max(usual, self.probed_mbit() or 0.0)
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:

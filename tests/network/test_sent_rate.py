@@ -67,6 +67,14 @@ def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: L
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01), "the line has become slower"
 
 
+def test_one_window_in_which_a_hole_was_closed_does_not_show_what_the_line_carries(
+    line: Line,
+) -> None:
+    line.send(20.0, "A", "B", seconds=5 * WINDOW_S + SAMPLE_S)
+    line.send(36.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
+    assert line.rate.carried_mbit == pytest.approx(20.0, rel=0.01)
+
+
 def test_while_nothing_waits_in_the_kernel_something_else_is_the_bound(line: Line) -> None:
     line.send(3.0, "A", "B", seconds=60.0, unsent=0)
     assert line.rate.mbit is None, "a cap, a queue, or peers that ask for little"
