@@ -80,7 +80,6 @@ class Node:
         self.entrances: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
         self.traffic, self.ledger, self.lines = Traffic.of(network), handlers.ledger, Lines()
-        self.traffic.sent.probed_mbit = lambda: self.lines.up_mbit
         self.failure: str | None = None
         on_message = self.lines.hearing(handlers.on_message)
         self._control = Control(self.traffic, self.ledger, on_message, handlers.on_request)

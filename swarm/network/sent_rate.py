@@ -21,10 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
-from statistics import median
-
-from swarm.network.pacing import Pacing
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
@@ -32,8 +28,8 @@ WINDOW_S = 2.0
 KEPT = 8
 """Windows of late; of these the fastest is nearest to what the line can do, since in the others
 receivers may have been the slower ones."""
-_INFO = struct.Struct("=68xI48xQ16xII")
-"""Of Linux's `tcp_info`: tcpi_rtt, tcpi_bytes_acked, tcpi_notsent_bytes and tcpi_min_rtt."""
+_INFO = struct.Struct("=120xQ16xI")
+"""Of Linux's `tcp_info`: tcpi_bytes_acked and tcpi_notsent_bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,6 @@ class Counters:
 
     acked: int
     unsent: int
-    queue_s: float
-    """What the round trips of late took longer than the shortest."""
 
 
 @dataclass
@@ -55,18 +49,9 @@ class _Watched:
 class SentRate:
     """Looks at the connections on which this machine sends; its methods run in one event loop."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, pacing: Pacing | None = None
-    ) -> None:
-        """Nothing was sent yet.
-
-        Args:
-            clock: in seconds.
-            pacing: hears of each sample; None where a person has set a cap.
-        """
-        self.probed_mbit: Callable[[], float | None] = lambda: None
-        """What a few megabytes to others went at, see `Lines`."""
-        self._clock, self.pacing = clock, pacing
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing was sent yet; `clock` is in seconds."""
+        self._clock = clock
         self._watched: dict[socket.socket, _Watched] = {}
         self._is_ticking = False
         self._began_s: float | None = None
@@ -79,16 +64,6 @@ class SentRate:
     def mbit(self) -> float | None:
         """In Mbit/s; None until the line has been the bound for long enough."""
         return max(self._rates, default=None)
-
-    @property
-    def carried_mbit(self) -> float:
-        """What the line carries for certain; 0: not known.
-
-        Where a lost packet is sent again, all that came after it is acknowledged at once, so a
-        single window may show more than the line carries; half of them do not.
-        """
-        usual = median(self._rates) if self._rates else 0.0
-        return max(usual, self.probed_mbit() or 0.0)
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
@@ -109,30 +84,20 @@ class SentRate:
     def _tick(self) -> None:
         self.sample()
         self._is_ticking = bool(self._watched)
-        if self.pacing and not self._is_ticking:
-            self.pacing.pause()
         if self._is_ticking:
             asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
 
     def sample(self) -> None:
         """Looks at all connections."""
         now, acked, waiting = self._clock(), 0, set[str]()
-        queues_s: dict[str, float] = {}
         for connection, watched in self._watched.items():
             counters = counters_of(connection)
             if counters is None:
                 continue
             newly = counters.acked - watched.acked
             watched.acked, acked = counters.acked, acked + newly
-            if newly:
-                queue_s = queues_s.get(watched.receiver, inf)
-                queues_s[watched.receiver] = min(queue_s, counters.queue_s)
             if counters.unsent and newly:  # what waits for a receiver that is gone says nothing
                 waiting.add(watched.receiver)
-        if self.pacing:
-            self.pacing.note(
-                now, acked, queues_s.values(), is_full=bool(waiting), carried_mbit=self.carried_mbit
-            )
         if not waiting:
             self._began_s = None
             return
@@ -157,7 +122,6 @@ def counters_of(connection: socket.socket) -> Counters | None:
         return None
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        rtt_us, acked, unsent, least_rtt_us = _INFO.unpack(info)
-        return Counters(acked, unsent, max(0, rtt_us - least_rtt_us) * 1e-6)
+        return Counters(*_INFO.unpack(info))
     except (OSError, struct.error):
         return None

@@ -38,7 +38,7 @@ class Bucket:
             bytes_per_s: its rate.
             burst_s: what it holds, in seconds of that rate.
         """
-        self.bytes_per_s, self._burst_s = bytes_per_s, burst_s
+        self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf
 
     def idle_s(self, now_s: float) -> float:
@@ -54,7 +54,7 @@ class Bucket:
             now_s: moments of calls never go back.
             num_bytes: how many.
         """
-        self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self.bytes_per_s
+        self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
         return max(0.0, self._paid_s - now_s)
 
 
@@ -69,20 +69,10 @@ class Throttle:
     def __init__(
         self, mbit: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.mbit: float | None = None
-        self.bytes_per_s = inf
-        self._bucket: Bucket | None = None
+        self.mbit = mbit
+        self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
+        self._bucket = Bucket(self.bytes_per_s) if mbit else None
         self._clock, self._lock = clock, threading.Lock()
-        if mbit:
-            self.keep(mbit)
-
-    def keep(self, mbit: float) -> None:
-        """Another rate from now on; who waits already waits as long as it was told."""
-        with self._lock:
-            self.mbit, self.bytes_per_s = mbit, mbit * 1e6 / 8
-            if self._bucket is None:
-                self._bucket = Bucket(self.bytes_per_s)
-            self._bucket.bytes_per_s = self.bytes_per_s
 
     @property
     def has_room(self) -> bool:

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
-from swarm.network.pacing import Pacing
 from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 
@@ -28,7 +27,7 @@ class Traffic:
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
             in `blob_bytes_received` too.
         refused: how often bytes of others were refused, by reason.
-        up: what is sent at most, by a cap or as it is paced.
+        up: cap on what is sent.
         down: cap on what is received.
         sent: how fast the line sent of late.
     """
@@ -49,15 +48,9 @@ class Traffic:
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:
-        """Nothing moved yet; what a person has not capped is sent as fast as the line carries."""
+        """Nothing moved yet; the caps are those that the person has set."""
         up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
-        pacing = None if network.max_upload_mbit else Pacing(up.keep)
-        return cls(up=up, down=down, sent=SentRate(pacing=pacing))
-
-    @property
-    def upload_cap_mbit(self) -> float | None:
-        """What a person has set, in Mbit/s."""
-        return None if self.sent.pacing else self.up.mbit
+        return cls(up=up, down=down)
 
     def refuse(self, reason: str) -> None:
         """Counts one refusal."""

@@ -132,7 +132,7 @@ async def measured_verdict(
             break
         logger.info("link=hopeless, measured again in %.0f s: %s", RETRY_S, verdict.text)
         await asyncio.sleep(RETRY_S)
-    advice = cap_advice(best[1]) if best[1] and node.traffic.upload_cap_mbit is None else None
+    advice = cap_advice(best[1]) if best[1] and node.traffic.up.mbit is None else None
     if advice:
         logger.info("link: %.3g Mbit/s up; %s", best[1], advice)
     return verdict

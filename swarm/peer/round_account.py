@@ -80,7 +80,7 @@ def up_mbit(lines: Lines, traffic: Traffic) -> float | None:
     Both measurements are bounds from below: of the test before it joined, and of what others took.
     """
     measured = max((mbit for mbit in (lines.up_mbit, traffic.sent.mbit) if mbit), default=None)
-    return _least(measured, traffic.upload_cap_mbit)
+    return _least(measured, traffic.up.mbit)
 
 
 def _least(*rates: float | None) -> float | None:

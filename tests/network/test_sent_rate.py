@@ -7,11 +7,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from swarm.config import NetworkSection
 from swarm.network import sent_rate
-from swarm.network.pacing import Pacing
 from swarm.network.sent_rate import KEPT, SAMPLE_S, WINDOW_S, Counters, SentRate, counters_of
-from swarm.network.traffic import Traffic
 
 
 class Line:
@@ -19,10 +16,7 @@ class Line:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.paces: list[float] = []
-        self.queue_s: dict[str, float] = {}
-        """Of each receiver's connections."""
-        self.rate = SentRate(lambda: self.now, Pacing(self.paces.append))
+        self.rate = SentRate(lambda: self.now)
         self._kernel: dict[socket.socket, Counters] = {}
         monkeypatch.setattr(sent_rate, "counters_of", self._kernel.__getitem__)
 
@@ -34,15 +28,14 @@ class Line:
                 mine = [socket.socket() for _ in receivers]
                 for each, receiver in zip(mine, receivers, strict=True):
                     stack.enter_context(closing(each))
-                    self._kernel[each] = Counters(1000, unsent, 0.0)
+                    self._kernel[each] = Counters(1000, unsent)
                     stack.enter_context(self.rate.watching(receiver, each))
                 self.rate.sample()
                 for _ in range(round(seconds / SAMPLE_S)):
                     self.now += SAMPLE_S
-                    for each, receiver in zip(mine, receivers, strict=True):
+                    for each in mine:
                         acked = int(mbit * 1e6 / 8 * SAMPLE_S / len(mine))
-                        before, queue_s = self._kernel[each], self.queue_s.get(receiver, 0.0)
-                        self._kernel[each] = Counters(before.acked + acked, unsent, queue_s)
+                        self._kernel[each] = Counters(self._kernel[each].acked + acked, unsent)
                     self.rate.sample()
             self.rate.sample()
 
@@ -67,14 +60,6 @@ def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: L
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01), "the line has become slower"
 
 
-def test_one_window_in_which_a_hole_was_closed_does_not_show_what_the_line_carries(
-    line: Line,
-) -> None:
-    line.send(20.0, "A", "B", seconds=5 * WINDOW_S + SAMPLE_S)
-    line.send(36.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
-    assert line.rate.carried_mbit == pytest.approx(20.0, rel=0.01)
-
-
 def test_while_nothing_waits_in_the_kernel_something_else_is_the_bound(line: Line) -> None:
     line.send(3.0, "A", "B", seconds=60.0, unsent=0)
     assert line.rate.mbit is None, "a cap, a queue, or peers that ask for little"
@@ -96,30 +81,6 @@ def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line:
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
 
 
-def test_a_queue_of_all_receivers_sets_a_pace(line: Line) -> None:
-    line.queue_s = {"A": 0.3, "B": 0.15}
-    line.send(20.0, "A", "B", seconds=2.0)
-    assert line.paces[0] == pytest.approx(20.0 * 0.93, rel=0.01)
-
-
-def test_receivers_whose_own_lines_queue_set_none(line: Line) -> None:
-    line.queue_s = {"A": 0.3, "B": 0.0}
-    line.send(20.0, "A", "B", seconds=10.0)
-    line.queue_s = {"A": 0.3}
-    line.send(20.0, "A", "A", seconds=10.0)
-    assert not line.paces
-
-
-def test_whoever_sets_a_cap_is_not_paced() -> None:
-    assert Traffic.of(NetworkSection(max_upload_mbit=20.0)).sent.pacing is None
-    free = Traffic.of(NetworkSection())
-    assert free.sent.pacing is not None and free.upload_cap_mbit is None
-    free.sent.probed_mbit = lambda: 12.0
-    assert free.sent.carried_mbit == 12.0
-    free.sent.pacing.keep(5.0)
-    assert free.up.mbit == 5.0 and free.upload_cap_mbit is None
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not say")
 def test_what_the_kernel_says_of_a_connection_that_nobody_reads() -> None:
     with (
@@ -130,7 +91,6 @@ def test_what_the_kernel_says_of_a_connection_that_nobody_reads() -> None:
         with receiving:
             before = counters_of(sending)
             assert before is not None and before.unsent == 0
-            assert 0.0 <= before.queue_s < 1.0
             sending.setblocking(False)
             taken = 0
             while True:

@@ -56,16 +56,6 @@ def test_whoever_was_idle_has_one_burst_at_once_and_no_more() -> None:
     assert bucket.take(1000.0, 1000) == pytest.approx(1.0)
 
 
-def test_a_rate_can_change_while_bytes_wait() -> None:
-    throttle = Throttle(clock=lambda: 100.0)
-    assert throttle.mbit is None and throttle.count(10 * MIB) == 0.0
-    throttle.keep(8.0)
-    assert throttle.mbit == 8.0 and throttle.part_bytes(MIB) == 50_000
-    assert throttle.count(int(1e6 * (BURST_S + 1.0))) == pytest.approx(1.0)
-    throttle.keep(4.0)
-    assert throttle.count(500_000) == pytest.approx(2.0), "what waits keeps its turn"
-
-
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
 @pytest.mark.parametrize("mbit", [3.0, 20.0])
 def test_a_cap_a_little_below_the_line_never_fills_a_routers_queue(
