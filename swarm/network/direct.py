@@ -78,6 +78,7 @@ class Direct:
 
     Attributes:
         door: takes connections of others, those that this peer asked for too.
+        kept: streams to others that are idle.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Direct:
         """
         self._identity, self._control, self._p2p, self.door = identity, control, p2p, door
         self._ways: dict[str, _Way] = {}
-        self._kept = KeptStreams()
+        self.kept = KeptStreams()
 
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver what others ask about this peer's door."""
@@ -106,7 +107,7 @@ class Direct:
         Raises:
             NoRoute: there is no such way, or not within `OPEN_S`.
         """
-        if kept := self._kept.take(peer_id, protocol):
+        if kept := self.kept.take(peer_id, protocol):
             return kept
         way = self._ways.setdefault(peer_id, _Way())
         try:
@@ -121,17 +122,9 @@ class Direct:
         way.failures = 0
         return connection
 
-    def keep(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
-        """Takes back a stream that works and on which nothing is awaited."""
-        self._kept.keep(peer_id, protocol, connection)
-
-    def forget(self, peer_id: str) -> None:
-        """Ends the streams of a peer that were kept: one of them got no answer."""
-        self._kept.drop(peer_id)
-
     async def close(self) -> None:
         """Ends all that is open."""
-        self._kept.close()
+        self.kept.close()
         await self.door.close()
 
     def distrust(self, peer_id: str) -> bool:
@@ -139,7 +132,7 @@ class Direct:
 
         Whoever is on the line may have changed them, which says nothing about the peer.
         """
-        self._kept.drop(peer_id)
+        self.kept.drop(peer_id)
         way = self._ways.get(peer_id)
         if way is None or not way.is_known:
             return False

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from contextlib import suppress
+from typing import NamedTuple
 
 KEPT_S = 20.0
 """The other side ends a stream that is idle for a minute."""
 MOST_OF_A_PEER = 2
 MOST = 32
-"""In all: the other side counts an idle stream among those that it serves, so that of N peers, each
-of which fetches from all, it has as many idle ones on average."""
+"""In all: an idle stream counts in the other side's ledger, so that where each of N peers fetches
+from all, each has as many idle ones of others on average."""
+
+
+class _Kept(NamedTuple):
+    peer_id: str
+    protocol: str
+    connection: socket.socket
 
 
 class KeptStreams:
@@ -24,8 +30,8 @@ class KeptStreams:
 
     def __init__(self) -> None:
         """Has none."""
-        self._streams: deque[tuple[str, str, socket.socket]] = deque()
-        """Peer and protocol of each, the oldest first."""
+        self._streams: list[_Kept] = []
+        """The oldest first."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -33,8 +39,7 @@ class KeptStreams:
     def keep(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
         """Takes a stream on which nothing is awaited; ends it if it is not wanted in time."""
         connection.setblocking(False)  # a thread may have read from it
-        kept = (peer_id, protocol, connection)
-        same = [each for each in self._streams if each[:2] == kept[:2]]
+        kept, same = _Kept(peer_id, protocol, connection), self._of(peer_id, protocol)
         if len(same) == MOST_OF_A_PEER:
             self._end(same[0])
         elif len(self._streams) == MOST:
@@ -44,16 +49,16 @@ class KeptStreams:
 
     def take(self, peer_id: str, protocol: str) -> socket.socket | None:
         """One that the other side has not ended, as far as can be told; None if there is none."""
-        for kept in reversed([each for each in self._streams if each[:2] == (peer_id, protocol)]):
-            if _is_open(kept[2]):
+        for kept in reversed(self._of(peer_id, protocol)):
+            if _is_open(kept.connection):
                 self._streams.remove(kept)
-                return kept[2]
+                return kept.connection
             self._end(kept)
         return None
 
     def drop(self, peer_id: str) -> None:
         """Ends those of a peer: what became of one is likely true of all."""
-        for kept in [each for each in self._streams if each[0] == peer_id]:
+        for kept in [each for each in self._streams if each.peer_id == peer_id]:
             self._end(kept)
 
     def close(self) -> None:
@@ -61,10 +66,13 @@ class KeptStreams:
         for kept in list(self._streams):
             self._end(kept)
 
-    def _end(self, kept: tuple[str, str, socket.socket]) -> None:
+    def _of(self, peer_id: str, protocol: str) -> list[_Kept]:
+        return [e for e in self._streams if (e.peer_id, e.protocol) == (peer_id, protocol)]
+
+    def _end(self, kept: _Kept) -> None:
         with suppress(ValueError):  # it was taken, or ended before
             self._streams.remove(kept)
-            kept[2].close()
+            kept.connection.close()
 
 
 def _is_open(connection: socket.socket) -> bool:

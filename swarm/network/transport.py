@@ -144,7 +144,7 @@ class Transport:
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
         """See `Node.give_back`."""
         if self.direct and connection.family != socket.AF_UNIX:  # libp2p's cost nothing to open
-            self.direct.keep(peer_id, protocol, connection)
+            self.direct.kept.keep(peer_id, protocol, connection)
         else:
             connection.close()
 
@@ -155,7 +155,7 @@ class Transport:
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""
         if self.direct:
-            self.direct.forget(peer_id)
+            self.direct.kept.drop(peer_id)
         self._routes.failed(peer_id, time.monotonic(), is_slow=True)
 
     async def _take(
