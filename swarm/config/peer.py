@@ -88,7 +88,8 @@ class NetworkSection(Section):
     """Where it takes such connections, for a router that forwards ports; 0 takes a free one."""
     max_upload_mbit: Cap | None = None
     """Blobs, moments and what is passed on leave this machine no faster, in Mbit/s; messages,
-    which are small, count but never wait. Without it there is no cap."""
+    which are small, count but never wait. Without it a peer holds itself to nine tenths of a thin
+    uplink, once two measurements agree about it."""
     max_download_mbit: Cap | None = None
     """They are read no faster, in Mbit/s."""
     data_quota_gb: PositiveReal | None = None

@@ -11,7 +11,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.errors import BadMessage, HostileInput, Unreachable
 from swarm.network.daemon import connection_fault
+from swarm.network.full_line import Sample, fill, full_rate_mbit, sampled
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.node import Node
 from swarm.network.streams import receive_into
@@ -39,6 +40,8 @@ STREAMS = 4
 """Measured at a time: more would only measure each other."""
 ANSWER_S = 10.0
 _STREAM_S = 30.0
+BESIDE = 0.02
+"""Of what is measured with, so much may be sent beside it, or the line is not measured alone."""
 _PART_BYTES = 64 * 1024
 _ASK = struct.Struct(">BI")
 _BANNER = b"/multistream/1.0.0\n"
@@ -266,21 +269,48 @@ async def measure_mbit(
     Raises:
         Unreachable: no connection, or too few bytes to tell.
     """
+    move = _receive if is_down else _transmit
+    return (await _measured(node, peer, move, limit_s=limit_s, num_bytes=num_bytes))[0]
+
+
+async def measure_uplink(
+    node: Node, peer: str, *, limit_s: float, num_bytes: int = MAX_BYTES
+) -> tuple[float, float | None]:
+    """The rate away from this peer as `measure_mbit` finds it, and again if the line was full then.
+
+    The second is None where something else was the bound, or sent meanwhile, and where the kernel
+    does not know: over libp2p, and elsewhere than on Linux.
+
+    Raises:
+        Unreachable: as `measure_mbit`.
+    """
+    before = node.traffic.bytes_sent
+    rate, samples = await _measured(node, peer, _transmit, limit_s=limit_s, num_bytes=num_bytes)
+    was_alone = node.traffic.bytes_sent - before <= BESIDE * num_bytes
+    return rate, full_rate_mbit(samples) if was_alone else None
+
+
+async def _measured(
+    node: Node,
+    peer: str,
+    move: Callable[[socket.socket, int, _Moved, Traffic], Awaitable[None]],
+    *,
+    limit_s: float,
+    num_bytes: int,
+) -> tuple[float, list[Sample]]:
     connection = await node.open_stream(peer, PROTOCOL, _OPEN_S)
     moved = _Moved(time.monotonic())
     try:
-        with suppress(TimeoutError):
+        with sampled(connection) as samples, suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await (_receive if is_down else _transmit)(
-                    connection, num_bytes, moved, node.traffic
-                )
+                await move(connection, num_bytes, moved, node.traffic)
     except OSError as error:
         raise Unreachable(f"{peer}: {error}") from error
     finally:
         connection.close()
     if moved.num_bytes < _PART_BYTES:
         raise Unreachable(f"{peer}: only {moved.num_bytes} bytes within {limit_s:g} s")
-    return rate_mbit(moved.samples)
+    return rate_mbit(moved.samples), samples
 
 
 class _Moved:
@@ -317,6 +347,7 @@ async def _transmit(
     connection: socket.socket, num_bytes: int, moved: _Moved, traffic: Traffic
 ) -> None:
     """Counts what was acknowledged: much of what was sent may still be in this machine."""
+    fill(connection)
     loop = asyncio.get_running_loop()
 
     async def send() -> None:

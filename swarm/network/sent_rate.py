@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from swarm.network.tcp_info import tcp_info
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
@@ -28,8 +28,6 @@ WINDOW_S = 2.0
 KEPT = 8
 """Windows of late; of these the fastest is nearest to what the line can do, since in the others
 receivers may have been the slower ones."""
-_INFO = struct.Struct("=120xQ16xI")
-"""Of Linux's `tcp_info`: tcpi_bytes_acked and tcpi_notsent_bytes."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +116,5 @@ class SentRate:
 
 def counters_of(connection: socket.socket) -> Counters | None:
     """What the kernel says of a TCP connection; None where it says nothing, or it is closed."""
-    if sys.platform != "linux":
-        return None
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        return Counters(*_INFO.unpack(info))
-    except (OSError, struct.error):
-        return None
+    info = tcp_info(connection)
+    return None if info is None else Counters(info.acked, info.unsent)

@@ -69,10 +69,15 @@ class Throttle:
     def __init__(
         self, mbit: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.mbit = mbit
-        self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
-        self._bucket = Bucket(self.bytes_per_s) if mbit else None
         self._clock, self._lock = clock, threading.Lock()
+        self.hold(mbit)
+
+    def hold(self, mbit: float | None) -> None:
+        """Sets the cap from now on; whoever waits already waits as it was told."""
+        with self._lock:
+            self.mbit = mbit
+            self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
+            self._bucket = Bucket(self.bytes_per_s) if mbit else None
 
     @property
     def has_room(self) -> bool:
@@ -80,10 +85,8 @@ class Throttle:
 
         False too where there is no cap, since nobody knows then.
         """
-        if self._bucket is None:
-            return False
         with self._lock:
-            return self._bucket.idle_s(self._clock()) >= ROOM_S
+            return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S
 
     def part_bytes(self, most: int) -> int:
         """How many bytes to move at a time, of at most so many."""
@@ -99,10 +102,8 @@ class Throttle:
 
     def count(self, num_bytes: int) -> float:
         """Counts bytes that are moved at once; returns how long others would have waited, in s."""
-        if self._bucket is None:
-            return 0.0
         with self._lock:
-            return self._bucket.take(self._clock(), num_bytes)
+            return self._bucket.take(self._clock(), num_bytes) if self._bucket else 0.0
 
     async def wait(self, num_bytes: int) -> None:
         """Returns when so many bytes may be moved."""

@@ -52,6 +52,11 @@ class Traffic:
         up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
         return cls(up=up, down=down)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Contents of blobs, and what was passed on; messages are few beside them."""
+        return self.blob_bytes_sent + self.moments_bytes_sent + self.relayed_bytes
+
     def refuse(self, reason: str) -> None:
         """Counts one refusal."""
         self.refused[reason] += 1

@@ -13,10 +13,17 @@ from swarm.config import RunConfig
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.model.link_plan import TRANSFERS_ALONE, needed_mbit, plan_link, setting_of
+from swarm.network.full_line import agreed_mbit
 from swarm.network.node import Node
-from swarm.network.probing import measure_mbit
+from swarm.network.probing import measure_mbit, measure_uplink
 from swarm.peer.forecast import WANTED_UTILISATION
-from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice, link_verdict, training_s
+from swarm.protocol.fitness import (
+    HOME_MBIT,
+    Fitness,
+    LinkVerdict,
+    link_verdict,
+    training_s,
+)
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.records import PeerRecord
 
@@ -25,7 +32,9 @@ logger = logging.getLogger(__name__)
 ASKED = 2
 MEASURED_BYTES = 4 * 2**20
 MEASURE_S = 1.5
-"""For each direction and asked peer, at most."""
+"""For each asked peer, at most."""
+UPLINK_S = 2.5
+"""For an uplink, whose cap follows from it: a thin one is full for a second by then."""
 TRIES = 4
 RETRY_S = 10.0
 """Members that are in the middle of a round leave little of their links to others."""
@@ -52,19 +61,21 @@ async def measured_rates(
     return best[True], best[False]
 
 
-async def measure_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
-    """Raises what is known of this machine's uplink to the best rate to a few peers.
+async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
+    """Measures this machine's uplink to a few peers; goes on while it is thin, but not agreed.
 
-    The other direction would take the uplinks of these, whose own may be thin. Of those asked some
-    may not answer in time, so up to `TRIES` are.
+    Raises what is known of it to the best rate. The other direction would take the uplinks of
+    these, whose own may be thin. Some may not answer in time, or be busy.
     """
-    listening = _listening(node, present)
-    num_measured = 0
+    listening, lines, num_measured = _listening(node, present), node.lines, 0
     for peer in sample(listening, min(TRIES, len(listening))):
-        if rate := await _rate(node, peer, is_down=False):
-            node.lines.up_mbit = max(rate, node.lines.up_mbit or 0.0)
-            num_measured += 1
-        if num_measured == ASKED:
+        rate = await _rate(node, peer, is_down=False)
+        if rate is None:
+            continue
+        num_measured += 1
+        lines.up_mbit = max(rate, lines.up_mbit or 0.0)
+        is_known = lines.up_mbit > HOME_MBIT or agreed_mbit(lines.full_mbit) is not None
+        if is_known or (num_measured >= ASKED and not lines.full_mbit):
             return
 
 
@@ -74,12 +85,17 @@ def _listening(node: Node, present: Mapping[PeerId, PeerRecord]) -> list[PeerId]
 
 async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
     try:
-        return await measure_mbit(
-            node, peer, is_down=is_down, limit_s=MEASURE_S, num_bytes=MEASURED_BYTES
-        )
+        if is_down:
+            return await measure_mbit(
+                node, peer, is_down=True, limit_s=MEASURE_S, num_bytes=MEASURED_BYTES
+            )
+        rate, full = await measure_uplink(node, peer, limit_s=UPLINK_S, num_bytes=MEASURED_BYTES)
     except Unreachable as error:
         logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
         return None
+    logger.debug("uplink to peer=%s: %.3g Mbit/s, full at %s", peer[-6:], rate, full)
+    node.lines.full_mbit += [full] if full else []
+    return rate
 
 
 def verdict_for(
@@ -132,9 +148,6 @@ async def measured_verdict(
             break
         logger.info("link=hopeless, measured again in %.0f s: %s", RETRY_S, verdict.text)
         await asyncio.sleep(RETRY_S)
-    advice = cap_advice(best[1]) if best[1] and node.traffic.up.mbit is None else None
-    if advice:
-        logger.info("link: %.3g Mbit/s up; %s", best[1], advice)
     return verdict
 
 

@@ -1,61 +1,135 @@
 """A peer's own line is measured: rosters go by uplinks, and leave thin ones out [D3, D5].
 
 That is done while nothing else is under way, before the first round; beside one it takes the line
-from it, and is told too little.
+from it, and is told too little. Of an uplink that two measurements agree about, nine tenths are
+used from then on, unless a person has set a cap: a router at home drops much of what comes faster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
+from swarm.config import NetworkSection
 from swarm.errors import SwarmError
+from swarm.network.full_line import agreed_mbit
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
-from swarm.peer.link_check import measure_uplink
+from swarm.peer.link_check import measure_full_uplink
 from swarm.peer.status import PeerStatus
-from swarm.protocol.fitness import ALWAYS_LATE
+from swarm.protocol.fitness import ALWAYS_LATE, HOME_MBIT, cap_for
 
 logger = logging.getLogger(__name__)
 
-MEASURED_WITHIN_S = 10.0
-"""Before the first round; a network that does not answer must not keep a peer from its run."""
+MEASURED_WITHIN_S = 15.0
+"""A network that does not answer must not keep a peer from its run, or its records from others."""
+QUIET_S = 5.0
+"""A line on which nothing was sent for so long may be measured."""
+AGAIN_S = 3600.0
+"""An uplink that is known is measured again: at home it changes with the hour."""
+TRIES = 5
+"""In quiet moments; then the line is left in peace until `AGAIN_S` have passed."""
 
 
 async def measure_line(node: Node, run_id: str) -> None:
-    """Measures the line with those that are in a run, or gather for one.
+    """Measures the line with those that are in a run, or gather for one; holds uploads to it.
 
-    Takes some seconds, `MEASURED_WITHIN_S` at most, and 8 MiB; nothing if nobody listens there, or
-    if the line is known, as a joiner's is.
+    Takes some seconds, `MEASURED_WITHIN_S` at most, and 16 MiB at most; nothing is measured if
+    nobody listens there, or if the line is known, as a joiner's is.
     """
-    if node.lines.up_mbit or node.traffic.sent.mbit:
-        return
     try:
         async with asyncio.timeout(MEASURED_WITHIN_S):
-            await measure_uplink(node, await present_peers(node, run_id))
+            if not (node.lines.up_mbit or node.traffic.sent.mbit):
+                await measure_full_uplink(node, await present_peers(node, run_id))
     except (SwarmError, TimeoutError) as error:
         logger.info("the line was not measured: %s", str(error) or "no answer in time")
+    if node.traffic.up.mbit is None:  # nobody has set another cap
+        hold_uploads(node)
+
+
+def hold_uploads(node: Node) -> bool:
+    """Holds uploads to nine tenths of a thin line; whether it is known if that has to be.
+
+    Nothing changes while no two measurements agree.
+    """
+    lines, up = node.lines, node.traffic.up
+    is_fast = (lines.up_mbit or 0.0) > HOME_MBIT
+    uplink = agreed_mbit(lines.full_mbit)
+    if is_fast or uplink is None:
+        return is_fast
+    lines.full_mbit.clear()
+    up.hold(cap_for(uplink))
+    logger.info(
+        "link: %.3g Mbit/s up, of which uploads take %.3g, so that the router queues little "
+        "(--max-upload for another cap)",
+        uplink,
+        up.mbit,
+    )
+    return True
 
 
 class OwnLine:
-    """Measures the line again when rounds go on without this peer.
+    """Measures the line again, in quiet moments.
 
-    Who sends nothing in rounds learns nothing of its line: one that was measured too low, beside
-    other transfers, would never be counted again.
+    One reason is that rounds go on without this peer. Who sends nothing in rounds learns nothing of
+    its line: one that was measured too low, beside other transfers, would never be counted again.
+    The other is that its cap is not known yet, or has been for long.
     """
 
-    def __init__(self, node: Node, status: PeerStatus, run_id: str) -> None:
-        """Measures nothing yet."""
+    def __init__(
+        self,
+        node: Node,
+        network: NetworkSection,
+        status: PeerStatus,
+        run_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Measures nothing yet.
+
+        Args:
+            node: of this peer.
+            network: of its configuration; a cap that a person has set stays.
+            status: what it tells of itself.
+            run_id: of its run.
+            clock: in seconds.
+        """
         self._node, self._status, self._run_id = node, status, run_id
         self._measured_at = 0
+        self._holds, self._clock = network.max_upload_mbit is None, clock
+        is_known = node.traffic.up.mbit is not None
+        self._tries_left, self._next_s = TRIES, clock() + (AGAIN_S if is_known else 0.0)
+        self._sent, self._sent_s = 0, clock()
 
     async def measure_again(self) -> None:
-        """Measures if there is a new reason; what is known can only rise."""
-        missed = self._status.missed
-        if not is_due_again(missed, self._measured_at):
-            return
-        self._measured_at = missed
-        await measure_uplink(self._node, await present_peers(self._node, self._run_id))
+        """Measures if there is a new reason; called at each heartbeat."""
+        missed, now_s, sent = self._status.missed, self._clock(), self._node.traffic.bytes_sent
+        if sent != self._sent:
+            self._sent, self._sent_s = sent, now_s
+        if is_due_again(missed, self._measured_at):
+            self._measured_at = missed
+            await self._measure()
+        elif self._holds and now_s >= max(self._next_s, self._sent_s + QUIET_S):
+            await self._measure()
+            self._tries_left -= 1
+            if hold_uploads(self._node) or not self._tries_left:
+                self._tries_left, self._next_s = TRIES, self._clock() + AGAIN_S
+
+    async def _measure(self) -> None:
+        """Without its own cap for as long as that takes, which is some seconds."""
+        up = self._node.traffic.up
+        before = up.mbit
+        if self._holds:
+            up.hold(None)
+        try:
+            async with asyncio.timeout(MEASURED_WITHIN_S):
+                present = await present_peers(self._node, self._run_id)
+                await measure_full_uplink(self._node, present)
+        except TimeoutError:
+            logger.debug("the line was not measured in time")
+        finally:
+            up.hold(before)
 
 
 def is_due_again(missed: int, measured_at: int) -> bool:

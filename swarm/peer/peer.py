@@ -75,9 +75,10 @@ class Peer:
         self.status = starter.status(run, started.directory)
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
+        line = OwnLine(host.node, host.config.network, self.status, started.run_id)
         self._publisher = Publisher(
             host.node, self.status, announced, host.state, on_present=self._on_present,
-            beside=OwnLine(host.node, self.status, started.run_id).measure_again,
+            beside=line.measure_again,
         )  # fmt: skip
         self._agreed = Agreed(started.store, started.layout)
         self._rounds = RoundDriver(
@@ -110,9 +111,7 @@ class Peer:
             stop=self._stop,
         )
         if run.run.admission == "invited":
-            starter.observer.on_notice(
-                "Who joins needs an invitation: --invitation and what swarm-invite prints."
-            )
+            starter.observer.on_notice("A joiner needs --invitation and what swarm-invite prints.")
         self._ending = ExitStack()
         self._ending.callback(host.close)
         self._ending.callback(self.status.ended)

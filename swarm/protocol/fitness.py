@@ -82,14 +82,19 @@ CAP_SHARE = 0.92
 """Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
 
 
-def cap_advice(up_mbit: float) -> str | None:
-    """Which cap suits an uplink that is thin; None for one that needs none.
+def cap_for(up_mbit: float) -> float:
+    """Which cap suits a thin uplink, both in Mbit/s.
 
     A router at home queues a quarter of a second, and drops what TCP sends beyond that.
     """
+    return max(CAP_SHARE * up_mbit, 1.0)
+
+
+def cap_advice(up_mbit: float) -> str | None:
+    """That in words; None for an uplink that needs no cap."""
     if up_mbit > HOME_MBIT:
         return None
-    cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
+    cap = f"--max-upload {cap_for(up_mbit):.3g}mbit"
     return f"with {cap} a router drops little on such a line; without, much of it may be wasted"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from swarm.network.probing import (
     dial_fault,
     look_at,
     measure_mbit,
+    measure_uplink,
     rate_mbit,
 )
 from swarm.version import __version__
@@ -110,6 +112,31 @@ def test_a_rate_is_measured_both_ways(pair, is_down: bool) -> None:
     peer, me = pair
     rate_mbit = me.run(measure_mbit(me, peer.peer_id, is_down=is_down, limit_s=5.0), WAIT_S)
     assert 10 < rate_mbit < 100_000
+
+
+def test_an_uplink_within_one_machine_has_a_rate_and_was_not_full(pair) -> None:
+    peer, me = pair
+    rate_mbit, full_mbit = me.run(measure_uplink(me, peer.peer_id, limit_s=5.0), WAIT_S)
+    assert 10 < rate_mbit < 100_000
+    assert full_mbit is None
+
+
+@pytest.mark.parametrize(("beside", "counts"), [(0.01, True), (0.05, False)])
+def test_an_uplink_on_which_something_else_was_sent_is_not_known(
+    pair, monkeypatch, beside: float, counts: bool
+) -> None:
+    peer, me = pair
+
+    monkeypatch.setattr(probing, "full_rate_mbit", lambda _: 20.0)
+    receive = probing.receive_into
+
+    async def sending_beside(*arguments: Any) -> None:
+        me.traffic.blob_bytes_sent += int(beside * 2**20)
+        await receive(*arguments)
+
+    monkeypatch.setattr(probing, "receive_into", sending_beside)
+    _, found = me.run(measure_uplink(me, peer.peer_id, limit_s=5.0, num_bytes=2**20), WAIT_S)
+    assert found == (20.0 if counts else None)
 
 
 def test_the_slow_start_of_a_connection_does_not_count() -> None:

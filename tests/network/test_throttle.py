@@ -97,6 +97,17 @@ def test_without_a_cap_nothing_waits_and_parts_are_as_large_as_ever() -> None:
     assert throttle.most_streams == float("inf")
 
 
+def test_a_cap_is_set_and_lifted_on_the_way() -> None:
+    throttle = Throttle(clock=lambda: 5.0)
+    throttle.count(10**9)
+    throttle.hold(8.0)
+    assert (throttle.mbit, throttle.bytes_per_s) == (8.0, 1e6)
+    waits_s = throttle.count(1_000_000)
+    assert waits_s == pytest.approx(1.0 - BURST_S), "what went before costs nothing"
+    throttle.hold(None)
+    assert (throttle.mbit, throttle.count(10**9)) == (None, 0.0)
+
+
 def test_a_wait_in_a_thread_ends_when_the_download_does() -> None:
     throttle, stop = Throttle(1.0), threading.Event()
     stop.set()

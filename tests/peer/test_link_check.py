@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,12 +16,12 @@ from swarm.peer import link_check
 from swarm.peer.link_check import (
     ASKED,
     TRIES,
-    measure_uplink,
+    measure_full_uplink,
     measured_rates,
     require_link,
     verdict_for,
 )
-from swarm.protocol.fitness import Fitness
+from swarm.protocol.fitness import HOME_MBIT, Fitness
 from swarm.protocol.records import PeerRecord
 from tests.peer_records import peer_record
 from tests.protocol.round_pump import found, make_rules
@@ -108,7 +109,11 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
             raise Unreachable(peer)
         return rates[peer, is_down]
 
+    async def uplink(node: Node, peer: str, **limits: object) -> tuple[float, None]:
+        return await measure(node, peer, is_down=False), None
+
     monkeypatch.setattr(link_check, "measure_mbit", measure)
+    monkeypatch.setattr(link_check, "measure_uplink", uplink)
     node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
     present = {"0": record(listens=False), "A": record(), "B": record(), "me": record()}
     assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
@@ -118,22 +123,32 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
 
 
 class Measured:
-    """Stands for measuring with others; some do not answer."""
+    """Stands for measuring with others; some do not answer, and few have a full line."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, silent: int = 0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        silent: int = 0,
+        uplinks: Iterable[tuple[float, float | None]] = ((5.0, None), (9.0, None)) * 20,
+    ) -> None:
         self.asked: list[tuple[str, bool]] = []
-        self.rates = iter([5.0, 9.0, 7.0, 6.0] * 20)
+        self.uplinks = iter(uplinks)
         self.silent = silent
-        monkeypatch.setattr(link_check, "measure_mbit", self.measure)
+        monkeypatch.setattr(link_check, "measure_mbit", self.down)
+        monkeypatch.setattr(link_check, "measure_uplink", self.up)
         self.lines = Lines()
         self.node = cast(Node, SimpleNamespace(peer_id="me", lines=self.lines))
         self.present = {str(number): record() for number in range(40)}
 
-    async def measure(self, _: Node, peer: str, *, is_down: bool, **limits: object) -> float:
-        self.asked.append((peer, is_down))
+    async def down(self, _: Node, peer: str, **how: object) -> float:
+        self.asked.append((peer, True))
+        return 50.0
+
+    async def up(self, _: Node, peer: str, **how: object) -> tuple[float, float | None]:
+        self.asked.append((peer, False))
         if len(self.asked) <= self.silent:
             raise Unreachable(peer)
-        return next(self.rates)
+        return next(self.uplinks)
 
 
 def test_a_line_is_measured_with_a_few_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +166,10 @@ def test_an_uplink_is_measured_without_a_byte_of_others_uplinks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured = Measured(monkeypatch)
-    asyncio.run(measure_uplink(measured.node, measured.present))
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert [is_down for _, is_down in measured.asked] == [False] * ASKED
     assert (measured.lines.up_mbit, measured.lines.down_mbit) == (9.0, None)
-    asyncio.run(measure_uplink(measured.node, measured.present))
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert measured.lines.up_mbit == 9.0, "it only rises"
 
 
@@ -163,6 +178,26 @@ def test_others_are_asked_for_those_that_do_not_answer(
     monkeypatch: pytest.MonkeyPatch, silent: int, found: float | None
 ) -> None:
     measured = Measured(monkeypatch, silent)
-    asyncio.run(measure_uplink(measured.node, measured.present))
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert measured.lines.up_mbit == found
     assert len(measured.asked) <= TRIES
+
+
+@pytest.mark.parametrize(
+    ("uplinks", "full"),
+    [
+        pytest.param([(19.0, 20.0), (18.0, 19.0)], [20.0, 19.0], id="two agree"),
+        pytest.param([(9.0, 9.0), (18.0, None), (19.0, 20.0), (18.0, 19.0)], [9.0, 20.0, 19.0]),
+        pytest.param([(9.0, 9.0), (18.0, None), (19.0, 20.0), (8.0, None)], [9.0, 20.0]),
+        pytest.param([(9.0, None), (18.0, None)], [], id="no queue"),
+        pytest.param([(HOME_MBIT + 1, None)], [], id="fast"),
+    ],
+)
+def test_a_thin_line_is_measured_until_two_peers_have_shown_the_same(
+    monkeypatch: pytest.MonkeyPatch, uplinks: list[tuple[float, float | None]], full: list[float]
+) -> None:
+    """One that is fast, or shows no queue at two, is left alone."""
+    measured = Measured(monkeypatch, uplinks=uplinks)
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
+    assert measured.lines.full_mbit == full
+    assert len(measured.asked) == len(uplinks)

@@ -1,80 +1,180 @@
-"""When a peer measures its line."""
+"""When a peer measures its line, and what follows from it for its uploads."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swarm.config import NetworkSection
 from swarm.errors import NetworkDown
+from swarm.network.lines import Lines
+from swarm.network.throttle import Throttle
 from swarm.peer import own_line
-from swarm.peer.own_line import OwnLine, measure_line
-from swarm.protocol.fitness import ALWAYS_LATE
+from swarm.peer.own_line import AGAIN_S, QUIET_S, TRIES, OwnLine, measure_line
+from swarm.protocol.fitness import ALWAYS_LATE, CAP_SHARE, HOME_MBIT
 
 
 class Measured:
-    """What a peer has measured, and with whom."""
+    """What a peer has measured, and with whom; its uplink is full at `full_mbit`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, up_mbit: float | None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cap_mbit: float | None = None) -> None:
         self.calls: list[object] = []
-        self.finds: float | None = 1.0
-        self.lines = SimpleNamespace(up_mbit=up_mbit)
-        self.traffic = SimpleNamespace(sent=SimpleNamespace(mbit=None))
-        self.status = SimpleNamespace(missed=0)
+        self.caps: list[float | None] = []
+        """In force while it measured."""
+        self.up_mbit, self.full_mbit = 1.0, list[float]()
+        self.now, self.is_down = 0.0, False
+        self.lines, self.status = Lines(), SimpleNamespace(missed=0)
+        self.traffic = SimpleNamespace(
+            sent=SimpleNamespace(mbit=None), up=Throttle(cap_mbit), bytes_sent=0
+        )
         monkeypatch.setattr(own_line, "present_peers", self.present)
-        monkeypatch.setattr(own_line, "measure_uplink", self.measure)
+        monkeypatch.setattr(own_line, "measure_full_uplink", self.measure)
+        self.network = NetworkSection(max_upload_mbit=cap_mbit)
         self.node: Any = self
+
+    def watched(self) -> OwnLine:
+        """Once the peer is in its run."""
         mine: Any = self.status
-        self.line = OwnLine(self.node, mine, "run")
+        return OwnLine(self.node, self.network, mine, "run", clock=lambda: self.now)
 
     async def present(self, *_: object) -> dict[str, str]:
+        if self.is_down:
+            raise NetworkDown("the daemon is gone")
         return {"A": "its record"}
 
     async def measure(self, _: object, peers: object) -> None:
         self.calls.append(peers)
-        self.lines.up_mbit = self.finds
+        self.caps.append(self.traffic.up.mbit)
+        self.lines.up_mbit = max(self.up_mbit, self.lines.up_mbit or 0.0)
+        self.lines.full_mbit += self.full_mbit
 
-    def heartbeats(self, *missed: int) -> list[int]:
-        """How often it has measured after each heartbeat, by the rounds missed until then."""
-        counts = []
-        for self.status.missed in missed:
-            asyncio.run(self.line.measure_again())
-            counts.append(len(self.calls))
-        return counts
+    def starts(self) -> float | None:
+        """Measures as it does before its first round; returns the cap."""
+        asyncio.run(measure_line(self.node, "run"))
+        return self.traffic.up.mbit
+
+    def beats(self, line: OwnLine, count: int = 1, *, sent: int = 0) -> int:
+        """Heartbeats, 8 s apart, with so much sent in between; returns how often it measured."""
+        before = len(self.calls)
+        for _ in range(count):
+            self.now += 8.0
+            self.traffic.bytes_sent += sent
+            asyncio.run(line.measure_again())
+        return len(self.calls) - before
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    return Measured(monkeypatch)
 
 
 def test_who_is_left_out_time_and_again_measures_its_line_once_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured = Measured(monkeypatch, up_mbit=1.0)
-    counts = measured.heartbeats(0, 1, 2, 3, 3, 4, 5, 6, 0, 0, 1, 2, 3)
+    measured = Measured(monkeypatch, cap_mbit=1.0)
+    line, counts = measured.watched(), []
+    for measured.status.missed in (0, 1, 2, 3, 3, 4, 5, 6, 0, 0, 1, 2, 3):
+        measured.beats(line)
+        counts.append(len(measured.calls))
     assert ALWAYS_LATE == 3
     assert counts == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]
     assert measured.calls[0] == {"A": "its record"}
 
 
-def test_a_line_is_measured_before_the_first_round_unless_it_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_is_measured_before_the_first_round_unless_it_is_known(measured: Measured) -> None:
     """That of a joiner is, and that of a peer that has sent blobs since it started."""
-    measured = Measured(monkeypatch, up_mbit=None)
-    measured.finds = 20.0
-    asyncio.run(measure_line(measured.node, "run"))
+    measured.starts()
     assert measured.calls == [{"A": "its record"}]
-    asyncio.run(measure_line(measured.node, "run"))
+    measured.starts()
     measured.lines.up_mbit, measured.traffic.sent.mbit = None, 18.0
-    asyncio.run(measure_line(measured.node, "run"))
+    measured.starts()
     assert len(measured.calls) == 1
 
 
-def test_a_line_that_cannot_be_measured_keeps_nobody_from_starting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = Measured(monkeypatch, up_mbit=None)
-
-    async def down(*_: object) -> None:
-        raise NetworkDown("the daemon is gone")
-
-    monkeypatch.setattr(own_line, "present_peers", down)
-    asyncio.run(measure_line(measured.node, "run"))
+def test_a_line_that_cannot_be_measured_keeps_nobody_from_starting(measured: Measured) -> None:
+    measured.is_down = True
+    assert measured.starts() is None
     assert not measured.calls
+
+
+def test_uploads_take_nine_tenths_of_a_thin_line_that_two_measurements_agree_about(
+    measured: Measured, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured.full_mbit = [19.0, 20.0]
+    with caplog.at_level(logging.INFO):
+        assert measured.starts() == pytest.approx(CAP_SHARE * 19.0)
+    assert "link: 19 Mbit/s up, of which uploads take 17.5" in caplog.text
+    assert "--max-upload" in caplog.text
+
+
+@pytest.mark.parametrize("full", [[], [20.0], [20.0, 10.0]])
+def test_without_two_that_agree_nothing_is_held_back(measured: Measured, full: list[float]) -> None:
+    measured.full_mbit = full
+    assert measured.starts() is None
+
+
+def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> None:
+    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, [19.0, 20.0]
+    assert measured.starts() == pytest.approx(CAP_SHARE * 19.0)
+    assert not measured.calls
+
+
+def test_the_cap_that_a_person_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch, cap_mbit=5.0)
+    measured.full_mbit = [19.0, 20.0]
+    assert measured.starts() == 5.0
+    assert measured.beats(measured.watched(), 20) == 0
+
+
+def test_what_was_not_agreed_at_first_is_measured_again_in_a_quiet_moment(
+    measured: Measured,
+) -> None:
+    measured.full_mbit = [20.0]
+    assert measured.starts() is None
+    line = measured.watched()
+    assert QUIET_S < 8.0
+    assert measured.beats(line, 5, sent=1) == 0, "something is sent all the time"
+    measured.full_mbit = [19.0]
+    assert measured.beats(line, 5) == 1
+    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 19.0)
+
+
+def test_a_line_that_never_agrees_is_left_in_peace_for_an_hour(measured: Measured) -> None:
+    measured.starts()
+    line = measured.watched()
+    assert measured.beats(line, 100) == TRIES
+    measured.now += AGAIN_S
+    assert measured.beats(line, 100) == TRIES
+
+
+def test_a_fast_line_is_left_alone(measured: Measured) -> None:
+    measured.up_mbit, measured.full_mbit = HOME_MBIT + 1, [HOME_MBIT + 1] * 2
+    assert measured.starts() is None
+    assert measured.beats(measured.watched(), 100) <= 1
+
+
+def test_a_cap_is_measured_anew_each_hour_without_it(measured: Measured) -> None:
+    """At home a line is thinner in the evening; what was measured before stays until then."""
+    measured.full_mbit = [20.0, 20.0]
+    measured.starts()
+    line = measured.watched()
+    assert measured.beats(line, 100) == 0
+    measured.now, measured.full_mbit = AGAIN_S, []
+    assert measured.beats(line) == 1
+    assert measured.caps[-1] is None
+    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 20.0)
+    measured.full_mbit = [10.0, 10.0]
+    assert measured.beats(line) == 1
+    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 10.0)
+
+
+def test_the_cap_is_back_when_a_measurement_fails(measured: Measured) -> None:
+    measured.full_mbit = [20.0, 20.0]
+    measured.starts()
+    line = measured.watched()
+    measured.now, measured.is_down = AGAIN_S, True
+    with pytest.raises(NetworkDown):
+        measured.beats(line)
+    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 20.0)
