@@ -174,7 +174,7 @@ class Starter:
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
-        self.wait_for(measure_line(self.node, run_id))
+        self.wait_for(measure_line(self.node, run_id, record.tip.members))
         logger.info("resume run=%s height=%d", run_id, started.record.tip.height)
         return started
 
@@ -282,7 +282,7 @@ class Starter:
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
-            self.wait_for(measure_line(self.node, record.run))
+            self.wait_for(measure_line(self.node, record.run, tip.members))
             shown = replace(shown, record=self._without_old_votes(shown.record))
         recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(

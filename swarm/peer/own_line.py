@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from swarm.config import NetworkSection
 from swarm.errors import SwarmError
@@ -20,6 +20,7 @@ from swarm.network.node import Node
 from swarm.peer.link_check import measure_full_uplink
 from swarm.peer.status import PeerStatus
 from swarm.protocol.fitness import ALWAYS_LATE, HOME_MBIT, cap_for
+from swarm.protocol.manifest import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ TRIES = 5
 """In quiet moments; then the line is left in peace until `AGAIN_S` have passed."""
 
 
-async def measure_line(node: Node, run_id: str) -> None:
-    """Measures the line with those that are in a run, or gather for one; holds uploads to it.
+async def measure_line(node: Node, run_id: str, members: Collection[PeerId] | None = None) -> None:
+    """Measures the line with members of a run, or all that gather for one; holds uploads to it.
 
     Takes some seconds, `MEASURED_WITHIN_S` at most, and 16 MiB at most; nothing is measured if
     nobody listens there, or if the line is known, as a joiner's is.
@@ -42,11 +43,18 @@ async def measure_line(node: Node, run_id: str) -> None:
     try:
         async with asyncio.timeout(MEASURED_WITHIN_S):
             if not (node.lines.up_mbit or node.traffic.sent.mbit):
-                await measure_full_uplink(node, await present_peers(node, run_id))
+                await _measure(node, run_id, members)
     except (SwarmError, TimeoutError) as error:
         logger.info("the line was not measured: %s", str(error) or "no answer in time")
     if node.traffic.up.mbit is None:  # nobody has set another cap
         hold_uploads(node)
+
+
+async def _measure(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
+    """Only members have earned that one believes them; any key may say that it is in the run."""
+    present = await present_peers(node, run_id)
+    asked = present if members is None else {p: present[p] for p in present if p in members}
+    await measure_full_uplink(node, asked)
 
 
 def hold_uploads(node: Node) -> bool:
@@ -60,7 +68,7 @@ def hold_uploads(node: Node) -> bool:
     if is_fast or uplink is None:
         return is_fast
     lines.full_mbit.clear()
-    up.hold(cap_for(uplink))
+    up.hold(cap_for(uplink, node.traffic.sent.mbit))
     logger.info(
         "link: %.3g Mbit/s up, of which uploads take %.3g, so that the router queues little "
         "(--max-upload for another cap)",
@@ -118,14 +126,13 @@ class OwnLine:
 
     async def _measure(self) -> None:
         """Without its own cap for as long as that takes, which is some seconds."""
-        up = self._node.traffic.up
-        before = up.mbit
+        up, tip = self._node.traffic.up, self._status.manifest
+        before, members = up.mbit, tip.members if tip else ()
         if self._holds:
             up.hold(None)
         try:
             async with asyncio.timeout(MEASURED_WITHIN_S):
-                present = await present_peers(self._node, self._run_id)
-                await measure_full_uplink(self._node, present)
+                await _measure(self._node, self._run_id, members)
         except TimeoutError:
             logger.debug("the line was not measured in time")
         finally:

@@ -80,14 +80,20 @@ HOME_MBIT = 60.0
 """Uplinks up to this are slowed down by what their routers queue and drop."""
 CAP_SHARE = 0.92
 """Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
+SEEN_SHARE = 0.75
+"""No cap is lower, of what a line was seen to carry of late."""
 
 
-def cap_for(up_mbit: float) -> float:
-    """Which cap suits a thin uplink, both in Mbit/s.
+def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
+    """Which cap suits a thin uplink, in Mbit/s.
 
     A router at home queues a quarter of a second, and drops what TCP sends beyond that.
+
+    Args:
+        up_mbit: what the line carries, as others have shown.
+        sent_mbit: what it was seen to carry of late; others may show less, on purpose too.
     """
-    return max(CAP_SHARE * up_mbit, 1.0)
+    return max(CAP_SHARE * up_mbit, SEEN_SHARE * (sent_mbit or 0.0), 1.0)
 
 
 def cap_advice(up_mbit: float) -> str | None:

@@ -25,7 +25,8 @@ class Measured:
         """In force while it measured."""
         self.up_mbit, self.full_mbit = 1.0, list[float]()
         self.now, self.is_down = 0.0, False
-        self.lines, self.status = Lines(), SimpleNamespace(missed=0)
+        self.lines = Lines()
+        self.status = SimpleNamespace(missed=0, manifest=SimpleNamespace(members={"A": 1}))
         self.traffic = SimpleNamespace(
             sent=SimpleNamespace(mbit=None), up=Throttle(cap_mbit), bytes_sent=0
         )
@@ -42,7 +43,7 @@ class Measured:
     async def present(self, *_: object) -> dict[str, str]:
         if self.is_down:
             raise NetworkDown("the daemon is gone")
-        return {"A": "its record"}
+        return {"A": "its record", "stranger": "another"}
 
     async def measure(self, _: object, peers: object) -> None:
         self.calls.append(peers)
@@ -52,7 +53,7 @@ class Measured:
 
     def starts(self) -> float | None:
         """Measures as it does before its first round; returns the cap."""
-        asyncio.run(measure_line(self.node, "run"))
+        asyncio.run(measure_line(self.node, "run", ["A", "B"]))
         return self.traffic.up.mbit
 
     def beats(self, line: OwnLine, count: int = 1, *, sent: int = 0) -> int:
@@ -113,6 +114,22 @@ def test_uploads_take_nine_tenths_of_a_thin_line_that_two_measurements_agree_abo
 def test_without_two_that_agree_nothing_is_held_back(measured: Measured, full: list[float]) -> None:
     measured.full_mbit = full
     assert measured.starts() is None
+
+
+def test_all_that_gather_are_asked_and_members_alone_in_a_run(measured: Measured) -> None:
+    """Any key may say that it is in a run, and show as little as it likes."""
+    asyncio.run(measure_line(measured.node, "run"))
+    assert measured.calls == [{"A": "its record", "stranger": "another"}]
+    measured.beats(measured.watched())
+    assert measured.calls[1] == {"A": "its record"}
+
+
+def test_a_cap_is_no_lower_than_three_quarters_of_what_the_line_was_seen_to_carry(
+    measured: Measured,
+) -> None:
+    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, [3.0, 3.0]
+    measured.traffic.sent.mbit = 16.0
+    assert measured.starts() == pytest.approx(12.0)
 
 
 def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> None:

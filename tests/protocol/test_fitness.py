@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.protocol.fitness import SHORTEST_ROUND_S, Fitness, lateness, link_verdict, training_s
+from swarm.protocol.fitness import (
+    SHORTEST_ROUND_S,
+    Fitness,
+    cap_for,
+    lateness,
+    link_verdict,
+    training_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +70,18 @@ def test_whose_steps_are_done_in_time_is_told_of_its_line() -> None:
 def test_it_is_told_ever_more_rarely() -> None:
     told = [n for n in range(1, 50) if lateness(n, 1, 4, tokens_per_s=1.0, round_s=1.0)]
     assert told == [3, 6, 12, 24, 48]
+
+
+@pytest.mark.parametrize(
+    ("up_mbit", "sent_mbit", "cap_mbit"),
+    [
+        (20.0, None, 18.4),
+        (20.0, 18.0, 18.4),
+        (3.0, 16.0, 12.0),
+        (0.5, None, 1.0),
+    ],
+)
+def test_a_cap_is_nine_tenths_of_a_line_and_most_of_what_it_was_seen_to_carry(
+    up_mbit: float, sent_mbit: float | None, cap_mbit: float
+) -> None:
+    assert cap_for(up_mbit, sent_mbit) == pytest.approx(cap_mbit)
