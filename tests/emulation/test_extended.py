@@ -23,7 +23,12 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.schedules import require_missed, require_sound
 from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
-from tests.protocol import round_pump, test_rounds_fetching, test_rounds_takeover
+from tests.protocol import (
+    round_pump,
+    test_rounds_fetching,
+    test_rounds_forks,
+    test_rounds_takeover,
+)
 
 SEEDS = dict.fromkeys(EXTENDED, 40) | {"G": 25, "M": 25, "R": 25}
 """Schedules of each class; those of many peers are dear."""
@@ -74,6 +79,9 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
 BY_DIRECTED_TEST = {
     "unheard_goes_first": (
         test_rounds_takeover.test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first
+    ),
+    "newest_is_fetched": (
+        test_rounds_forks.test_what_is_being_made_durable_is_applied_before_anything_newer_is_fetched
     ),
     "fetching_is_worth_nothing": partial(
         test_rounds_fetching.test_who_fetched_the_tip_for_long_is_waited_for, 20.0

@@ -418,6 +418,42 @@ def test_a_sync_that_never_ends_does_not_hold_up_a_newer_manifest() -> None:
     assert accepts[-1].digest in {m.digest for m in pump.nodes[stuck].applied[-2:]}
 
 
+def one_with_a_slow_disk() -> tuple[Pump, str, Manifest]:
+    """A peer that was away makes a manifest durable, while the others decide three more rounds."""
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    *others, behind = pump.nodes["A"].machine.tip.order
+    pump.kill(behind)
+    pump.run_rounds(5, "".join(others))
+    pump.endless_syncs[behind] = 10**6
+    pump.restart(behind)
+    node = pump.nodes[behind]
+    count = len(node.effects)
+    pump.run(pump.now + 10, lambda: any(isinstance(e, Sync) for e in node.effects[count:]))
+    synced = next(e.manifest for e in node.effects[count:] if isinstance(e, Sync))
+    pump.run_rounds(synced.round + 3, "".join(others))
+    return pump, behind, synced
+
+
+def test_what_is_being_made_durable_is_applied_before_anything_newer_is_fetched() -> None:
+    """Rounds that are shorter than a sync would else keep a peer from ever applying one."""
+    pump, behind, first = one_with_a_slow_disk()
+    node = pump.nodes[behind]
+    assert node.machine.pursued == first
+    pump.endless_syncs.clear()
+    pump.give(behind, Synced(first.digest))
+    assert node.applied[-1] == first
+    pump.run_rounds(first.round + 5)
+
+
+def test_a_disk_that_hangs_keeps_no_peer_from_a_newer_manifest_for_ever() -> None:
+    pump, behind, first = one_with_a_slow_disk()
+    pump.run(pump.now + Timers().patience_s)
+    pump.endless_syncs.clear()
+    pump.run_rounds(first.round + 5)
+    assert first not in pump.nodes[behind].applied
+
+
 def test_only_the_tip_its_predecessor_and_fetches_under_way_are_kept() -> None:
     pump = start_swarm("ABC")
     pump.run_to_height(5)

@@ -24,7 +24,8 @@ from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import Rules
-from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
@@ -55,6 +56,11 @@ class _ReformEndsAbstention(Standing):
 class _FailedSyncAwaited(Blobs):
     def on_sync_failed(self, event: SyncFailed) -> None:
         return
+
+
+class _NewestIsFetched(Adopter):
+    def _is_nearly_here(self, pursuit: CatchUp) -> bool:
+        return False
 
 
 # ---------------------------------------------------------------- many peers, clocks
@@ -228,6 +234,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "P5: who may vote in one generation may not yet in those from before", _ReformEndsAbstention
     ),
     "failed_sync_awaited": Mutant.of("A3: a sync that failed is tried again", _FailedSyncAwaited),
+    "newest_is_fetched": Mutant.of(
+        "X1: what is being made durable is applied first", _NewestIsFetched
+    ),
     "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
     "unheard_goes_first": Mutant.of(
         "K1: a convener that got no answers goes last", _UnheardGoesFirst

@@ -97,12 +97,16 @@ class Adopter(Role):
         return pursuit is not None and pursuit.manifest.digest == manifest.digest
 
     def adopt(self, source: PeerId, commit: Commit) -> None:
-        """Brings the manifest here and applies it; a better one replaces a running fetch."""
+        """Brings the manifest here and applies it; a better one replaces a running fetch.
+
+        One that is here and being made durable is applied first: a slow disk would else begin anew
+        with each, and never apply any. A disk that hangs holds up nothing for long [X1].
+        """
         manifest, blobs = commit.manifest, self.blobs
         if self._is_being_fetched(manifest):
             return
         replaced, proposal = blobs.catch_up, blobs.proposal
-        if replaced and replaced.manifest.code > manifest.code:
+        if replaced and (self._is_nearly_here(replaced) or replaced.manifest.code > manifest.code):
             return
         blobs.cancel_fetch(Purpose.CATCH_UP, replaced)
         signers = sorted(commit.certificate.signatures) if commit.certificate else []
@@ -121,6 +125,10 @@ class Adopter(Role):
             blobs.cancel_fetch(Purpose.PROPOSAL, proposal)
             pursuit.is_syncing = proposal.is_syncing
         self.pursue()
+
+    def _is_nearly_here(self, pursuit: CatchUp) -> bool:
+        age_s = self.now - pursuit.progress_at
+        return pursuit.is_syncing and age_s <= self.timers.patience_s
 
     def pursue(self) -> None:
         """Takes the decided manifest, if there is one, a step nearer to being applied."""
