@@ -73,7 +73,7 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (with_sight(rtt_ms=1500.0), "latency", Level.WARNING, "1500 ms"),
         (with_sight(version="0.2.0"), "version", Level.WARNING, "0.2.0 at other peers"),
         (replace(GOOD, up_mbit=None), "rate", Level.WARNING, "not measured"),
-        (replace(GOOD, up_mbit=20.0), "rate", Level.GOOD, "with --max-upload 18.4mbit a router"),
+        (replace(GOOD, up_mbit=20.0), "rate", Level.GOOD, "with --max-upload 17.6mbit a router"),
         (replace(GOOD, up_mbit=61.0), "rate", Level.GOOD, "50 Mbit/s down, 61 Mbit/s up"),
         (replace(GOOD, network_fault="dead"), "network", Level.FAULT, "dead"),
         (replace(GOOD, sights=()), "network", Level.WARNING, "no peer was asked"),

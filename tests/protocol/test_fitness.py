@@ -75,8 +75,8 @@ def test_it_is_told_ever_more_rarely() -> None:
 @pytest.mark.parametrize(
     ("up_mbit", "sent_mbit", "cap_mbit"),
     [
-        (20.0, None, 18.4),
-        (20.0, 18.0, 18.4),
+        (20.0, None, 17.6),
+        (20.0, 18.0, 17.6),
         (3.0, 16.0, 12.0),
         (0.5, None, 1.0),
     ],
