@@ -47,7 +47,7 @@ CAUGHT_BY_SCHEDULE = {
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:39",
-    "no_base_check_at_merge": "B:1",
+    "no_base_check_at_merge": "B:18",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:127",
