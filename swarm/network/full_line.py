@@ -12,7 +12,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,9 +107,9 @@ def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
     return _mbit(begin, end) if is_steady else None
 
 
-def agreed_mbit(rates: Sequence[float]) -> float | None:
-    """The lower of the two highest rates that were alike; None if no two are."""
-    ordered = sorted(rates, reverse=True)
+def agreed_mbit(rates: Mapping[str, float]) -> float | None:
+    """The lower of the two highest rates that were alike, by receiver; None if no two are."""
+    ordered = sorted(rates.values(), reverse=True)
     return next((b for a, b in pairwise(ordered) if a <= ALIKE * b), None)
 
 

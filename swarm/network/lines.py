@@ -53,14 +53,14 @@ class Lines:
     Attributes:
         down_mbit: measured before this peer joined; None if it was not.
         up_mbit: likewise.
-        full_mbit: rates of this machine's uplink where it was full, until they agree.
+        full_mbit: receiver -> rate of this machine's uplink where it was full, until two agree.
         when_cut: called when a line turns out to be cut.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.down_mbit: float | None = None
         self.up_mbit: float | None = None
-        self.full_mbit: list[float] = []
+        self.full_mbit: dict[str, float] = {}
         self.when_cut: Callable[[], None] = lambda: None
         self._clock = clock
         self._lines: dict[str, _Line] = {}

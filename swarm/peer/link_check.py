@@ -65,9 +65,12 @@ async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) 
     """Measures this machine's uplink to a few peers; goes on while it is thin, but not agreed.
 
     Raises what is known of it to the best rate. The other direction would take the uplinks of
-    these, whose own may be thin. Some may not answer in time, or be busy.
+    these, whose own may be thin. Some may not answer in time, or be busy. One alone may agree with
+    itself: nobody else takes anything.
     """
     listening, lines, num_measured = _listening(node, present), node.lines, 0
+    if len(listening) == 1 and (before := lines.full_mbit.pop(listening[0], None)):
+        lines.full_mbit["before"] = before
     for peer in sample(listening, min(TRIES, len(listening))):
         rate = await _rate(node, peer, is_down=False)
         if rate is None:
@@ -94,7 +97,8 @@ async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
         logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
         return None
     logger.debug("uplink to peer=%s: %.3g Mbit/s, full at %s", peer[-6:], rate, full)
-    node.lines.full_mbit += [full] if full else []
+    if full:
+        node.lines.full_mbit[peer] = full
     return rate
 
 

@@ -78,7 +78,7 @@ def test_two_receivers_have_to_agree_and_the_fastest_of_such_pairs_counts(
     rates: list[float], agreed: float | None
 ) -> None:
     """Whoever is busy takes less than the line carries, and hardly ever as little as another."""
-    assert agreed_mbit(rates) == agreed
+    assert agreed_mbit({str(number): rate for number, rate in enumerate(rates)}) == agreed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")

@@ -10,6 +10,7 @@ import pytest
 
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
+from swarm.network.full_line import agreed_mbit
 from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.peer import link_check
@@ -199,5 +200,24 @@ def test_a_thin_line_is_measured_until_two_peers_have_shown_the_same(
     """One that is fast, or shows no queue at two, is left alone."""
     measured = Measured(monkeypatch, uplinks=uplinks)
     asyncio.run(measure_full_uplink(measured.node, measured.present))
-    assert measured.lines.full_mbit == full
+    assert list(measured.lines.full_mbit.values()) == full
     assert len(measured.asked) == len(uplinks)
+
+
+def test_a_receiver_agrees_with_itself_only_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose own line is thin would else make everybody's look as thin."""
+    uplinks = [(5.0, 5.0)] * 9
+    measured = Measured(monkeypatch, uplinks=uplinks)
+    measured.present = {"A": record()}
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
+    assert agreed_mbit(measured.lines.full_mbit) is None
+    asyncio.run(measure_full_uplink(measured.node, measured.present))
+    assert agreed_mbit(measured.lines.full_mbit) == 5.0
+    measured = Measured(monkeypatch, uplinks=[(5.0, 5.0), (18.0, None)] * 9)
+    measured.present = {"A": record(), "B": record()}
+    monkeypatch.setattr(link_check, "sample", lambda peers, count: peers[:count])
+    for _ in range(3):
+        asyncio.run(measure_full_uplink(measured.node, measured.present))
+        assert measured.lines.full_mbit == {"A": 5.0}

@@ -49,7 +49,8 @@ class Measured:
         self.calls.append(peers)
         self.caps.append(self.traffic.up.mbit)
         self.lines.up_mbit = max(self.up_mbit, self.lines.up_mbit or 0.0)
-        self.lines.full_mbit += self.full_mbit
+        for rate in self.full_mbit:
+            self.lines.full_mbit[f"receiver {len(self.lines.full_mbit)}"] = rate
 
     def starts(self) -> float | None:
         """Measures as it does before its first round; returns the cap."""
@@ -127,13 +128,13 @@ def test_all_that_gather_are_asked_and_members_alone_in_a_run(measured: Measured
 def test_a_cap_is_no_lower_than_three_quarters_of_what_the_line_was_seen_to_carry(
     measured: Measured,
 ) -> None:
-    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, [3.0, 3.0]
+    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, {"A": 3.0, "B": 3.0}
     measured.traffic.sent.mbit = 16.0
     assert measured.starts() == pytest.approx(12.0)
 
 
 def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> None:
-    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, [19.0, 20.0]
+    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, {"A": 19.0, "B": 20.0}
     assert measured.starts() == pytest.approx(CAP_SHARE * 19.0)
     assert not measured.calls
 
