@@ -168,7 +168,7 @@ def test_a_lying_server_is_refused_and_another_source_finishes(nodes, blob, answ
     failures = []
     store = BlobStore()
     limits = Limits(bytes_per_peer=64 * MIB)  # all of it is asked of the liar first
-    downloads = Downloads(client, store, progress_s=0.4, limits=limits)
+    downloads = Downloads(client, store, progress_s=1.0, limits=limits)
     digest = digest_of(blob)
     want = Want(digest, len(blob), (lying.peer_id, honest.peer_id))
     fetch = downloads.fetch(
