@@ -30,14 +30,6 @@ KEPT = 8
 receivers may have been the slower ones."""
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Bytes of one connection, by the kernel."""
-
-    acked: int
-    unsent: int
-
-
 @dataclass
 class _Watched:
     receiver: str
@@ -66,7 +58,7 @@ class SentRate:
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
         """While a peer is served on a connection; several at a time share the line."""
-        counters = counters_of(connection)
+        counters = tcp_info(connection)
         if counters is None:
             yield
             return
@@ -89,7 +81,7 @@ class SentRate:
         """Looks at all connections."""
         now, acked, waiting = self._clock(), 0, set[str]()
         for connection, watched in self._watched.items():
-            counters = counters_of(connection)
+            counters = tcp_info(connection)
             if counters is None:
                 continue
             newly = counters.acked - watched.acked
@@ -112,9 +104,3 @@ class SentRate:
 
     def _begin(self, now_s: float, waiting: set[str]) -> None:
         self._began_s, self._num_bytes, self._receivers = now_s, 0, waiting
-
-
-def counters_of(connection: socket.socket) -> Counters | None:
-    """What the kernel says of a TCP connection; None where it says nothing, or it is closed."""
-    info = tcp_info(connection)
-    return None if info is None else Counters(info.acked, info.unsent)

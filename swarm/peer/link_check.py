@@ -17,13 +17,7 @@ from swarm.network.full_line import agreed_mbit
 from swarm.network.node import Node
 from swarm.network.probing import measure_mbit, measure_uplink
 from swarm.peer.forecast import WANTED_UTILISATION
-from swarm.protocol.fitness import (
-    HOME_MBIT,
-    Fitness,
-    LinkVerdict,
-    link_verdict,
-    training_s,
-)
+from swarm.protocol.fitness import HOME_MBIT, Fitness, LinkVerdict, link_verdict, training_s
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.records import PeerRecord
 

@@ -43,14 +43,14 @@ async def measure_line(node: Node, run_id: str, members: Collection[PeerId] | No
     try:
         async with asyncio.timeout(MEASURED_WITHIN_S):
             if not (node.lines.up_mbit or node.traffic.sent.mbit):
-                await _measure(node, run_id, members)
+                await _measure_with(node, run_id, members)
     except (SwarmError, TimeoutError) as error:
         logger.info("the line was not measured: %s", str(error) or "no answer in time")
     if node.traffic.up.mbit is None:  # nobody has set another cap
         hold_uploads(node)
 
 
-async def _measure(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
+async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
     """Only members have earned that one believes them; any key may say that it is in the run."""
     present = await present_peers(node, run_id)
     asked = present if members is None else {p: present[p] for p in present if p in members}
@@ -132,7 +132,7 @@ class OwnLine:
             up.hold(None)
         try:
             async with asyncio.timeout(MEASURED_WITHIN_S):
-                await _measure(self._node, self._run_id, members)
+                await _measure_with(self._node, self._run_id, members)
         except TimeoutError:
             logger.debug("the line was not measured in time")
         finally:

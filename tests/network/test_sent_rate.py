@@ -8,7 +8,10 @@ from contextlib import ExitStack, closing
 import pytest
 
 from swarm.network import sent_rate
-from swarm.network.sent_rate import KEPT, SAMPLE_S, WINDOW_S, Counters, SentRate, counters_of
+from swarm.network.sent_rate import KEPT, SAMPLE_S, WINDOW_S, SentRate
+from swarm.network.tcp_info import TcpInfo, tcp_info
+
+FRESH = TcpInfo(*[0] * len(TcpInfo._fields))
 
 
 class Line:
@@ -17,8 +20,8 @@ class Line:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.rate = SentRate(lambda: self.now)
-        self._kernel: dict[socket.socket, Counters] = {}
-        monkeypatch.setattr(sent_rate, "counters_of", self._kernel.__getitem__)
+        self._kernel: dict[socket.socket, TcpInfo] = {}
+        monkeypatch.setattr(sent_rate, "tcp_info", self._kernel.__getitem__)
 
     def send(self, mbit: float, *receivers: str, seconds: float, unsent: int = 1) -> None:
         """So fast together, with something left unsent all the time, or not."""
@@ -28,14 +31,15 @@ class Line:
                 mine = [socket.socket() for _ in receivers]
                 for each, receiver in zip(mine, receivers, strict=True):
                     stack.enter_context(closing(each))
-                    self._kernel[each] = Counters(1000, unsent)
+                    self._kernel[each] = FRESH._replace(acked=1000, unsent=unsent)
                     stack.enter_context(self.rate.watching(receiver, each))
                 self.rate.sample()
                 for _ in range(round(seconds / SAMPLE_S)):
                     self.now += SAMPLE_S
                     for each in mine:
                         acked = int(mbit * 1e6 / 8 * SAMPLE_S / len(mine))
-                        self._kernel[each] = Counters(self._kernel[each].acked + acked, unsent)
+                        before = self._kernel[each]
+                        self._kernel[each] = before._replace(acked=before.acked + acked)
                     self.rate.sample()
             self.rate.sample()
 
@@ -89,7 +93,7 @@ def test_what_the_kernel_says_of_a_connection_that_nobody_reads() -> None:
     ):
         receiving, _ = server.accept()
         with receiving:
-            before = counters_of(sending)
+            before = tcp_info(sending)
             assert before is not None and before.unsent == 0
             sending.setblocking(False)
             taken = 0
@@ -98,7 +102,7 @@ def test_what_the_kernel_says_of_a_connection_that_nobody_reads() -> None:
                     taken += sending.send(bytes(2**16))
                 except BlockingIOError:
                     break
-            stuck = counters_of(sending)
+            stuck = tcp_info(sending)
             assert stuck is not None and 0 < stuck.unsent <= taken
             assert 0 < stuck.acked - before.acked <= taken - stuck.unsent
-    assert counters_of(sending) is None, "it is closed"
+    assert tcp_info(sending) is None, "it is closed"
