@@ -1,6 +1,7 @@
 """Bytes of the ranks of a mesh: living tensors, and what is predicted from the rows they had."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,6 @@ from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.worker import rank_engine
 from swarm.train.sizes import Need
 from tests.train.runs import all_names
-from tests.train.team import together
 from tests.train.test_memory import tokens_of
 
 
@@ -111,25 +111,24 @@ def _watch(bank: Any, found: list[Rows]) -> None:
     bank._mixed, bank.setting = watched, asked
 
 
-def on_threads(size: int, *given: Any) -> list[Measured]:
-    """`measured` on each of so many ranks; for meshes without a pipeline."""
-    found: list[Measured] = together(size, lambda ranks: measured(ranks, *given))
-    return found
+def on_processes(size: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What `work` returns on each of so many ranks.
 
-
-def on_processes(size: int, folder: Path, *given: Any) -> list[Measured]:
-    """The same where torch's schedules need processes: forked, as loading torch takes seconds."""
+    They are processes, as torch's schedules need them, and as threads that enter `LiveBytes` crash
+    where two of them are the first to run an operation (torch 2.13). They are forked, as loading
+    torch takes seconds.
+    """
     torch.multiprocessing.start_processes(
-        _in_process, (size, folder, given), nprocs=size, start_method="fork"
+        _in_process, (size, folder, work), nprocs=size, start_method="fork"
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _in_process(rank: int, size: int, folder: Path, given: Any) -> None:
+def _in_process(rank: int, size: int, folder: Path, work: Callable[[Ranks], Any]) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    found = measured(Ranks(rank, size, torch.device("cpu")), *given)
+    found = work(Ranks(rank, size, torch.device("cpu")))
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -32,6 +32,7 @@ from swarm.train.parts import folder_of
 from swarm.train.streaming.shares import runs_of
 from swarm.train.streaming.units import HostUnit
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.loads import on_processes
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.team import together
 from tests.train.test_engine_routing import EVERYTHING
@@ -411,7 +412,7 @@ def test_the_weights_are_in_host_memory_once_whatever_the_number_of_workers(crew
     ids=["bf16", "fp32, int8 moments"],
 )
 def test_host_memory_is_that_of_one_process_and_each_device_has_its_own(
-    options, train_section, cut_tensors
+    options, train_section, cut_tensors, tmp_path
 ):
     size = 2
     run = sized({**train_section, "batch_tokens": size * 2 * 2 * 128})
@@ -438,7 +439,7 @@ def test_host_memory_is_that_of_one_process_and_each_device_has_its_own(
     # The device holds what that of one process with half of the batch does.
     assert need.device_state == need_of(half, len(FOUR), chosen, 1).device_state
     gradients = 4 * sizes_of(run.model, len(FOUR)).trained
-    for peak, sent, summed in together(size, work):
+    for peak, sent, summed in on_processes(size, tmp_path, work):
         assert need.device + size * need.host == pytest.approx(peak, rel=0.05)
         assert sent == pytest.approx(gradients / size, rel=0.02)
         assert summed == pytest.approx(gradients / size, rel=0.02)
