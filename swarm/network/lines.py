@@ -53,6 +53,7 @@ class Lines:
     Attributes:
         down_mbit: measured before this peer joined; None if it was not.
         up_mbit: likewise.
+        kept_up_mbit: likewise, in an earlier life of this peer; counts until it is measured anew.
         full_mbit: receiver -> rate of this machine's uplink where it was full, until two agree.
         when_cut: called when a line turns out to be cut.
     """
@@ -60,6 +61,7 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.down_mbit: float | None = None
         self.up_mbit: float | None = None
+        self.kept_up_mbit: float | None = None
         self.full_mbit: dict[str, float] = {}
         self.when_cut: Callable[[], None] = lambda: None
         self._clock = clock

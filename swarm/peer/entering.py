@@ -174,7 +174,7 @@ class Starter:
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
-        self.wait_for(measure_line(self.node, run_id, record.tip.members))
+        self.wait_for(measure_line(self.host, run_id, record.tip.members))
         logger.info("resume run=%s height=%d", run_id, started.record.tip.height)
         return started
 
@@ -282,7 +282,7 @@ class Starter:
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
-            self.wait_for(measure_line(self.node, record.run, tip.members))
+            self.wait_for(measure_line(self.host, record.run, tip.members))
             shown = replace(shown, record=self._without_old_votes(shown.record))
         recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
@@ -305,7 +305,7 @@ class Starter:
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
         """The run, once its founder announces it; meanwhile this peer measures its line."""
         founded = await_founding(self.node, gathering, self.status(run).record)
-        announced, _ = await asyncio.gather(founded, measure_line(self.node, gathering.run))
+        announced, _ = await asyncio.gather(founded, measure_line(self.host, gathering.run))
         return announced
 
     def _without_old_votes(self, shown: Record) -> Record:

@@ -128,7 +128,7 @@ def _gather(
     starter.host.serve(scratch)
     starter.host.reception.announce(gathering)
     gathered = starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
-    starter.wait_for(measure_line(starter.node, gathering.run))
+    starter.wait_for(measure_line(starter.host, gathering.run))
     return gathered
 
 

@@ -1,7 +1,8 @@
 """A peer's own line is measured: rosters go by uplinks, and leave thin ones out [D3, D5].
 
 That is done while nothing else is under way, before the first round; beside one it takes the line
-from it, and is told too little. Of an uplink that two measurements agree about, nine tenths are
+from it, and is told too little. A peer that comes back soon goes by what it knew, and measures when
+all is quiet. Of an uplink that two measurements agree about, nine tenths are
 used from then on, unless a person has set a cap: a router at home drops much of what comes faster.
 """
 
@@ -12,11 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from swarm.config import NetworkSection
 from swarm.errors import SwarmError
 from swarm.network.full_line import agreed_mbit
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
+from swarm.peer.host import Host
+from swarm.peer.kept_line import VALID_S, read_line, write_line
 from swarm.peer.link_check import measure_full_uplink
 from swarm.peer.status import PeerStatus
 from swarm.protocol.fitness import ALWAYS_LATE, HOME_MBIT, cap_for
@@ -28,26 +30,47 @@ MEASURED_WITHIN_S = 15.0
 """A network that does not answer must not keep a peer from its run, or its records from others."""
 QUIET_S = 5.0
 """A line on which nothing was sent for so long may be measured."""
-AGAIN_S = 3600.0
-"""An uplink that is known is measured again: at home it changes with the hour."""
+AGAIN_S = VALID_S
+"""An uplink that is known is measured again."""
 TRIES = 5
 """In quiet moments; then the line is left in peace until `AGAIN_S` have passed."""
 
 
-async def measure_line(node: Node, run_id: str, members: Collection[PeerId] | None = None) -> None:
+async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | None = None) -> None:
     """Measures the line with members of a run, or all that gather for one; holds uploads to it.
 
     Takes some seconds, `MEASURED_WITHIN_S` at most, and 16 MiB at most; nothing is measured if
-    nobody listens there, or if the line is known, as a joiner's is.
+    nobody listens there, or if the line is known, as a joiner's is, or one kept from before.
     """
+    node = host.node
     try:
         async with asyncio.timeout(MEASURED_WITHIN_S):
-            if not (node.lines.up_mbit or node.traffic.sent.mbit):
+            if not (node.lines.up_mbit or node.traffic.sent.mbit or _recall(host)):
                 await _measure_with(node, run_id, members)
     except (SwarmError, TimeoutError) as error:
         logger.info("the line was not measured: %s", str(error) or "no answer in time")
     if node.traffic.up.mbit is None:  # nobody has set another cap
         hold_uploads(node)
+    await _keep(host)
+
+
+def _recall(host: Host) -> bool:
+    """Goes by what the line was when this peer ran last, if that was known, and not long ago."""
+    line, own_cap = read_line(host.state.line_path), host.config.network.max_upload_mbit
+    if line is None or not (line.up_mbit > HOME_MBIT or line.cap_mbit or own_cap):
+        return False
+    host.node.lines.kept_up_mbit = line.up_mbit
+    if own_cap is None:
+        host.node.traffic.up.hold(line.cap_mbit)
+    return True
+
+
+async def _keep(host: Host) -> None:
+    """For the next start; a cap that a person has set is not the line's."""
+    own_cap, traffic = host.config.network.max_upload_mbit, host.node.traffic
+    cap = traffic.up.mbit if own_cap is None else None
+    if mbit := host.node.lines.up_mbit:
+        await asyncio.to_thread(write_line, host.state.line_path, mbit, cap)
 
 
 async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
@@ -65,6 +88,8 @@ def hold_uploads(node: Node) -> bool:
     lines, up = node.lines, node.traffic.up
     is_fast = (lines.up_mbit or 0.0) > HOME_MBIT
     uplink = agreed_mbit(lines.full_mbit)
+    if is_fast:
+        up.hold(None)
     if is_fast or uplink is None:
         return is_fast
     lines.full_mbit.clear()
@@ -88,8 +113,7 @@ class OwnLine:
 
     def __init__(
         self,
-        node: Node,
-        network: NetworkSection,
+        host: Host,
         status: PeerStatus,
         run_id: str,
         clock: Callable[[], float] = time.monotonic,
@@ -97,16 +121,16 @@ class OwnLine:
         """Measures nothing yet.
 
         Args:
-            node: of this peer.
-            network: of its configuration; a cap that a person has set stays.
+            host: this peer's; a cap that a person has set stays.
             status: what it tells of itself.
             run_id: of its run.
             clock: in seconds.
         """
-        self._node, self._status, self._run_id = node, status, run_id
+        self._host, self._node = host, host.node
+        self._status, self._run_id = status, run_id
         self._measured_at = 0
-        self._holds, self._clock = network.max_upload_mbit is None, clock
-        is_known = node.traffic.up.mbit is not None
+        self._holds, self._clock = host.config.network.max_upload_mbit is None, clock
+        is_known = self._node.traffic.up.mbit is not None and not self._node.lines.kept_up_mbit
         self._tries_left, self._next_s = TRIES, clock() + (AGAIN_S if is_known else 0.0)
         self._sent, self._sent_s = 0, clock()
 
@@ -123,6 +147,7 @@ class OwnLine:
             self._tries_left -= 1
             if hold_uploads(self._node) or not self._tries_left:
                 self._tries_left, self._next_s = TRIES, self._clock() + AGAIN_S
+            await _keep(self._host)
 
     async def _measure(self) -> None:
         """Without its own cap for as long as that takes, which is some seconds."""

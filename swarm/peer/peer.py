@@ -75,7 +75,7 @@ class Peer:
         self.status = starter.status(run, started.directory)
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
-        line = OwnLine(host.node, host.config.network, self.status, started.run_id)
+        line = OwnLine(host, self.status, started.run_id)
         self._publisher = Publisher(
             host.node, self.status, announced, host.state, on_present=self._on_present,
             beside=line.measure_again,

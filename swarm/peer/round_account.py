@@ -79,7 +79,8 @@ def up_mbit(lines: Lines, traffic: Traffic) -> float | None:
 
     Both measurements are bounds from below: of the test before it joined, and of what others took.
     """
-    measured = max((mbit for mbit in (lines.up_mbit, traffic.sent.mbit) if mbit), default=None)
+    tested = lines.up_mbit or lines.kept_up_mbit
+    measured = max((mbit for mbit in (tested, traffic.sent.mbit) if mbit), default=None)
     return _least(measured, traffic.up.mbit)
 
 

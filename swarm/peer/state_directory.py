@@ -7,6 +7,7 @@ STATE_DIR/
 ├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
 ├── settings            its name and addresses, kept for later starts
+├── line                what was found out about its uplink, and when
 ├── workers.key         what machines with workers for this peer must hold (0600)
 ├── data_used           bytes moved this month, with --data-quota
 ├── data/               tokenised corpus
@@ -267,6 +268,11 @@ class StateDirectory:
     def settings_path(self) -> Path:
         """What later starts need not repeat."""
         return self.path / "settings"
+
+    @property
+    def line_path(self) -> Path:
+        """What was found out about the line; see `kept_line`."""
+        return self.path / "line"
 
     @property
     def run_ids(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,32 +15,40 @@ from swarm.network.lines import Lines
 from swarm.network.throttle import Throttle
 from swarm.peer import own_line
 from swarm.peer.own_line import AGAIN_S, QUIET_S, TRIES, OwnLine, measure_line
+from swarm.peer.round_account import up_mbit
 from swarm.protocol.fitness import ALWAYS_LATE, CAP_SHARE, HOME_MBIT
 
 
 class Measured:
     """What a peer has measured, and with whom; its uplink is full at `full_mbit`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cap_mbit: float | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, cap_mbit: float | None = None
+    ) -> None:
         self.calls: list[object] = []
         self.caps: list[float | None] = []
         """In force while it measured."""
         self.up_mbit, self.full_mbit = 1.0, list[float]()
         self.now, self.is_down = 0.0, False
-        self.lines = Lines()
         self.status = SimpleNamespace(missed=0, manifest=SimpleNamespace(members={"A": 1}))
+        self.state = SimpleNamespace(line_path=folder / "line")
+        self.begins_anew(cap_mbit)
+        monkeypatch.setattr(own_line, "present_peers", self.present)
+        monkeypatch.setattr(own_line, "measure_full_uplink", self.measure)
+        self.node: Any = self
+
+    def begins_anew(self, cap_mbit: float | None = None) -> None:
+        """As after a kill: of what it knew, its state directory is left."""
+        self.lines = Lines()
         self.traffic = SimpleNamespace(
             sent=SimpleNamespace(mbit=None), up=Throttle(cap_mbit), bytes_sent=0
         )
-        monkeypatch.setattr(own_line, "present_peers", self.present)
-        monkeypatch.setattr(own_line, "measure_full_uplink", self.measure)
-        self.network = NetworkSection(max_upload_mbit=cap_mbit)
-        self.node: Any = self
+        self.config = SimpleNamespace(network=NetworkSection(max_upload_mbit=cap_mbit))
 
     def watched(self) -> OwnLine:
         """Once the peer is in its run."""
         mine: Any = self.status
-        return OwnLine(self.node, self.network, mine, "run", clock=lambda: self.now)
+        return OwnLine(self.node, mine, "run", clock=lambda: self.now)
 
     async def present(self, *_: object) -> dict[str, str]:
         if self.is_down:
@@ -47,7 +57,7 @@ class Measured:
 
     async def measure(self, _: object, peers: object) -> None:
         self.calls.append(peers)
-        self.caps.append(self.traffic.up.mbit)
+        self.caps.append(self.cap)
         self.lines.up_mbit = max(self.up_mbit, self.lines.up_mbit or 0.0)
         for rate in self.full_mbit:
             self.lines.full_mbit[f"receiver {len(self.lines.full_mbit)}"] = rate
@@ -55,7 +65,12 @@ class Measured:
     def starts(self) -> float | None:
         """Measures as it does before its first round; returns the cap."""
         asyncio.run(measure_line(self.node, "run", ["A", "B"]))
-        return self.traffic.up.mbit
+        return self.cap
+
+    @property
+    def cap(self) -> float | None:
+        up: Throttle = self.traffic.up
+        return up.mbit
 
     def beats(self, line: OwnLine, count: int = 1, *, sent: int = 0) -> int:
         """Heartbeats, 8 s apart, with so much sent in between; returns how often it measured."""
@@ -68,14 +83,14 @@ class Measured:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    return Measured(monkeypatch)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
+    return Measured(monkeypatch, tmp_path)
 
 
 def test_who_is_left_out_time_and_again_measures_its_line_once_each_time(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = Measured(monkeypatch, cap_mbit=1.0)
+    measured = Measured(monkeypatch, tmp_path, cap_mbit=1.0)
     line, counts = measured.watched(), []
     for measured.status.missed in (0, 1, 2, 3, 3, 4, 5, 6, 0, 0, 1, 2, 3):
         measured.beats(line)
@@ -139,8 +154,10 @@ def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> No
     assert not measured.calls
 
 
-def test_the_cap_that_a_person_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, cap_mbit=5.0)
+def test_the_cap_that_a_person_has_set_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = Measured(monkeypatch, tmp_path, cap_mbit=5.0)
     measured.full_mbit = [19.0, 20.0]
     assert measured.starts() == 5.0
     assert measured.beats(measured.watched(), 20) == 0
@@ -156,7 +173,7 @@ def test_what_was_not_agreed_at_first_is_measured_again_in_a_quiet_moment(
     assert measured.beats(line, 5, sent=1) == 0, "something is sent all the time"
     measured.full_mbit = [19.0]
     assert measured.beats(line, 5) == 1
-    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 19.0)
+    assert measured.cap == pytest.approx(CAP_SHARE * 19.0)
 
 
 def test_a_line_that_never_agrees_is_left_in_peace_for_an_hour(measured: Measured) -> None:
@@ -182,10 +199,10 @@ def test_a_cap_is_measured_anew_each_hour_without_it(measured: Measured) -> None
     measured.now, measured.full_mbit = AGAIN_S, []
     assert measured.beats(line) == 1
     assert measured.caps[-1] is None
-    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 20.0)
+    assert measured.cap == pytest.approx(CAP_SHARE * 20.0)
     measured.full_mbit = [10.0, 10.0]
     assert measured.beats(line) == 1
-    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 10.0)
+    assert measured.cap == pytest.approx(CAP_SHARE * 10.0)
 
 
 def test_the_cap_is_back_when_a_measurement_fails(measured: Measured) -> None:
@@ -195,4 +212,89 @@ def test_the_cap_is_back_when_a_measurement_fails(measured: Measured) -> None:
     measured.now, measured.is_down = AGAIN_S, True
     with pytest.raises(NetworkDown):
         measured.beats(line)
-    assert measured.traffic.up.mbit == pytest.approx(CAP_SHARE * 20.0)
+    assert measured.cap == pytest.approx(CAP_SHARE * 20.0)
+
+
+def test_a_cap_is_lifted_when_the_line_turns_out_to_be_fast(measured: Measured) -> None:
+    measured.full_mbit = [20.0, 20.0]
+    measured.starts()
+    line = measured.watched()
+    measured.now, measured.up_mbit, measured.full_mbit = AGAIN_S, HOME_MBIT + 1, []
+    assert measured.beats(line) == 1
+    assert measured.cap is None
+
+
+# ------------------------------------------------ a peer that comes back
+
+
+def test_a_peer_that_comes_back_soon_goes_by_what_it_knew_and_measures_when_all_is_quiet(
+    measured: Measured,
+) -> None:
+    measured.up_mbit, measured.full_mbit = 20.0, [20.0, 20.0]
+    measured.starts()
+    measured.begins_anew()
+    assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
+    assert len(measured.calls) == 1
+    traffic: Any = measured.traffic
+    assert up_mbit(measured.lines, traffic) == pytest.approx(CAP_SHARE * 20.0)
+    measured.up_mbit, measured.full_mbit = 8.0, [8.0, 8.0]
+    assert measured.beats(measured.watched(), 3) == 1
+    assert measured.cap == pytest.approx(CAP_SHARE * 8.0)
+    measured.begins_anew()
+    assert measured.starts() == pytest.approx(CAP_SHARE * 8.0)
+
+
+def test_a_fast_line_is_not_measured_before_a_peer_comes_back(measured: Measured) -> None:
+    measured.up_mbit = HOME_MBIT + 1
+    measured.starts()
+    measured.begins_anew()
+    assert measured.starts() is None
+    assert len(measured.calls) == 1
+    assert measured.lines.kept_up_mbit == HOME_MBIT + 1
+
+
+def test_after_an_hour_the_line_is_measured_at_the_start(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured.full_mbit = [20.0, 20.0]
+    measured.starts()
+    for seconds, calls in ((AGAIN_S + 1, 2), (-60.0, 3)):
+        later = time.time() + seconds
+        monkeypatch.setattr("swarm.peer.kept_line.time.time", lambda later=later: later)
+        measured.begins_anew()
+        measured.starts()
+        assert len(measured.calls) == calls
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"up_mbit": -1, "cap_mbit": null, "at": 1}', b'{"up_mbit": NaN}', b"\xff"],
+)
+def test_a_damaged_file_is_passed_over(
+    measured: Measured, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured.state.line_path.write_bytes(content)
+    measured.full_mbit = [20.0, 20.0]
+    assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
+    assert len(measured.calls) == 1
+    assert "the line is measured" in caplog.text
+
+
+def test_a_disk_that_refuses_keeps_nobody_from_starting(
+    measured: Measured, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured.state.line_path = tmp_path / "no such folder" / "line"
+    measured.full_mbit = [20.0, 20.0]
+    assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
+    assert "cannot be written" in caplog.text
+
+
+def test_a_persons_cap_is_not_taken_for_the_lines_when_it_is_left_out(measured: Measured) -> None:
+    measured.begins_anew(cap_mbit=5.0)
+    measured.starts()
+    measured.begins_anew()
+    measured.full_mbit = [20.0, 20.0]
+    assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
+    measured.begins_anew(cap_mbit=7.0)
+    assert measured.starts() == 7.0
+    assert len(measured.calls) == 2
