@@ -7,6 +7,7 @@ from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 
+from swarm import load_run
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import fault_reports, goodput, quiet_rounds, rounds_of, spread
@@ -37,9 +38,10 @@ LEAST_GOODPUT = {"exact": 0.88, "home": 0.94}
 FORMULA = """\
 goodput = tokens in committed rounds / (pace x time lived). Counted from the end of the warm-up
 (4 undisturbed rounds) to the last round. Pace: tokens a second of one peer in an undisturbed round,
-averaging included: the median of tokens / contributors / seconds over the warm-up. Time lived: of
-every peer, from each time that it says it has started until it is killed, without pauses. A peer
-that is cut off, catching up, late or waiting counts as one that could have trained.
+averaging included: the median of tokens / contributors / seconds over the warm-up, or what its local
+steps alone allow if that is less. Time lived: of every peer, from each time that it says it has
+started until it is killed, without pauses. A peer that is cut off, catching up, late or waiting
+counts as one that could have trained.
 
 Exit status: 0, or 1 on divergence (two digests at one height), a hang, a peer that ended on its
 own, or goodput below 88 % (94 % with --wire home)."""
@@ -107,7 +109,8 @@ def verdict_of(
     swarm, faults = runner.swarm, runner.happened
     histories = [peer.events() for peer in swarm.peers]
     whole = summary(swarm, present)
-    found = goodput(faults, histories, WARM_UP_ROUNDS)
+    step_tokens = load_run(RUN_FILE).train.batch_tokens
+    found = goodput(faults, histories, WARM_UP_ROUNDS, step_tokens / STEP_S)
     divergences = sum(count > 1 for count in whole["digests_per_height"])
     failed = divergences or runner.hangs or runner.ended or found.share < least_goodput
     return {

@@ -209,7 +209,8 @@ class Goodput:
         committed_tokens: in the rounds of the span.
         possible_tokens: `tokens_per_s` x the sum of `living_s` over the peers.
         tokens_per_s: of one peer in an undisturbed round, waiting for the others included: the
-            median over rounds before the span of tokens / contributors / seconds.
+            median over rounds before the span of tokens / contributors / seconds, or what a peer
+            trains that never waits if that is less.
     """
 
     committed_tokens: int
@@ -222,20 +223,27 @@ class Goodput:
         return self.committed_tokens / self.possible_tokens if self.possible_tokens else 0.0
 
 
-def goodput(faults: Sequence[Happened], histories: Histories, warm_up_rounds: int) -> Goodput:
+def goodput(
+    faults: Sequence[Happened],
+    histories: Histories,
+    warm_up_rounds: int,
+    most_tokens_per_s: float = inf,
+) -> Goodput:
     """The goodput of a swarm between its undisturbed first rounds and its last.
 
     Args:
         faults: all that happened.
         histories: of all peers.
         warm_up_rounds: so many rounds ended before the first fault; they set the pace.
+        most_tokens_per_s: of one peer that only takes local steps. Rounds that overlap with steps
+            can end closer together than these last, as those after a late start do.
     """
     rounds = rounds_of(histories)
     calm, rest = rounds[:warm_up_rounds], rounds[warm_up_rounds:]
     if not calm or not rest:
         return Goodput(0, 0.0, 0.0)
     paces = [r.tokens / max(len(r.contributors), 1) / r.seconds for r in calm]
-    tokens_per_s = statistics.median(paces)
+    tokens_per_s = min(statistics.median(paces), most_tokens_per_s)
     span = (calm[-1].ended_s, rest[-1].ended_s)
     lived_s = sum(living_s(i, faults, events, span) for i, events in enumerate(histories))
     return Goodput(sum(r.tokens for r in rest), tokens_per_s * lived_s, tokens_per_s)

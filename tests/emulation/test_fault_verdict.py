@@ -90,6 +90,13 @@ def test_goodput_is_one_without_faults_and_counts_what_a_fault_cost() -> None:
     assert found.possible_tokens == pytest.approx(5.0 * (46.0 + 3.0 + 24.0))
 
 
+def test_no_pace_is_higher_than_what_local_steps_allow() -> None:
+    found = goodput([KILL], histories(), 4, 4.0)
+    assert found.tokens_per_s == 4.0
+    assert found.possible_tokens == pytest.approx(4.0 * (46.0 + 3.0 + 24.0))
+    assert goodput([KILL], histories(), 4, 6.0) == goodput([KILL], histories(), 4)
+
+
 def test_without_rounds_there_is_no_goodput() -> None:
     assert goodput([], [[], []], 4).share == 0.0
 
