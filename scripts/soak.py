@@ -38,7 +38,7 @@ LEAST_GOODPUT = {"exact": 0.88, "home": 0.94}
 FORMULA = """\
 goodput = tokens in committed rounds / (pace x time lived). Counted from the end of the warm-up
 (4 undisturbed rounds) to the last round. Pace: tokens a second of one peer in an undisturbed round,
-averaging included: the median of tokens / contributors / seconds over the warm-up, or what its local
+averaging included: the median of tokens / contributors / seconds over the warm-up, or what local
 steps alone allow if that is less. Time lived: of every peer, from each time that it says it has
 started until it is killed, without pauses. A peer that is cut off, catching up, late or waiting
 counts as one that could have trained.
