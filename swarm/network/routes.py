@@ -76,8 +76,7 @@ class Routes:
         chosen = tuple(rested[:RELAYS_PER_TRY])
         if self.needs_relay(peer, now_s) and chosen:
             return Route(False, chosen, f"did not answer, {chosen[0][-6:]} reached it")
-        is_mute = known.mute_s is not None and now_s - known.mute_s < DIRECT_AGAIN_S
-        if is_stream and is_mute and chosen:
+        if is_stream and self.is_doubtful(peer, now_s) and chosen:
             return Route(False, chosen, "answered nothing, only relays prove that they reach it")
         return Route(True, chosen, "straight first")
 
@@ -88,6 +87,12 @@ class Routes:
             return False
         again_s = backoff_s(known.failures, DIRECT_AGAIN_S, LONGEST_AGAIN_S)
         return now_s - known.failed_s < again_s
+
+    def is_doubtful(self, peer: str, now_s: float) -> bool:
+        """Whether the line to the peer may be cut: it answered nothing a short while ago."""
+        known = self._peers.get(peer)
+        is_mute = known and known.mute_s is not None and now_s - known.mute_s < DIRECT_AGAIN_S
+        return bool(is_mute) or self.needs_relay(peer, now_s)
 
     def dialled(self, peer: str) -> None:
         """The peer answered without a relay."""

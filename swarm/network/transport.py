@@ -26,6 +26,10 @@ from swarm.network.streams import Serve, open_stream
 
 logger = logging.getLogger(__name__)
 
+DOUBTFUL_S = 1.5
+"""For a direct stream to a peer that was silent a short while ago: a line that lives needs three
+round trips, and on one that is cut others wait for what a relay could bring meanwhile."""
+
 Result = TypeVar("Result")
 
 
@@ -126,11 +130,14 @@ class Transport:
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """See `Node.open_stream`."""
+        """See `Node.open_stream`; a line that may be cut is given `DOUBTFUL_S` to prove itself."""
         if self.direct:
-            began_s = time.monotonic()
+            began_s, limit_s = time.monotonic(), timeout_s
+            if self._routes.is_doubtful(peer_id, began_s):
+                self.direct.kept.drop(peer_id)
+                limit_s = min(limit_s, DOUBTFUL_S)
             with suppress(NoRoute):
-                return await self.direct.open_stream(peer_id, protocol, timeout_s)
+                return await self.direct.open_stream(peer_id, protocol, limit_s)
             timeout_s -= time.monotonic() - began_s
         path = self._p2p().daemon_listen_maddr["unix"]
         return await self._take(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control
 from swarm.network.relay import Relay
-from swarm.network.transport import Transport
+from swarm.network.transport import DOUBTFUL_S, Transport
 
 PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
@@ -114,3 +116,56 @@ def test_all_relays_together_get_the_time_of_one() -> None:
         stage.ask(timeout_s=0.2)
     assert time.monotonic() - began_s < 60
     assert len(stage.asked) == 2
+
+
+class Direct:
+    """Has no stream to anybody, and says so when its time is over."""
+
+    def __init__(self) -> None:
+        self.limits_s: list[float] = []
+        self.kept = self
+        self.dropped = 0
+
+    def drop(self, _: str) -> None:
+        self.dropped += 1
+
+    async def open_stream(self, _: str, __: str, timeout_s: float) -> socket.socket:
+        self.limits_s.append(timeout_s)
+        raise NoRoute("no answer in time")
+
+
+def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dial of it takes seconds to fail, and what is wanted is there through others."""
+
+    async def straight(*_: object) -> str:
+        return "straight"
+
+    async def through(relay: str, *_: object) -> str:
+        return relay
+
+    stage, direct = Stage(b"yes", a=b"through a"), Direct()
+    transport = stage.transport
+    transport.direct = cast(Any, direct)
+    monkeypatch.setattr(stage, "open_stream", through, raising=False)
+    monkeypatch.setattr("swarm.network.transport.open_stream", straight)
+    transport._p2p = cast(Any, lambda: SimpleNamespace(daemon_listen_maddr={"unix": ""}))
+
+    def opened() -> object:
+        return asyncio.run(transport.open_stream(PEER, "blobs", 5.0))
+
+    assert opened() == "straight"
+    assert direct.limits_s == [5.0] and not direct.dropped
+    transport.unanswered(PEER)
+    assert opened() == "a"
+    assert direct.limits_s[1:] == [DOUBTFUL_S]
+    transport._routes.dialled(PEER)
+    assert opened() == "straight"
+    assert direct.limits_s[2:] == [5.0]
+    stage.straight = Unreachable("no answer within 5 s")
+    stage.ask()
+    direct.dropped = 0
+    assert opened() == "a"
+    assert direct.limits_s[3:] == [DOUBTFUL_S]
+    assert direct.dropped, "streams that are kept lead over the same line"
