@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
@@ -37,6 +38,9 @@ OPEN_S = 4.0
 """A stream that takes longer to open comes over libp2p, whose connection is there already."""
 DIAL_S = 2.5
 """Of it for dialling, three round trips, and the rest for being called."""
+UNACKED_S = 3.0
+"""An ask that is not even acknowledged for so long, though sent several times, is on a line that is
+cut. A stream of libp2p shows that after `FIRST_ANSWER_S`, by the answer that does not come."""
 LOOK_S = 15.0
 """A way is looked for beside that: libp2p takes five round trips to connect, and where links are
 full each is half a second or more."""
@@ -114,7 +118,7 @@ class Direct:
             async with asyncio.timeout(min(timeout_s, OPEN_S)):
                 if not way.is_known:
                     await self._looked_for(way, peer_id)
-                connection = await self._open(way, peer_id, protocol)
+                connection = impatient(await self._open(way, peer_id, protocol))
         except _FAILURES as error:
             if way.is_known:  # else it is still being looked for, or is not for a while
                 self._failed(way, peer_id, error)
@@ -245,6 +249,14 @@ class Direct:
             logger.debug("%s not called: %s", source, str(error) or "no answer in time")
             return
         await self.door.serve(serve, source, connection)
+
+
+def impatient(connection: socket.socket) -> socket.socket:
+    """The same socket, which raises TimeoutError once a line shows to be cut."""
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        limit_ms = int(1e3 * UNACKED_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+    return connection
 
 
 async def connect(host: str, port: int) -> socket.socket:
