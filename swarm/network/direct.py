@@ -108,6 +108,8 @@ class Direct:
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
 
+        Without any time a way that is not known is looked for beside.
+
         Raises:
             NoRoute: there is no such way, or not within `OPEN_S`.
         """
@@ -142,6 +144,17 @@ class Direct:
             return False
         way.is_known, way.not_before_s = False, inf
         return True
+
+    def doubt(self, peer_id: str) -> None:
+        """Uses a line that may be cut only once the peer has said anew which port it has."""
+        self.kept.drop(peer_id)
+        if way := self._ways.get(peer_id):
+            way.is_known = False
+
+    def is_known(self, peer_id: str) -> bool:
+        """Whether there is a way, as far as can be told."""
+        way = self._ways.get(peer_id)
+        return way is not None and way.is_known
 
     # ------------------------------------------------ ways
 

@@ -26,10 +26,6 @@ from swarm.network.streams import Serve, open_stream
 
 logger = logging.getLogger(__name__)
 
-DOUBTFUL_S = 1.5
-"""For a direct stream to a peer that was silent a short while ago: a line that lives needs three
-round trips, and on one that is cut others wait for what a relay could bring meanwhile."""
-
 Result = TypeVar("Result")
 
 
@@ -130,13 +126,13 @@ class Transport:
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """See `Node.open_stream`; a line that may be cut is given `DOUBTFUL_S` to prove itself."""
+        """See `Node.open_stream`; after a silence a direct way is looked for, not waited for."""
         if self.direct:
-            began_s, limit_s = time.monotonic(), timeout_s
-            if self._routes.is_doubtful(peer_id, began_s):
-                self.direct.kept.drop(peer_id)
-                limit_s = min(limit_s, DOUBTFUL_S)
+            began_s = time.monotonic()
+            is_doubtful = self._routes.is_doubtful(peer_id, began_s)
+            is_looked_for = is_doubtful and not self.direct.is_known(peer_id)
             with suppress(NoRoute):
+                limit_s = 0.0 if is_looked_for else timeout_s
                 return await self.direct.open_stream(peer_id, protocol, limit_s)
             timeout_s -= time.monotonic() - began_s
         path = self._p2p().daemon_listen_maddr["unix"]
@@ -161,9 +157,7 @@ class Transport:
 
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""
-        if self.direct:
-            self.direct.kept.drop(peer_id)
-        self._routes.failed(peer_id, time.monotonic(), is_slow=True)
+        self._failed(peer_id, is_slow=True)
 
     async def _take(
         self,
@@ -186,8 +180,7 @@ class Transport:
                 raise
             except Unreachable as error:
                 failure = error
-                is_slow = not isinstance(error, NoRoute)
-                self._routes.failed(peer_id, time.monotonic(), is_slow=is_slow)
+                self._failed(peer_id, is_slow=not isinstance(error, NoRoute))
             else:
                 if not is_stream:  # which proves nothing
                     self._routes.dialled(peer_id)
@@ -198,6 +191,11 @@ class Transport:
         except (TimeoutError, NoRoute) as error:
             logger.debug("%s through others: %s", peer_id, error)
         raise failure
+
+    def _failed(self, peer_id: str, *, is_slow: bool) -> None:
+        self._routes.failed(peer_id, time.monotonic(), is_slow=is_slow)
+        if is_slow and self.direct:
+            self.direct.doubt(peer_id)
 
     async def _ask_relays(
         self, peer_id: str, relays: Sequence[str], through: Callable[[str], Awaitable[Result]]

@@ -106,6 +106,27 @@ def test_after_a_peer_was_started_again_what_was_kept_is_not_missed(peers: Peers
 
 
 @pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_a_line_that_may_be_cut_is_used_again_once_the_peer_has_answered(peers: Peers) -> None:
+    content = some_bytes(1000)
+    server, client = serving(peers, content), peers.node()
+    assert fetched(client, server, content) == content
+    ways, peer = client._ways.direct, server.peer_id
+    assert ways is not None
+
+    async def doubted() -> None:
+        client.unanswered(peer)
+        assert not ways.is_known(peer) and not len(ways.kept)
+        with pytest.raises(NoRoute):
+            await client.open_stream(peer, PROTOCOL, 5.0)
+        async with asyncio.timeout(WAIT_S):
+            while not ways.is_known(peer):
+                await asyncio.sleep(0.01)
+        (await client.open_stream(peer, PROTOCOL, 5.0)).close()
+
+    client.run(doubted(), WAIT_S)
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
 def test_a_door_that_could_not_take_a_connection_stays_open(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

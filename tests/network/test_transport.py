@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,7 @@ import pytest
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control
 from swarm.network.relay import Relay
-from swarm.network.transport import DOUBTFUL_S, Transport
+from swarm.network.transport import Transport
 
 PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
@@ -119,19 +118,23 @@ def test_all_relays_together_get_the_time_of_one() -> None:
 
 
 class Direct:
-    """Has no stream to anybody, and says so when its time is over."""
+    """Streams beside libp2p's, to a peer whose way is known."""
 
     def __init__(self) -> None:
         self.limits_s: list[float] = []
-        self.kept = self
-        self.dropped = 0
+        self.knows = True
 
-    def drop(self, _: str) -> None:
-        self.dropped += 1
+    def is_known(self, _: str) -> bool:
+        return self.knows
 
-    async def open_stream(self, _: str, __: str, timeout_s: float) -> socket.socket:
+    def doubt(self, _: str) -> None:
+        self.knows = False
+
+    async def open_stream(self, _: str, __: str, timeout_s: float) -> str:
         self.limits_s.append(timeout_s)
-        raise NoRoute("no answer in time")
+        if not self.knows:
+            raise NoRoute("no answer in time")
+        return "direct"
 
 
 def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
@@ -152,20 +155,18 @@ def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     monkeypatch.setattr("swarm.network.transport.open_stream", straight)
     transport._p2p = cast(Any, lambda: SimpleNamespace(daemon_listen_maddr={"unix": ""}))
 
-    def opened() -> object:
-        return asyncio.run(transport.open_stream(PEER, "blobs", 5.0))
+    def opened() -> tuple[object, float]:
+        return asyncio.run(transport.open_stream(PEER, "blobs", 5.0)), direct.limits_s[-1]
 
-    assert opened() == "straight"
-    assert direct.limits_s == [5.0] and not direct.dropped
+    assert opened() == ("direct", 5.0)
+    direct.knows = False
+    assert opened() == ("straight", 5.0), "one that was never silent has its time"
+    direct.knows = True
     transport.unanswered(PEER)
-    assert opened() == "a"
-    assert direct.limits_s[1:] == [DOUBTFUL_S]
+    assert opened() == ("a", 0.0)
+    direct.knows = True
+    assert opened() == ("direct", 5.0), "it has answered meanwhile"
     transport._routes.dialled(PEER)
-    assert opened() == "straight"
-    assert direct.limits_s[2:] == [5.0]
     stage.straight = Unreachable("no answer within 5 s")
     stage.ask()
-    direct.dropped = 0
-    assert opened() == "a"
-    assert direct.limits_s[3:] == [DOUBTFUL_S]
-    assert direct.dropped, "streams that are kept lead over the same line"
+    assert opened() == ("a", 0.0), "a message that was not answered says the same"
