@@ -2,8 +2,8 @@
 
 That is done while nothing else is under way, before the first round; beside one it takes the line
 from it, and is told too little. A peer that comes back soon goes by what it knew, and measures when
-all is quiet. Of an uplink that two measurements agree about, nine tenths are
-used from then on, unless a person has set a cap: a router at home drops much of what comes faster.
+all is quiet. Of an uplink that two measurements agree about, nine tenths are used from then on,
+unless a person has set a cap: a router at home drops much of what comes faster.
 """
 
 from __future__ import annotations
