@@ -18,8 +18,6 @@ SAFETY = 3.0
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
-LEAST_DECISION_S = 2.0
-"""The messages between a closed roster and the decision, over long lines, if the bytes are few."""
 MADE_BYTES_PER_S = 1e8
 """A value is made of its delta, hashed and written so fast at least: a hard disk does."""
 FIRST_STEP_S = 1800.0
@@ -59,8 +57,6 @@ class Timers:
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
     """T_disc: a booting peer only listens."""
-    expected_s: float | None = None
-    """What averaging and voting take as a rule; None: a third of T_red and T_vote."""
     reform_s: float = 60.0
     """T_reform: silence of a quorum after which the survivors go on alone; inf: never."""
     leave_s: float = 30.0
@@ -73,12 +69,6 @@ class Timers:
     def proposal_limit_s(self, attempt: int) -> float:
         """A proposal of which nothing new arrives for so long is in vain."""
         return (3 * self.reduce_s + 2 * self.vote_s) * (1 + min(attempt, 2))
-
-    @property
-    def decision_s(self) -> float:
-        """From a closed roster to the decision, if nothing goes wrong."""
-        expected_s = self.expected_s
-        return (self.reduce_s + self.vote_s) / SAFETY if expected_s is None else expected_s
 
     @property
     def grace_s(self) -> float:
@@ -129,8 +119,7 @@ def production_timers(
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
     T_red and T_vote are three times what the bytes take at the measured rate, and values that are
-    made of deltas on the disk, but outlast a silence; a decision is expected after what these take;
-    an attempt lasts as long as its phases together; T_reform is what
+    made of deltas on the disk; an attempt lasts as long as its phases together; T_reform is what
     the whole model may take, at least 10 minutes, unless the run fixes it: T_reform / 2 without a
     single new unit is then more than all of them take. No timer follows the length of rounds: they
     would lengthen each other, a peer that starts again knows of none, and those that live are heard
@@ -173,7 +162,6 @@ def production_timers(
             wordless_s=max(base.wordless_s, FIRST_STEP_S),
             reduce_s=reduce_s,
             vote_s=vote_s,
-            expected_s=_expected_s(measured),
             attempt_s=attempt_s,
             reform_s=_reform_s(measured, base, reform_after_s, reasons),
         ),
@@ -200,14 +188,6 @@ def _transfer_s(
         f"{known}{rate / 1e6:.1f} MB/s{made}, at least {floor_s:.1f}"
     )
     return seconds
-
-
-def _expected_s(measured: Measured) -> float:
-    """T_red and T_vote without their margin, and without what else they have to outlast."""
-    num_bytes = measured.reduce_bytes + measured.proposal_bytes
-    made_bytes = measured.reduced_bytes + measured.proposed_bytes
-    rate = measured.rate_bytes_per_s or ASSUMED_RATE_BYTES_PER_S
-    return max(LEAST_DECISION_S, num_bytes / rate + made_bytes / MADE_BYTES_PER_S)
 
 
 def _reform_s(measured: Measured, base: Timers, fixed_s: float | None, reasons: list[str]) -> float:

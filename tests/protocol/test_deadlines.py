@@ -9,7 +9,6 @@ from hypothesis import given
 
 from swarm.protocol.deadlines import (
     FIRST_STEP_S,
-    LEAST_DECISION_S,
     Measured,
     Timers,
     finishes_in_time,
@@ -51,20 +50,6 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
     assert adapted.timers.vote_s == 900.0
     assert adapted.timers.attempt_s >= 3 * 300 + 2 * 900
     assert "3 x 1000.0 MB at 10.0 MB/s" in adapted.reasons[0]
-
-
-def test_a_decision_is_expected_once_the_bytes_have_moved_and_not_after_a_silence() -> None:
-    """T_red and T_vote of a small run outlast a silence, which nobody expects."""
-    small = production_timers(SMALL, roster_after_s=6.0, reform_after_s=None).timers
-    assert small.reduce_s + small.vote_s == 24.0
-    assert small.decision_s == LEAST_DECISION_S
-    measured = Measured(10**9, 3 * 10**9, model_bytes=3 * 10**9, rate_bytes_per_s=10**7)
-    large = production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers
-    assert large.decision_s == pytest.approx((large.reduce_s + large.vote_s) / 3)
-    coded = replace(measured, reduced_bytes=10**9, proposed_bytes=6 * 10**9)
-    made = production_timers(coded, roster_after_s=6.0, reform_after_s=None).timers
-    assert made.decision_s == pytest.approx((made.reduce_s + made.vote_s) / 3)
-    assert Timers().decision_s == pytest.approx((5.0 + 6.0) / 3)
 
 
 def test_a_reducer_is_not_taken_for_silent_sooner_than_any_other_peer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from swarm.protocol.deadlines import SAFETY
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Accepted, Ballot, Offer, Ready, Roster
@@ -215,7 +216,8 @@ class Collector(Role):
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
         """How long the roster may stay open before one of these waits for the decision [V8]."""
-        return max(0.0, self._free_s(campaign, waiting) - self.timers.decision_s)
+        transfer_s = (self.timers.reduce_s + self.timers.vote_s) / SAFETY
+        return max(0.0, self._free_s(campaign, waiting) - transfer_s)
 
     def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
         """For how long all of these have steps to take [V8]."""
