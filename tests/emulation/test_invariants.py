@@ -8,9 +8,9 @@ from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
 SEEDS_PER_CLASS = 600
-QUICK_SEEDS_PER_CLASS = 80
+QUICK_SEEDS_PER_CLASS = 20
 """Campaigns (scripts/simulate) try hundreds of thousands; these notice what breaks at once."""
-SEEDS_PER_TEST = 40
+SEEDS_PER_TEST = 20
 SEEDS = [
     pytest.param(first, marks=[pytest.mark.exhaustive] if first >= QUICK_SEEDS_PER_CLASS else [])
     for first in range(0, SEEDS_PER_CLASS, SEEDS_PER_TEST)
