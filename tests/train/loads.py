@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.worker import rank_engine
 from swarm.train.sizes import Need
 from tests.train.runs import all_names
+from tests.train.team import together
 from tests.train.test_memory import tokens_of
 
 
@@ -56,9 +58,17 @@ class Measured:
         return rank_need(run, num_owned, options, loads, workers=workers, rank=rank)
 
 
-def measured(ranks: Ranks, run: RunConfig, owned: list[int], options: EngineOptions) -> Measured:
+def measured(
+    ranks: Ranks,
+    run: RunConfig,
+    owned: list[int],
+    options: EngineOptions,
+    *,
+    counts: bool = True,
+) -> Measured:
     """Two steps of one rank, of which the second is measured; nobody holds their tokens besides."""
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live if counts else nullcontext():
         engine = rank_engine(run, options, ranks)
         engine.write(initial_tensors(run, all_names(run)))
         engine.own(owned)
@@ -111,13 +121,21 @@ def _watch(bank: Any, found: list[Rows]) -> None:
     bank._mixed, bank.setting = watched, asked
 
 
-def on_processes(size: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
-    """What `work` returns on each of so many ranks.
+def on_threads(size: int, work: Callable[..., Any]) -> list[Any]:
+    """What `work(ranks, counts=True)` returns on each of so many ranks, one after the other.
 
-    They are processes, as torch's schedules need them, and as threads that enter `LiveBytes` crash
-    where two of them are the first to run an operation (torch 2.13). They are forked, as loading
-    torch takes seconds.
+    Only one counts living tensors at a time: threads that enter a dispatch mode crash where two of
+    them are the first to run an operation (torch 2.13).
     """
+
+    def of(rank: int) -> Any:
+        return together(size, lambda ranks: work(ranks, counts=ranks.rank == rank))[rank]
+
+    return [of(rank) for rank in range(size)]
+
+
+def on_processes(size: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
+    """The same where torch's schedules need processes: forked, as loading torch takes seconds."""
     torch.multiprocessing.start_processes(
         _in_process, (size, folder, work), nprocs=size, start_method="fork"
     )

@@ -6,6 +6,7 @@ step; a plan takes even routing and a margin, which is tried below.
 
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from swarm.train.memory import need_of
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.shards import step_traffic
 from swarm.train.resident_memory import CROWDING
-from tests.train.loads import measured, on_processes
+from tests.train.loads import measured, on_processes, on_threads
 from tests.train.test_memory import BF16, OWNED, sized
 
 SLOW = pytest.mark.exhaustive
@@ -31,8 +32,8 @@ def run_for(size, train, **sizes):
     return sized({**train, "batch_tokens": MICRO_BATCHES * size * 2 * 128}, **sizes)
 
 
-def measured_by(size, folder, run, options):
-    return on_processes(size, folder, lambda ranks: measured(ranks, run, OWNED, options))
+def measuring(run, options):
+    return partial(measured, run=run, owned=OWNED, options=options)
 
 
 def assert_as_predicted(run, options, found):
@@ -69,10 +70,10 @@ def assert_as_predicted(run, options, found):
         pytest.param(4, {"shards": 4, "ep": 2, **FRUGAL}, BF16, id="cut, two by two, int8"),
     ],
 )
-def test_state_and_peak_of_a_rank(tmp_path, size, options, train):
+def test_state_and_peak_of_a_rank(size, options, train):
     run = run_for(size // options.get("tp", 1), train)
     chosen = replace(EngineOptions.of(run), **options)
-    assert_as_predicted(run, chosen, measured_by(size, tmp_path, run, chosen))
+    assert_as_predicted(run, chosen, on_threads(size, measuring(run, chosen)))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +98,16 @@ def test_state_and_peak_of_a_rank(tmp_path, size, options, train):
 def test_state_and_peak_of_a_rank_of_two_stages(tmp_path, size, options, train):
     run = run_for(size // options.get("tp", 1), train, layers=4)
     chosen = replace(EngineOptions.of(run), pp=2, **options)
-    assert_as_predicted(run, chosen, measured_by(size, tmp_path, run, chosen))
+    found = on_processes(size, tmp_path, measuring(run, chosen))
+    assert_as_predicted(run, chosen, found)
 
 
-def test_a_plan_has_room_for_tokens_that_crowd(tmp_path):
+def test_a_plan_has_room_for_tokens_that_crowd():
     """By the mean within 5 % without it, and above every rank with it."""
     run = run_for(4, {})
     options = replace(EngineOptions.of(run), ep=4)
     need = need_of(run, len(OWNED), options, 4)
-    found = measured_by(4, tmp_path, run, options)
+    found = on_threads(4, measuring(run, options))
     peaks = [each.peak for each in found]
     assert need.device == pytest.approx(statistics.mean(peaks), rel=0.05)
     crowded = max(rows.received for each in found for rows in each.rows)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from swarm.train.parts import folder_of
 from swarm.train.streaming.shares import runs_of
 from swarm.train.streaming.units import HostUnit
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
-from tests.train.loads import on_processes
+from tests.train.loads import on_threads
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.team import together
 from tests.train.test_engine_routing import EVERYTHING
@@ -412,14 +412,15 @@ def test_the_weights_are_in_host_memory_once_whatever_the_number_of_workers(crew
     ids=["bf16", "fp32, int8 moments"],
 )
 def test_host_memory_is_that_of_one_process_and_each_device_has_its_own(
-    options, train_section, cut_tensors, tmp_path
+    options, train_section, cut_tensors
 ):
     size = 2
     run = sized({**train_section, "batch_tokens": size * 2 * 2 * 128})
     chosen = replace(EngineOptions.of(run), **STREAMING, **options)
 
-    def work(ranks):
-        with LiveBytes() as live:
+    def work(ranks, *, counts):
+        live = LiveBytes()
+        with live if counts else nullcontext():
             engine = engine_of(ranks, run, FOUR, **options)
             engine.step(tokens_of(run), lr=1e-3)
             engine.read(["model.norm.weight"])
@@ -439,7 +440,7 @@ def test_host_memory_is_that_of_one_process_and_each_device_has_its_own(
     # The device holds what that of one process with half of the batch does.
     assert need.device_state == need_of(half, len(FOUR), chosen, 1).device_state
     gradients = 4 * sizes_of(run.model, len(FOUR)).trained
-    for peak, sent, summed in on_processes(size, tmp_path, work):
+    for peak, sent, summed in on_threads(size, work):
         assert need.device + size * need.host == pytest.approx(peak, rel=0.05)
         assert sent == pytest.approx(gradients / size, rel=0.02)
         assert summed == pytest.approx(gradients / size, rel=0.02)
