@@ -23,7 +23,7 @@ MADE_BYTES_PER_S = 1e8
 FIRST_STEP_S = 1800.0
 """Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
 HICCUP = 5
-"""Without a quorum of offers silence may last so many times as long."""
+"""Silence of one whose work cannot be done without may last so many times as long, at most."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ class Timers:
     def grace_s(self) -> float:
         """A peer that needs no longer than this to finish its local steps is waited for."""
         return self.silence_s / 2
+
+    def lost_after_s(self, phase_s: float) -> float:
+        """The silence after which nothing more is hoped for from a peer that a phase waits for.
+
+        Peers that live answer every poll, however many bytes the phase moves.
+
+        Args:
+            phase_s: how long the phase may last: T_red or T_vote.
+        """
+        return max(self.silence_s, min(phase_s / 2, HICCUP * self.silence_s))
 
     @cached_property
     def patience_s(self) -> float:

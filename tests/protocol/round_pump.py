@@ -164,6 +164,8 @@ class Pump:
         self.lose: Lose = lambda source, destination, message: False
         self.dead_refuse = False
         """Whether the machine of a killed peer refuses messages at once."""
+        self.fetches_hang: Callable[[PeerId], bool] = lambda source: False
+        """Whether nothing comes of what is fetched from a peer, and no refusal either."""
         self.fail_syncs: set[PeerId] = set()
         self.endless_syncs: dict[PeerId, int] = {}
         """Peer -> how many of its next syncs never end."""
@@ -351,6 +353,8 @@ class Pump:
             source = want.sources[turn % len(want.sources)] if want.sources else peer
             if purpose is events.Purpose.REDUCE and self.stall_inputs(peer, source):
                 return
+            if self.fetches_hang(source):
+                return
             holder = self.nodes.get(source)
             refused = self.refuse_fetch(peer, source, want.unit)
             if holder and holder.is_up and want.digest in holder.disk and not refused:
@@ -436,3 +440,25 @@ def train_times(pump: Pump, seconds: Mapping[PeerId, float]) -> None:
     """Sets how long the local steps of these peers take from their next round on."""
     for peer, value in seconds.items():
         pump.nodes[peer].train_s = value
+
+
+def in_training(peers: str, **options: object) -> Pump:
+    """A swarm that has just begun the training of round 3."""
+    pump = start_swarm(peers, **options)
+    pump.run_to_height(2)
+    return pump
+
+
+def others(pump: Pump, *but: PeerId) -> str:
+    """All peers but these."""
+    return "".join(peer for peer in pump.nodes if peer not in but)
+
+
+def last_of(pump: Pump) -> PeerId:
+    """The member of the highest rank: it convenes nothing soon."""
+    return next(iter(pump.nodes.values())).machine.tip.order[-1]
+
+
+def first_of(pump: Pump) -> PeerId:
+    """The member of rank 0: it convenes."""
+    return next(iter(pump.nodes.values())).machine.tip.order[0]

@@ -24,32 +24,16 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds.rosters import offer_problem
 from tests.protocol.round_pump import (
     Pump,
+    first_of,
+    in_training,
+    last_of,
     make_offer,
     make_rules,
     name,
+    others,
     start_swarm,
     train_times,
 )
-
-
-def in_training(peers: str, **options: object) -> Pump:
-    """A swarm that has just begun the training of round 3."""
-    pump = start_swarm(peers, **options)
-    pump.run_to_height(2)
-    return pump
-
-
-def others(pump: Pump, *but: PeerId) -> str:
-    return "".join(peer for peer in pump.nodes if peer not in but)
-
-
-def last_of(pump: Pump) -> PeerId:
-    """The member of the highest rank: it convenes nothing soon."""
-    return next(iter(pump.nodes.values())).machine.tip.order[-1]
-
-
-def first_of(pump: Pump) -> PeerId:
-    return next(iter(pump.nodes.values())).machine.tip.order[0]
 
 
 def test_a_dead_contributor_is_not_waited_for() -> None:

@@ -97,11 +97,7 @@ class Averaging(Role):
         plan = campaign.plan
         assert plan is not None
         late = self.late_reducers(campaign)
-        bad: dict[PeerId, str] = {}
-        for reducer in sorted(late - {self.me}):
-            reported_at = campaign.reported_at.get(reducer)
-            if reported_at is None or self.now - reported_at > self.timers.reduce_s / 2:
-                bad[reducer] = "it is silent as a reducer"
+        bad = self.silent_reducers(campaign, self.timers.reduce_s / 2)
         for reporter in sorted(late & campaign.missing.keys()):
             for peer, why in sorted(campaign.missing[reporter].items()):
                 if why == SLOW:
@@ -114,6 +110,15 @@ class Averaging(Role):
             late_ones = dict.fromkeys(sorted(late - {self.me}), "its results are late")
             bad = self.slow_sources(campaign) or late_ones
         return bad
+
+    def silent_reducers(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+        """Late reducers that have said nothing of this roster for so long, or more [C4]."""
+        said, since = campaign.reported_at, self.now - limit_s
+        return {
+            reducer: "it is silent as a reducer"
+            for reducer in sorted(self.late_reducers(campaign) - {self.me})
+            if max(campaign.stage_at, said.get(reducer, campaign.stage_at)) <= since
+        }
 
     def slow_sources(self, campaign: Campaign) -> dict[PeerId, str]:
         """Peers for whose values most of the late reducers wait, two at least [C4].

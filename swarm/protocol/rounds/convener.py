@@ -147,8 +147,8 @@ class Convener(Role):
     def _tick_reducing(self, campaign: Campaign) -> None:
         """A new roster without those that hold the round up, once T_red is over [C4].
 
-        T_red is longer where the roster has a line that is known to need more [D5]. What is held up
-        by peers that are gone is not waited for so long.
+        T_red is longer where the roster has a line that is known to need more [D5]. Peers that are
+        gone, and reducers that are silent, are not waited for so long.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -158,7 +158,9 @@ class Convener(Role):
         known_s = min(SLACK * campaign.averaged_s, LONGEST * reduce_s)
         limit_s = max(reduce_s * (1 + campaign.extensions), known_s)
         if age_s < limit_s:
-            if age_s >= grace_s:
+            lost_s = self.timers.lost_after_s(reduce_s)
+            self._exclude(campaign, self.averaging.silent_reducers(campaign, lost_s), lost_s)
+            if campaign.stage is Stage.REDUCE and age_s >= grace_s:
                 self._exclude(campaign, self.averaging.gone_that_are_missed(campaign), grace_s)
             return
         bad = self.averaging.whom_to_exclude(campaign)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.protocol.events import Topic
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Propose
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Hello, Propose
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.contacts import Contacts
@@ -56,12 +56,20 @@ class Proposer(Role):
         return sorted({**self.tip.members, **manifest.members})
 
     def repeat(self, campaign: Campaign, manifest: Manifest) -> None:
-        """Asks once more for the votes that are missing."""
+        """Asks once more for the votes that are missing, and whether missing sources still live."""
         message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
             # Those that have voted need a sign of life only now and then.
             if peer not in campaign.accepts or campaign.num_polls % 2 == 0:
                 self.out.post(peer, message)
+        if self.blobs.proposal and self.blobs.proposal.ballot == campaign.ballot:
+            for source in sorted(set(self._sources(self.blobs.proposal).values()) - {self.me}):
+                self.out.post(source, Hello(ask=True))
+
+    def _sources(self, proposal: Proposal) -> dict[Digest, PeerId]:
+        """From whom the values come that this peer lacks of what it has proposed."""
+        entries = proposal.manifest.entries
+        return {digest: entries[unit].source for digest, unit in proposal.missing.items()}
 
     def take(self, campaign: Campaign, source: PeerId, accept: Accept) -> bool:
         """Notes a vote; whether it is one for the proposal."""
@@ -119,7 +127,8 @@ class Proposer(Role):
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
         """Blobs are missing here and T_vote is over: whom the next attempt does without [C6].
 
-        It is over sooner when the sources have failed, or are gone and nothing arrives any more.
+        It is over sooner when the sources have failed, or are gone or silent and nothing arrives
+        any more.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
@@ -131,9 +140,9 @@ class Proposer(Role):
         if age_s < limit_s:
             return None
         excluded = dict(campaign.excluded)
-        for digest, unit in proposal.missing.items():
-            source = proposal.manifest.entries[unit].source
+        for digest, source in self._sources(proposal).items():
             if source != self.me:
+                unit = proposal.missing[digest]
                 excluded[source] = f"{unit} ({digest[:12]}) could not be fetched from it"
         self.out.explain(
             Topic.TAKEOVER,
@@ -144,14 +153,21 @@ class Proposer(Role):
 
     def _voting_limit_s(self, proposal: Proposal) -> float:
         """How long this peer waits for the blobs of what it has proposed."""
-        sources = {
-            digest: proposal.manifest.entries[unit].source
-            for digest, unit in proposal.missing.items()
-        }
-        is_still = self.now - proposal.progress_at >= self.timers.grace_s
-        if is_still and self.contacts.gone.issuperset(sources.values()):
-            return self.timers.grace_s
+        sources = self._sources(proposal)
         have_failed = all(
             source in proposal.failed.get(digest, ()) for digest, source in sources.items()
         )
-        return self.timers.vote_s / 2 if have_failed else self.timers.vote_s
+        limit_s = self.timers.vote_s / 2 if have_failed else self.timers.vote_s
+        if self.now - proposal.progress_at < self.timers.grace_s:
+            return limit_s
+        if self.contacts.gone.issuperset(sources.values()):
+            return self.timers.grace_s
+        lost_s = self.timers.lost_after_s(self.timers.vote_s)
+        if all(self._is_silent(source, proposal.since, lost_s) for source in sources.values()):
+            return min(limit_s, lost_s)
+        return limit_s
+
+    def _is_silent(self, peer: PeerId, since: float, limit_s: float) -> bool:
+        """Whether another peer, asked since then, was not heard for so long."""
+        heard_at = max(since, self.contacts.heard.get(peer, since))
+        return peer != self.me and self.now - heard_at >= limit_s
