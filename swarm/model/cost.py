@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from swarm.codings import elements_bytes
 from swarm.config import Codec, ModelConfig, RunConfig
@@ -46,6 +47,7 @@ class Parameters:
         return self.shared + self.experts
 
 
+@lru_cache(maxsize=64)
 def parameters(model: ModelConfig) -> Parameters:
     """Counts a model's parameters from the shapes of its tensors."""
     shared = sum(math.prod(shape) for shape in shared_shapes(model).values())
@@ -81,6 +83,7 @@ def full_state_bytes(model: ModelConfig) -> int:
     return TRAINED_BYTES * parameters(model).total
 
 
+@lru_cache(maxsize=64)
 def exact_elements(model: ModelConfig) -> int:
     """Elements of the norms and routers, which always travel in fp32."""
     shapes = shared_shapes(model).items()
@@ -209,6 +212,7 @@ def layer_step_flops(run: RunConfig, num_owned: int) -> float:
     return layers / run.model.num_hidden_layers
 
 
+@lru_cache(maxsize=64)
 def _met_shared(model: ModelConfig) -> int:
     embedding = model.vocab_size * model.hidden_size
     matrices = [shape for shape in shared_shapes(model).values() if len(shape) == 2]

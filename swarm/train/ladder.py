@@ -211,24 +211,17 @@ def plan_engine(
 def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> Rung:
     workers = machine.fabric.size
     need = need_of(run, num_owned, options, workers)
-    peaks = host_peaks(run, num_owned, options, num_peers=run.run.peers, workers=workers)
+    peaks = host_peaks(run, num_owned, options, num_peers=run.run.peers, need=need)
     time = step_time(run, num_owned, options, machine)
     return Rung(options, need, peaks, time, fits(need, peaks, machine))
 
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
     """How many experts the machine can own with some engine; None if not even the shared part."""
-    ladder, workers = rungs(run, machine, wishes or Wishes()), machine.fabric.size
+    ladder = list(rungs(run, machine, wishes or Wishes()))
 
     def fit(num_owned: int) -> bool:
-        return any(
-            fits(
-                need_of(run, num_owned, options, workers),
-                host_peaks(run, num_owned, options, num_peers=run.run.peers, workers=workers),
-                machine,
-            )
-            for options in ladder
-        )
+        return any(_rung(run, num_owned, options, machine).fits for options in ladder)
 
     # An owned expert always needs more than a frozen one.
     numbers = range(run.model.num_experts + 1)

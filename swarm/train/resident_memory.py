@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swarm.config import ModelConfig, RunConfig
-from swarm.experts import shared_shapes
 from swarm.model.stage import Stage
 from swarm.model.transformer import DTYPES
 from swarm.train.activations import MicroBatchBytes, Rows
@@ -24,7 +23,6 @@ from swarm.train.sizes import (
     Need,
     Sizes,
     frozen_layer_bytes,
-    num_elements,
     pipeline_cut,
     sizes_of,
 )
@@ -79,10 +77,10 @@ class Held:
 
     def trained(self, model: ModelConfig, sizes: Sizes) -> int:
         """Trained parameters."""
-        tied = model.tie_word_embeddings
-        shapes = shared_shapes(model).items()
-        shared = num_elements({name: s for name, s in shapes if self.stage.holds(name, tied=tied)})
-        return shared + self.layers * (sizes.layer_owned - sizes.layer_elsewhere)
+        stage, tied = self.stage, model.tie_word_embeddings
+        embedding = sizes.table if stage.is_first or (tied and stage.is_last) else 0
+        norm = model.hidden_size if stage.is_last else 0
+        return self.layers * sizes.layer + embedding + norm + self.head(model, sizes)
 
     def head(self, model: ModelConfig, sizes: Sizes) -> int:
         """Parameters of the head; none where it is the embedding."""

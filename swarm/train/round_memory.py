@@ -19,6 +19,7 @@ from swarm.train.memory import (
     owned_layer_bytes,
 )
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.sizes import Need
 
 PROCESS_BYTES = 0.39e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
@@ -78,15 +79,20 @@ class HostPeaks:
 
 
 def host_peaks(
-    run: RunConfig, num_owned: int, options: EngineOptions, *, num_peers: int, workers: int = 0
+    run: RunConfig,
+    num_owned: int,
+    options: EngineOptions,
+    *,
+    num_peers: int,
+    need: Need | None = None,
 ) -> HostPeaks:
     """The peaks of a peer that owns so many experts, in a swarm of so many peers.
 
-    With several workers, of one of them; `workers` as in `need_of`.
+    With several workers, of one of them; `need` is that of the engine, if it is known already.
 
     Letters: c bytes of an element on the wire, C elements of a chunk, n values behind a mean.
     """
-    need = need_of(run, num_owned, options, workers)
+    need = need or need_of(run, num_owned, options)
     on_host = options.device == "cpu"
     experts, chunk, matrix = run.model.num_experts, CHUNK_ELEMENTS, expert_matrix_bytes(run.model)
     rest = PROCESS_BYTES + SLACK_BYTES + need.host

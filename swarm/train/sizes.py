@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Shape, shared_shapes
@@ -83,6 +84,7 @@ class Sizes:
         return self.layer_shared + self.layer_owned
 
 
+@lru_cache(maxsize=256)
 def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
     """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
     first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
