@@ -118,9 +118,9 @@ def test_slow_steps_are_measured_again_and_the_choice_follows(
         engine.step(batch(RUN, step), lr=1e-2)
     assert clocks.threads == 4
     measured = len(clocks.rehearsed)
-    clocks.times, clocks.share = {1: 0.4, 2: 0.5, 4: 0.6}, 0.6  # neighbours came
+    clocks.times, clocks.share = {1: 4.0, 2: 5.0, 4: 6.0}, 0.6  # neighbours came
     with caplog.at_level("INFO"):
-        for step in range(WINDOW, WINDOW + round(REST_S / 0.6) + 1):
+        for step in range(WINDOW, WINDOW + round(REST_S / 6.0) + 1):
             engine.step(batch(RUN, step), lr=1e-2)
     assert len(clocks.rehearsed) > measured
     assert clocks.threads == 1

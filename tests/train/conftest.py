@@ -7,8 +7,8 @@ import pytest
 from tests.train.crews import Crews, shared_crews
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crews() -> Iterator[Crews]:
-    """Workers for the tests of a file."""
+    """Workers for all tests of a process: each starts in 3 s, most of which torch takes."""
     with shared_crews() as crews:
         yield crews

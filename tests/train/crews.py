@@ -117,7 +117,7 @@ def assert_holders_answer(engine: ParallelEngine, run: RunConfig, shared: Sequen
 
 @contextmanager
 def shared_crews(device: str = "cpu") -> Iterator[Crews]:
-    """For the tests of a module."""
+    """Ends all of them in the end."""
     crews = Crews(device)
     try:
         yield crews
