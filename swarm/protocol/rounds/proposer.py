@@ -62,8 +62,9 @@ class Proposer(Role):
             # Those that have voted need a sign of life only now and then.
             if peer not in campaign.accepts or campaign.num_polls % 2 == 0:
                 self.out.post(peer, message)
-        if self.blobs.proposal and self.blobs.proposal.ballot == campaign.ballot:
-            for source in sorted(set(self._sources(self.blobs.proposal).values()) - {self.me}):
+        proposal, lost_s = self.blobs.proposal, self.timers.lost_after_s(self.timers.vote_s)
+        if proposal and proposal.ballot == campaign.ballot and lost_s < self.timers.vote_s:
+            for source in sorted(set(self._sources(proposal).values()) - {self.me}):
                 self.out.post(source, Hello(ask=True))
 
     def _sources(self, proposal: Proposal) -> dict[Digest, PeerId]:
