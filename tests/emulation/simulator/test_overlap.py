@@ -6,7 +6,7 @@ from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
-from tests.emulation.schedules import require_missed, require_sound
+from tests.emulation.simulator.schedules import require_missed, require_sound
 
 CLASSES = sorted(name for name in ALL_CLASSES if name.upper() in OVERLAPPED)
 SEEDS = [

@@ -21,8 +21,8 @@ from swarm.emulation.simulator.world import World
 from swarm.protocol.abstaining import abstains
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION
-from tests.emulation.schedules import require_missed, require_sound
-from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
+from tests.emulation.simulator.schedules import require_missed, require_sound
+from tests.emulation.simulator.test_scenarios import PEERS, best_tip, run, scenario
 from tests.protocol import (
     round_pump,
     test_rounds_fetching,

@@ -7,7 +7,7 @@ import pytest
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.schedule import run_schedule
-from tests.emulation.schedules import require_sound
+from tests.emulation.simulator.schedules import require_sound
 
 CAUGHT_BY_SCHEDULE = {
     "nothing_is_shown": "P:11",

@@ -11,7 +11,7 @@ import pytest
 
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.protocol.rounds import RoundMachine
-from tests.emulation.schedules import require_missed
+from tests.emulation.simulator.schedules import require_missed
 from tests.hostile import test_m03_garbage
 from tests.hostile.test_m02_members_of_one import alone
 from tests.hostile.test_m02_members_of_one import (

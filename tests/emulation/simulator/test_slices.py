@@ -7,7 +7,7 @@ from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.hostile import SLICED
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
-from tests.emulation.schedules import require_missed, require_sound
+from tests.emulation.simulator.schedules import require_missed, require_sound
 
 SEEDS = [
     pytest.param(range(1), id="one"),

@@ -11,7 +11,7 @@ from swarm.emulation.simulator.schedule import run_schedule
 from swarm.emulation.simulator.taking_part import AHEAD, Character
 from swarm.protocol.rounds.relays import Relays
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_scale.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_scale.py"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
