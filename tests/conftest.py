@@ -76,7 +76,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not meant, and skip what needs GPUs where too few are there, or asked for."""
+    """Leave out what is not meant; skip what needs GPUs that are not there, or not asked for."""
     # Files that are named are collected whatever `pytest_ignore_collect` says.
     items[:] = [item for item in items if _is_meant(item.path, config)]
     reasons = {"gpu": _lacking(config, 1), "gpu2": _lacking(config, 2)}
