@@ -66,8 +66,10 @@ def assert_as_predicted(run, options, found):
         pytest.param(2, {**HEADS, **ROUNDED}, {}, id="heads, rounded moments", marks=SLOW),
         pytest.param(2, {"shards": 2}, BF16, id="cut"),
         pytest.param(4, {"shards": 4}, {}, id="cut over four", marks=SLOW),
-        pytest.param(2, {"shards": 2, "ep": 2}, BF16, id="cut, dealt out", marks=SLOW),
-        pytest.param(4, {"shards": 4, "ep": 2, **FRUGAL}, BF16, id="cut, two by two, int8"),
+        pytest.param(2, {"shards": 2, "ep": 2, **FRUGAL}, BF16, id="cut, dealt out, int8"),
+        pytest.param(
+            4, {"shards": 4, "ep": 2, **FRUGAL}, BF16, id="cut, two by two, int8", marks=SLOW
+        ),
     ],
 )
 def test_state_and_peak_of_a_rank(size, options, train):
