@@ -11,10 +11,6 @@ import pytest
 import torch
 
 SCRATCH_HOME = pytest.StashKey[str]()
-TESTS = Path(__file__).parent
-PATIENT = [TESTS / each for each in ("data", "deltas", "emulation/simulator", "model", "protocol")]
-PATIENT += [TESTS / "train"]
-"""Folders whose tests compute and wait for nobody: they may run beside what has deadlines."""
 
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
@@ -27,26 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # Most files need not be loaded to know that none of their tests is meant.
     parser.addoption("--files-with", metavar="TEXT", help="pass over files without this text")
     parser.addoption(
-        "--patient", choices=["only", "none"], help="only tests that compute, or none of these"
-    )
-    parser.addoption(
         "--gpu2-on-cpu", action="store_true", help="run tests marked gpu2 on the CPU, over gloo"
     )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over files without the text of `--files-with`, and what `--patient` does not mean."""
-    if collection_path.suffix != ".py":
-        return None
+    """Pass over files without the text of `--files-with`."""
     text = config.getoption("--files-with")
-    is_passed_over = text is not None and text not in collection_path.read_text()
-    return is_passed_over or not _is_meant(collection_path, config) or None
-
-
-def _is_meant(path: Path, config: pytest.Config) -> bool:
-    """Whether `--patient` leaves a file in."""
-    wanted = config.getoption("--patient")
-    return wanted is None or (wanted == "only") == any(map(path.is_relative_to, PATIENT))
+    if text and collection_path.suffix == ".py" and text not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,9 +62,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not meant; skip what needs GPUs that are not there, or not asked for."""
-    # Files that are named are collected whatever `pytest_ignore_collect` says.
-    items[:] = [item for item in items if _is_meant(item.path, config)]
+    """Skip what needs GPUs where none were asked for or too few are there."""
     reasons = {"gpu": _lacking(config, 1), "gpu2": _lacking(config, 2)}
     if config.getoption("--gpu2-on-cpu"):
         del reasons["gpu2"]

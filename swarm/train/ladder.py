@@ -218,7 +218,7 @@ def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machi
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
     """How many experts the machine can own with some engine; None if not even the shared part."""
-    ladder = list(rungs(run, machine, wishes or Wishes()))
+    ladder = rungs(run, machine, wishes or Wishes())
 
     def fit(num_owned: int) -> bool:
         return any(_rung(run, num_owned, options, machine).fits for options in ladder)
