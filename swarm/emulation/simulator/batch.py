@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
@@ -79,10 +80,10 @@ def run_job(job: Job) -> Outcome:
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     """Yields the outcomes, in the order of the jobs; stop iterating to stop the work."""
     if processes <= 1:
-        yield from map(run_job, jobs)
+        with collecting_rarely():
+            yield from map(run_job, jobs)
         return
-    context = get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_collect_rarely) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         yield from _in_order(pool, jobs, processes)
 
 
@@ -95,11 +96,19 @@ def _in_order(pool: Executor, jobs: Sequence[Job], processes: int) -> Iterator[O
         pending += [pool.submit(_run_chunk, chunk) for chunk in islice(chunks, 1)]
 
 
-def _collect_rarely() -> None:
-    """A schedule leaves its cycles when it ends, all at once."""
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Looks for cycles after `GARBAGE` objects: a schedule leaves its own when it ends."""
+    before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GARBAGE)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _run_chunk(jobs: Sequence[Job]) -> list[Outcome]:
-    return [run_job(job) for job in jobs]
+    with collecting_rarely():
+        return [run_job(job) for job in jobs]
