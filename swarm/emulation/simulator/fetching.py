@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 from swarm.emulation.simulator.shell import Shell
@@ -37,6 +38,31 @@ class FetchingShell(Shell, Protocol):
 
     def post(self, destination: PeerId, payload: Get | Data) -> None:
         """Sends it; it may be lost."""
+
+
+class CatchUp:
+    """Which manifest a peer fetches to apply it, and in which events this began and ended [X1].
+
+    Effects are carried out after the whole event, when the machine may pursue another manifest
+    than the one a first `Fetch` was for. So what begins and ends within one event is not judged.
+    """
+
+    def __init__(self) -> None:
+        self.event = 0
+        self._digest: Digest = ""
+        self._began, self._ended = 0, inf
+
+    def may_begin(self, digest: Digest) -> bool:
+        """Whether this manifest is another, or was given up by an earlier event than this."""
+        return digest != self._digest or self._began == self.event or self._ended < self.event
+
+    def begin(self, digest: Digest) -> None:
+        """This event has it fetched."""
+        self._digest, self._began, self._ended = digest, self.event, inf
+
+    def end(self) -> None:
+        """This event gives it up, if none has before."""
+        self._ended = min(self._ended, self.event)
 
 
 class Fetcher:

@@ -10,7 +10,7 @@ from typing import Any
 from swarm.emulation.simulator.arithmetic import average, merge, rebuild
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.exchange import Exchange
-from swarm.emulation.simulator.fetching import Fetcher, Get
+from swarm.emulation.simulator.fetching import CatchUp, Fetcher, Get
 from swarm.emulation.simulator.heads import HeadSearch
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
@@ -98,9 +98,7 @@ class Node(Ports):
         self._is_listening = False
         self._last_tick = 0.0
         self._event_s = 0.0
-        # The manifest fetched last to be applied, and the list of effects that cancelled this.
-        self._caught_up: tuple[Digest, int] = ("", 0)
-        self._lists = 0
+        self._catch_up = CatchUp()
         self._perform: dict[type, Callable[[Any], None]] = {
             Persist: self._persist,
             Send: self._send,
@@ -136,7 +134,7 @@ class Node(Ports):
         self.is_up, self.is_paused, self.is_deaf = True, False, False
         self._backlog.clear()
         self._heard.clear()
-        self._caught_up = ("", 0)
+        self._catch_up = CatchUp()
         self._last_tick = self._event_s = world.now
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
@@ -282,7 +280,7 @@ class Node(Ports):
 
     def _execute(self, effects: list[Effect]) -> None:
         trace = self.world.trace
-        self._lists += 1
+        self._catch_up.event += 1
         for effect in effects:
             if trace:
                 text = describe(effect)
@@ -319,15 +317,14 @@ class Node(Ports):
     def _fetch(self, effect: Fetch) -> None:
         pursued = self.machine.pursued
         if effect.purpose is Purpose.CATCH_UP and pursued is not None:
-            digest = pursued.digest
-            if self._caught_up in ((digest, 0), (digest, self._lists)):
-                raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
-            self._caught_up = (digest, 0)
+            if not self._catch_up.may_begin(pursued.digest):
+                raise Violation("X1", f"{self.me} starts to fetch {pursued.digest[:12]} anew")
+            self._catch_up.begin(pursued.digest)
         self.fetcher.start(effect)
 
     def _cancel_fetch(self, effect: CancelFetch) -> None:
         if effect.purpose is Purpose.CATCH_UP:
-            self._caught_up = (self._caught_up[0], self._lists)
+            self._catch_up.end()
         self.fetcher.cancel(effect.purpose)
 
     def _synced(self, manifest: Manifest) -> None:
