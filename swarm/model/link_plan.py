@@ -21,7 +21,7 @@ CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
 }
 """Bytes of an element: fp32 and bf16 as values, the others as codings of what has changed."""
 EXACT_BYTES = 4
-"""Norms and routers travel in fp32, in every round."""
+"""Norms and routers travel in fp32."""
 SEGMENT_BITS = 1460 * 8
 
 
@@ -120,16 +120,16 @@ class LinkPlan:
 def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     """Blob bytes that a peer sends in a cycle, and receives, as `bytes_sent_per_peer_per_round`.
 
-    P (2 S (N-1) (s / p_s) + 2 L (N-1) + X (N+R-2) (x / p_x)) / N: S shared, L norms and routers, X
+    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S shared, L norms and routers, X
     experts, in elements; s and x bytes of each; p_s and p_x rounds between two exchanges.
     """
     counted = parameters(run.model)
     exact = exact_elements(run.model)
     owners = min(setting.owners, num_peers)
     to_and_from = 2 * (num_peers - 1)
-    shared = (counted.shared - exact) * CODING_BYTES[setting.shared] / setting.shared_every
+    shared = (counted.shared - exact) * CODING_BYTES[setting.shared] + exact * EXACT_BYTES
     experts = counted.experts * CODING_BYTES[setting.experts] / setting.experts_every
-    sent = to_and_from * (shared + exact * EXACT_BYTES)
+    sent = to_and_from * shared / setting.shared_every
     sent += max(num_peers + owners - 2, 0) * experts
     return setting.rounds * sent / num_peers
 
