@@ -49,6 +49,7 @@ from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
+from swarm.protocol.events import Received, Record
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
@@ -88,7 +89,7 @@ from swarm.protocol.records import (
     RunState,
     encode_record,
 )
-from swarm.protocol.rounds import Rules
+from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.composition import Attendance, compose_round
@@ -106,7 +107,7 @@ REPLICAS = 5
 """Peers at which hivemind stores a value, if it is not told otherwise."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature beside each record."""
-OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued")
+OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "a poll's answers taken in")
 """What runs in another thread, or in slices."""
 
 
@@ -332,6 +333,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
     open_roster = _waiting_roster(swarm)
     decisions: dict[str, Callable[[], object]] = {
         "why_close": lambda: why_close(open_roster, Timers()),
+        "a poll's answers taken in": _answers_to_a_poll(swarm),
         "offers checked": lambda: [offer_problem(o, p, tip, rules) for p, o in offers.items()],
         "plan_roster": lambda: plan_roster(tip, offers, rules),
         "assign_reducers": lambda: assign_reducers(offers, plan.able, rules.unit_bytes),
@@ -360,6 +362,32 @@ def _waiting_roster(swarm: Swarm) -> OpenRoster:
     quorum = swarm.num_peers // 2 + 1
     absent = tuple(Absent(peer, 0.5, 30.0, 600.0) for peer in swarm.peers[quorum:])
     return OpenRoster(20.0, 10.0, quorum, swarm.num_peers, True, 600.0, absent)
+
+
+def _answers_to_a_poll(swarm: Swarm) -> Callable[[], None]:
+    """All others say to the convener that they train on; it asks them so every 1.5 s."""
+    convener, *others = swarm.tip.order
+    machine = RoundMachine(
+        convener,
+        1.0,
+        swarm.rules,
+        Timers(),
+        Record(swarm.tip, certificate=None, parent=None),
+        stored=[entry.digest for entry in swarm.tip.entries.values()],
+        now=0.0,
+        random=Random(0),
+    )
+    machine.start(0.0)
+    for peer in others:
+        machine.handle(Received(peer, swarm.header, Hello(ask=False)), 0.0)
+    assert machine.campaign.stage == "collect"
+    trains_on = Ready(swarm.ballot, None, None, 1.0, remaining_s=1800.0, worked_s=1800.0)
+
+    def take_in() -> None:
+        for peer in others:
+            machine.handle(Received(peer, swarm.header, trains_on), 0.0)
+
+    return take_in
 
 
 def _assign(swarm: Swarm, members: dict[PeerId, float]) -> object:

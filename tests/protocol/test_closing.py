@@ -7,7 +7,14 @@ import pytest
 
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Expected
-from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, keeps_word, why_close
+from swarm.protocol.rounds.closing import (
+    Absent,
+    Absentees,
+    OpenRoster,
+    Word,
+    keeps_word,
+    why_close,
+)
 from tests.protocol.round_pump import make_offer, make_rules, start_swarm, train_times
 
 TIMERS = Timers()
@@ -130,6 +137,22 @@ def test_everybody_who_is_missing_needs_a_reason_of_its_own() -> None:
     why = why_close(both, TIMERS)
     assert why is not None and "peer E silent" in why and "peer F needs" in why
     assert why_close(replace(ROSTER, absent=(silent, late, BUSY)), TIMERS) is None
+
+
+def test_nobody_is_looked_at_behind_the_first_that_is_waited_for() -> None:
+    silent = Absent("E", silent_s=9.0, remaining_s=None, worked_s=10.0)
+    looks = []
+
+    def look(peer: str) -> Absent:
+        looks.append(peer)
+        return silent if peer == "E" else replace(BUSY, peer=peer)
+
+    absentees = Absentees(["E", *(f"F{number}" for number in range(254))], look)
+    roster = replace(ROSTER, absent=absentees)
+    assert why_close(roster, TIMERS) is None
+    assert keeps_word(roster, TIMERS)
+    assert looks == ["E", "F0"]
+    assert len(absentees) == len(roster.names.split(", ")) == len(looks) == 255
 
 
 HOUR = replace(ROSTER, age_s=3700.0, waited_s=100.0, fastest_s=3600.0)

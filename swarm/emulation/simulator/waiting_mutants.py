@@ -17,7 +17,7 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.closing import Absent, OpenRoster
+from swarm.protocol.rounds.closing import Absent, Absentees
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.rosters import Plan
@@ -52,7 +52,7 @@ class _ThinLinesAwaited(Collector):
 
 
 class _ThinAbsenteesAwaited(Collector):
-    def _thin_absentees(self, campaign: Campaign, roster: OpenRoster) -> dict[PeerId, str]:
+    def _thin_absentees(self, campaign: Campaign, absentees: Absentees) -> dict[PeerId, str]:
         return {}
 
 

@@ -13,7 +13,7 @@ meanwhile [V8].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from swarm.protocol.deadlines import Timers
@@ -79,6 +79,33 @@ class Absent:
         return self.worked_s + self.fetched_s
 
 
+class Absentees(Collection[Absent]):
+    """Members that have not offered, each looked at once, and not before it is asked for.
+
+    One that is waited for decides, so the convener of 256 looks at one or two a READY.
+    """
+
+    def __init__(self, peers: Collection[PeerId], look: Callable[[PeerId], Absent]) -> None:
+        self.peers = peers
+        self._look = look
+        self._seen: dict[PeerId, Absent] = {}
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    def __iter__(self) -> Iterator[Absent]:
+        return map(self.of, self.peers)
+
+    def __contains__(self, absent: object) -> bool:
+        return absent in tuple(self)
+
+    def of(self, peer: PeerId) -> Absent:
+        """What is known of one of them."""
+        if peer not in self._seen:
+            self._seen[peer] = self._look(peer)
+        return self._seen[peer]
+
+
 @dataclass(frozen=True)
 class OpenRoster:
     """What a convener knows when it decides whether to wait on."""
@@ -96,7 +123,7 @@ class OpenRoster:
     """Whether a quorum has answered, with an offer or without."""
     fastest_s: float
     """How long the fastest of the voters worked that have offered; 0 if none has."""
-    absent: Sequence[Absent]
+    absent: Collection[Absent]
     num_of_trainees: int = 0
     """Offers of trainees, likewise."""
     spare_s: float = 0.0

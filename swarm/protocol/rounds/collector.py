@@ -13,6 +13,7 @@ from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign, Promise, Stage, Value
 from swarm.protocol.rounds.closing import (
     Absent,
+    Absentees,
     OpenRoster,
     Word,
     is_patient,
@@ -173,10 +174,11 @@ class Collector(Role):
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
-        roster = self._open_roster(campaign)
+        absent = self._absentees(campaign)
+        roster = self._open_roster(campaign, absent)
         why = why_close(roster, self.timers)
-        if not why and (thin := self._thin_absentees(campaign, roster)):
-            awaited = tuple(absent for absent in roster.absent if absent.peer not in thin)
+        if not why and (thin := self._thin_absentees(campaign, absent)):
+            awaited = tuple(absent.of(peer) for peer in absent.peers if peer not in thin)
             roster = replace(roster, absent=awaited)
             why = why_close(roster, self.timers)
             why = why and f"{why}; not for {', '.join(f'{p}: {thin[p]}' for p in sorted(thin))}"
@@ -192,10 +194,20 @@ class Collector(Role):
             )
         return why
 
-    def _open_roster(self, campaign: Campaign) -> OpenRoster:
+    def _absentees(self, campaign: Campaign) -> Absentees:
         gone = campaign.excluded.keys() | campaign.leaving.keys()
+        offered, behind = campaign.in_time, self._those_behind(campaign)
+        everybody = dict.fromkeys((*self.tip.members, *behind))
+        absent = [peer for peer in everybody if peer not in offered and peer not in gone]
+        own_s = self._remaining_s(campaign, self.me)
+        if own_s is not None and self.me in absent:
+            self._note_word(campaign, self.me, own_s, self.contributor.worked_s())
+        return Absentees(
+            absent, lambda peer: self._absent(campaign, peer, is_behind=peer in behind)
+        )
+
+    def _open_roster(self, campaign: Campaign, absent: Absentees) -> OpenRoster:
         offered, voters = campaign.in_time, self.standing.electorate()
-        behind = self._those_behind(campaign)
         waiting = {peer for peer in offered if peer in voters}
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(
@@ -207,11 +219,7 @@ class Collector(Role):
             num_members=len(self.tip.members),
             quorum_answers=self.standing.has_quorum(campaign.seen),
             fastest_s=min((campaign.worked[peer][0] for peer in waiting), default=0.0),
-            absent=tuple(
-                self._absent(campaign, peer, is_behind=peer in behind)
-                for peer in dict.fromkeys((*self.tip.members, *behind))
-                if peer not in offered and peer not in gone
-            ),
+            absent=absent,
         )
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
@@ -228,16 +236,12 @@ class Collector(Role):
 
     def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
         """What is known of a member that has not offered its shared tensors."""
-        ready_at = self.work.ready_at if peer == self.me else campaign.ready_at.get(peer)
-        remaining_s = None if ready_at is None else max(0.0, ready_at - self.now)
         silent_s = 0.0 if peer == self.me else self.now - self._last_sign_of(campaign, peer)
-        if peer == self.me and remaining_s is not None:
-            self._note_word(campaign, peer, remaining_s, self.contributor.worked_s())
         said = campaign.words.get(peer)
         return Absent(
             peer,
             silent_s,
-            remaining_s,
+            self._remaining_s(campaign, peer),
             self._worked_s(campaign, peer),
             word=None if said is None else Word(said.total_s, self.now - said.due_at),
             contributed=not self.tip.contributors or peer in self.tip.contributors,
@@ -246,6 +250,11 @@ class Collector(Role):
             is_behind=is_behind,
             fetched_s=campaign.fetched.get(peer, 0.0),
         )
+
+    def _remaining_s(self, campaign: Campaign, peer: PeerId) -> float | None:
+        """Until its local steps are done, as it said last."""
+        ready_at = self.work.ready_at if peer == self.me else campaign.ready_at.get(peer)
+        return None if ready_at is None else max(0.0, ready_at - self.now)
 
     def _worked_s(self, campaign: Campaign, peer: PeerId) -> float:
         """How long a member has worked since the tip; one that has offered does no longer."""
@@ -331,22 +340,24 @@ class Collector(Role):
             campaign.planned = ({**offers}, *follows_from[1:]), plan
         return campaign.planned[1]
 
-    def _thin_absentees(self, campaign: Campaign, roster: OpenRoster) -> dict[PeerId, str]:
+    def _thin_absentees(self, campaign: Campaign, absentees: Absentees) -> dict[PeerId, str]:
         """Who is not waited for, as its line would have its offer left out, and why [D5]."""
+        if campaign.quorum_offered_at is None:
+            return {}
         uplinks, voters = campaign.uplinks, self.standing.electorate()
         usual = usual_uplink(mbit for peer in campaign.offers if (mbit := uplinks.get(peer)))
-        late = [a for a in roster.absent if is_thinner(uplinks.get(a.peer, 0), usual)]
-        if not late or roster.waited_s is None:
+        late = [peer for peer in absentees.peers if is_thinner(uplinks.get(peer, 0), usual)]
+        if not late:
             return {}
         plan = self._plan(campaign, self._kept_offers(campaign))
-        absentees = []
-        for absent in late:
-            peer, mbit = absent.peer, uplinks[absent.peer]
+        senders = []
+        for peer in late:
+            absent, mbit = absentees.of(peer), uplinks[peer]
             sent = least_to_send(peer, self.tip, len(plan.offers), self.rules)
             invested_s = absent.invested_s + (absent.remaining_s or 0.0)
-            absentees.append(Sender(peer, sent * 8e-6 / mbit, invested_s, peer in voters, mbit))
-        out = self._too_thin(campaign, plan, absentees)
-        return {absent.peer: out[absent.peer] for absent in late if absent.peer in out}
+            senders.append(Sender(peer, sent * 8e-6 / mbit, invested_s, peer in voters, mbit))
+        out = self._too_thin(campaign, plan, senders)
+        return {peer: out[peer] for peer in late if peer in out}
 
     def _too_thin(
         self, campaign: Campaign, plan: Plan, absentees: Sequence[Sender] = ()
