@@ -67,7 +67,7 @@ CAUGHT = {
     "all_are_kept": "V:31000026",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:0",
-    "any_number_is_young": "V:1",
+    "any_number_is_young": "V:33",
     "trainees_count": "V:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
