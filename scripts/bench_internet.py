@@ -35,7 +35,7 @@ from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench_scale import RUN, Swarm, once_ms, print_rows, run_of
+from bench_scale import RUN, Swarm, evidence_bytes, once_ms, print_rows, run_of
 from internet_rounds import (
     DOWN,
     UP,
@@ -66,8 +66,6 @@ MODES = {
 }
 STEP_S = 36.0
 """Of the 7B on eight GPUs, as in bench_utilisation.py."""
-EVIDENCE_OF_PEER, EVIDENCE_OF_MEAN = 900, 120
-"""Bytes of a proposal's evidence, by swarm/network/README.md."""
 PART_BYTES = 2**24
 """Of a part of the shared tensors, doubled until a manifest fits its limit."""
 STAGES = ("offers", "lists", "values", "body", "means", "experts", "rest")
@@ -115,7 +113,7 @@ def constants_of(of: Sized, run: RunConfig, num_units: int) -> Constants:
     return Constants(
         offer_bytes=of.offer_bytes,
         body_bytes=of.body_bytes,
-        evidence_bytes=EVIDENCE_OF_PEER * num_peers + EVIDENCE_OF_MEAN * num_units,
+        evidence_bytes=evidence_bytes(num_peers, num_units),
         cpu_s=of.cpu_s,
         control_s=ASSUMED.control_s,
         compute_s=run.round.local_steps * STEP_S,

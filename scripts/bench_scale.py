@@ -93,6 +93,7 @@ from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.relays import relays_of_body
 from swarm.protocol.rounds.rosters import Plan, assign_reducers, offer_problem, plan_roster
 from swarm.protocol.schemas import MAX_HOLDERS
 from swarm.protocol.sourcing import Sourcing
@@ -531,14 +532,20 @@ def counted(num_peers: int) -> Counter[str]:
     return sent.copy()
 
 
+def evidence_bytes(num_peers: int, num_means: int) -> int:
+    """Of a proposal's evidence, by swarm/network/README.md."""
+    return 900 * num_peers + 120 * num_means
+
+
 def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Control bytes of a round: messages counted in a simulation, attachments by formula.
 
     Counts are those of a swarm of at most `SIMULATED` peers, for each peer but the convener.
     PREPARE, ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, the
-    rest from each of them to the convener. The manifest goes from the convener to everybody,
-    offers go to the convener, and to all reducers from those that made them (from the convener if
-    they are few).
+    rest from each of them to the convener. Manifest and evidence go from the convener to everybody,
+    or in a large swarm to its relays, if lines are known, and from these to the others [D4]. Offers
+    go to the convener, and to all reducers from those that made them (from the convener if they are
+    few).
     """
     others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
     sizes = {row["message"]: row.get("bytes", wire.MAX_MESSAGE_BYTES) for row in messages}
@@ -553,17 +560,22 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
             answered += num_bytes / (simulated - 1)
     offer = max(len(each.encoded) for each in swarm.offers.values())
     reducers = len(set(swarm.plan.reducers.values()))
-    manifest, rosters = len(swarm.manifest.encoded), offer * swarm.num_peers * reducers
+    evidence = evidence_bytes(swarm.num_peers, len(swarm.plan.reducers))
+    body = len(swarm.manifest.encoded) + evidence
+    rosters = offer * swarm.num_peers * reducers
     shared = swarm.num_peers > MANY
+    relays = len(relays_of_body(dict.fromkeys(swarm.peers[1:], 100)))
     table = {
         "convener sends": (
             told * others + gossip,
-            manifest * others + (offer * reducers if shared else rosters),
+            body * (relays or others) + (offer * reducers if shared else rosters),
         ),
         "convener gets": (answered * others + gossip, offer * others),
         "another sends": (answered + gossip, offer * (reducers + 1 if shared else 1)),
-        "another gets": (told + gossip, manifest + rosters / swarm.num_peers),
+        "another gets": (told + gossip, body + rosters / swarm.num_peers),
     }
+    if relays:
+        table["a relay sends besides"] = (0, body * (others - relays) / relays)
     return [
         {"peers": swarm.num_peers, "who": who, "message_bytes": text, "attached_bytes": attached}
         for who, (text, attached) in table.items()
