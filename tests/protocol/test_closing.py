@@ -147,11 +147,11 @@ def test_nobody_is_looked_at_behind_the_first_that_is_waited_for() -> None:
         looks.append(peer)
         return silent if peer == "E" else replace(BUSY, peer=peer)
 
-    absentees = Absentees(["E", *(f"F{number}" for number in range(254))], look)
+    absentees = Absentees(["E", *(f"busy{number}" for number in range(254))], look)
     roster = replace(ROSTER, absent=absentees)
     assert why_close(roster, TIMERS) is None
     assert keeps_word(roster, TIMERS)
-    assert looks == ["E", "F0"]
+    assert looks == ["E", "busy0"]
     assert len(absentees) == len(roster.names.split(", ")) == len(looks) == 255
 
 
