@@ -1,5 +1,6 @@
 """The convener when others fail it: who is waited for, who is left out, when a vote counts."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from swarm.protocol.messages import (
     ReducedUnit,
     Roster,
 )
+from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.rosters import offer_problem
 from tests.protocol.round_pump import (
     Pump,
@@ -51,6 +53,31 @@ def test_a_dead_contributor_is_not_waited_for() -> None:
     said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
     assert f"roster closed with 3 of 4 offers: peer {dead} silent for 6." in said
     assert convener.record.tip == tip
+
+
+def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypatch) -> None:
+    pump = in_training("ABCDEFGHIJKLMNOP")
+    train_times(pump, dict.fromkeys("ABCDEFGHIJKLMNOP", 100.0))
+    pump.run_to_height(3)
+    for peer in pump.nodes:
+        pump.give(peer, Expected(pump.nodes[peer].machine.tip.digest, 100.0))
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., object]:
+        method = getattr(Collector, name)
+
+        def call(*args: object, **options: object) -> object:
+            calls[name] += 1
+            return method(*args, **options)
+
+        return call
+
+    for name in ("collect", "_absent"):
+        monkeypatch.setattr(Collector, name, counted(name))
+    pump.run(pump.now + 20.0, lambda: False)
+    assert pump.nodes["A"].machine.tip.height == 3
+    assert calls["collect"] > 100  # 15 answers to each of 13 polls
+    assert calls["_absent"] <= 2 * calls["collect"]
 
 
 def test_a_peer_that_is_silent_long_enough_when_a_quorum_offers_costs_no_time_at_all() -> None:
