@@ -63,17 +63,17 @@ def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypa
         pump.give(peer, Expected(pump.nodes[peer].machine.tip.digest, 100.0))
     calls: Counter[str] = Counter()
 
-    def counted(name: str) -> Callable[..., object]:
-        method = getattr(Collector, name)
+    def counted(method_name: str) -> Callable[..., object]:
+        method = getattr(Collector, method_name)
 
         def call(*args: object, **options: object) -> object:
-            calls[name] += 1
+            calls[method_name] += 1
             return method(*args, **options)
 
         return call
 
-    for name in ("collect", "_absent"):
-        monkeypatch.setattr(Collector, name, counted(name))
+    for method_name in ("collect", "_absent"):
+        monkeypatch.setattr(Collector, method_name, counted(method_name))
     pump.run(pump.now + 20.0, lambda: False)
     assert pump.nodes["A"].machine.tip.height == 3
     assert calls["collect"] > 100  # 15 answers to each of 13 polls
