@@ -167,8 +167,8 @@ def test_seconds_follow_from_what_peers_say_of_their_lines() -> None:
     tip = found(rules, list("ABCD"))
     plan = plan_roster(tip, {peer: make_offer(rules, peer, tip) for peer in "ABCD"}, rules)
     sent = bytes_to_send(plan, rules)
-    assert seconds_to_send(plan, {}, rules) == {}
-    assert seconds_to_send(plan, {"A": 1, "B": 20, "C": 0}, rules) == {
+    assert seconds_to_send(sent, {}) == {}
+    assert seconds_to_send(sent, {"A": 1, "B": 20, "C": 0}) == {
         peer: pytest.approx(sent[peer] * 8e-6 / mbit)
         for peer, mbit in {"A": 1, "B": 20, "C": 1, "D": 1}.items()
     }

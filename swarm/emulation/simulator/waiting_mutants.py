@@ -17,11 +17,10 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.closing import Absent, Absentees
+from swarm.protocol.rounds.closing import Absent, Absentees, OpenRoster
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.reformer import Reformer
-from swarm.protocol.rounds.rosters import Plan
-from swarm.protocol.rounds.thin import Sender
+from swarm.protocol.rounds.thin import Loads, Sender
 
 
 class _WordsIgnored(Collector):
@@ -46,13 +45,15 @@ class _AlwaysTrusted(Collector):
 
 class _ThinLinesAwaited(Collector):
     def _too_thin(
-        self, campaign: Campaign, plan: Plan, absentees: Sequence[Sender] = ()
+        self, campaign: Campaign, loads: Loads, absentees: Sequence[Sender] = ()
     ) -> dict[PeerId, str]:
         return {}
 
 
 class _ThinAbsenteesAwaited(Collector):
-    def _thin_absentees(self, campaign: Campaign, absentees: Absentees) -> dict[PeerId, str]:
+    def _thin_absentees(
+        self, campaign: Campaign, roster: OpenRoster, absentees: Absentees
+    ) -> dict[PeerId, str]:
         return {}
 
 

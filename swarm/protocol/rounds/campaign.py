@@ -20,6 +20,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds.grounds import Grounds
 from swarm.protocol.rounds.rosters import Plan
+from swarm.protocol.rounds.thin import Loads
 
 
 class Stage(Enum):
@@ -110,7 +111,7 @@ class Campaign:
     extensions: int = 0
     averaged_s: float = 0.0
     """What the slowest line of the roster takes for values that others average."""
-    planned: tuple[tuple[Mapping[PeerId, Offer], Set[PeerId], Uplinks], Plan] | None = None
+    planned: tuple[tuple[Mapping[PeerId, Offer], Set[PeerId], Uplinks], Loads] | None = None
     """The plan that was made last, behind what it follows from: 256 peers take long to plan."""
     # A manifest is proposed.
     proposal: Manifest | None = None

@@ -24,18 +24,11 @@ from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.merger import Merger
-from swarm.protocol.rounds.rosters import Plan, plan_roster, usual_uplink
+from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.rounds.succession import Succession
-from swarm.protocol.rounds.thin import (
-    Sender,
-    averaged_bytes,
-    is_thinner,
-    least_to_send,
-    seconds_to_send,
-    too_thin,
-)
+from swarm.protocol.rounds.thin import Loads, Sender, is_thinner, too_thin
 from swarm.protocol.voting import steadiest
 
 
@@ -177,7 +170,7 @@ class Collector(Role):
         absent = self._absentees(campaign)
         roster = self._open_roster(campaign, absent)
         why = why_close(roster, self.timers)
-        if not why and (thin := self._thin_absentees(campaign, absent)):
+        if not why and (thin := self._thin_absentees(campaign, roster, absent)):
             awaited = tuple(absent.of(peer) for peer in absent.peers if peer not in thin)
             roster = replace(roster, absent=awaited)
             why = why_close(roster, self.timers)
@@ -306,13 +299,13 @@ class Collector(Role):
     def _close_roster(self, campaign: Campaign, why: str) -> None:
         """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""
         offers = self._kept_offers(campaign)
-        plan = self._plan(campaign, offers)
-        for peer, reason in self._too_thin(campaign, plan).items():
+        loads = self._loads(campaign, offers)
+        for peer, reason in self._too_thin(campaign, loads).items():
             del offers[peer]
             self.out.explain(Topic.ROUND, f"peer {peer} left out: {reason}")
-        plan = plan if len(offers) == len(plan.offers) else self._plan(campaign, offers)
-        campaign.plan = plan
-        campaign.averaged_s = max(self._averaged_s(campaign, plan).values(), default=0.0)
+        loads = loads if len(offers) == len(loads.plan.offers) else self._loads(campaign, offers)
+        campaign.plan = loads.plan
+        campaign.averaged_s = max(loads.averaged_s(campaign.uplinks).values(), default=0.0)
         campaign.grounds.close(offers)
         campaign.results = {}
         campaign.reports = {}
@@ -330,61 +323,59 @@ class Collector(Role):
         kept = self._kept_after(able, campaign.setbacks)
         return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
 
-    def _plan(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Plan:
+    def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
         """The round over these offers, by what is known of lines; made anew if that has changed."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
         follows_from = offers, unable, dict(campaign.uplinks)
         if campaign.planned is None or campaign.planned[0] != follows_from:
             plan = plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
-            campaign.planned = ({**offers}, *follows_from[1:]), plan
+            loads = Loads(plan, self.tip, self.rules)
+            campaign.planned = ({**offers}, *follows_from[1:]), loads
         return campaign.planned[1]
 
-    def _thin_absentees(self, campaign: Campaign, absentees: Absentees) -> dict[PeerId, str]:
+    def _thin_absentees(
+        self, campaign: Campaign, roster: OpenRoster, absentees: Absentees
+    ) -> dict[PeerId, str]:
         """Who is not waited for, as its line would have its offer left out, and why [D5]."""
         if campaign.quorum_offered_at is None:
             return {}
         uplinks, voters = campaign.uplinks, self.standing.electorate()
         usual = usual_uplink(mbit for peer in campaign.offers if (mbit := uplinks.get(peer)))
         late = [peer for peer in absentees.peers if is_thinner(uplinks.get(peer, 0), usual)]
-        if not late:
-            return {}
-        plan = self._plan(campaign, self._kept_offers(campaign))
+        others = Absentees([p for p in absentees.peers if p not in late], absentees.of)
+        if not late or keeps_word(replace(roster, absent=others), self.timers):
+            return {}  # somebody is waited for in any case
+        loads = self._loads(campaign, self._kept_offers(campaign))
         senders = []
         for peer in late:
             absent, mbit = absentees.of(peer), uplinks[peer]
-            sent = least_to_send(peer, self.tip, len(plan.offers), self.rules)
             invested_s = absent.invested_s + (absent.remaining_s or 0.0)
-            senders.append(Sender(peer, sent * 8e-6 / mbit, invested_s, peer in voters, mbit))
-        out = self._too_thin(campaign, plan, senders)
+            least_s = loads.least_s(peer, mbit)
+            senders.append(Sender(peer, least_s, invested_s, peer in voters, mbit))
+        out = self._too_thin(campaign, loads, senders)
         return {peer: out[peer] for peer in late if peer in out}
 
     def _too_thin(
-        self, campaign: Campaign, plan: Plan, absentees: Sequence[Sender] = ()
+        self, campaign: Campaign, loads: Loads, absentees: Sequence[Sender] = ()
     ) -> dict[PeerId, str]:
         """Who is left out since its line would hold the others up, with the reason [D5]."""
-        seconds = seconds_to_send(plan, campaign.uplinks, self.rules)
-        voters = self.standing.electorate()
-        waiting = {p for p in plan.contributors if p in voters}
-        averaged = self._averaged_s(campaign, plan)
+        uplinks, voters = campaign.uplinks, self.standing.electorate()
+        waiting = {p for p in loads.plan.contributors if p in voters}
+        averaged_s = loads.averaged_s(uplinks)
         senders = [
             Sender(
                 peer,
                 needs_s,
                 self._worked_s(campaign, peer) + campaign.fetched.get(peer, 0.0),
                 waits=peer in waiting,
-                uplink_mbit=campaign.uplinks.get(peer, 0),
-                averaged_s=averaged.get(peer, 0.0),
+                uplink_mbit=uplinks.get(peer, 0),
+                averaged_s=averaged_s.get(peer, 0.0),
             )
-            for peer, needs_s in seconds.items()
+            for peer, needs_s in loads.seconds(uplinks).items()
         ]
         limit_s = 2 * self.timers.reduce_s
         return too_thin([*senders, *absentees], self._free_s(campaign, waiting), limit_s)
-
-    def _averaged_s(self, campaign: Campaign, plan: Plan) -> dict[PeerId, float]:
-        """For how long lines that were measured are busy with values that others average."""
-        uplinks, sent = campaign.uplinks, averaged_bytes(plan, self.rules)
-        return {p: sent[p] * 8e-6 / uplinks[p] for p in plan.offers if uplinks.get(p)}
 
     def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         """The message that says who averages what, or only that the convener is there."""
