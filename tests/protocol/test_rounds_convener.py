@@ -13,6 +13,7 @@ from swarm.protocol.messages import (
     Accept,
     Ballot,
     Commit,
+    Header,
     Message,
     Offer,
     Prepare,
@@ -22,8 +23,11 @@ from swarm.protocol.messages import (
     ReducedUnit,
     Roster,
 )
+from swarm.protocol.rounds import collector
+from swarm.protocol.rounds import thin as thin_lines
 from swarm.protocol.rounds.collector import Collector
-from swarm.protocol.rounds.rosters import offer_problem
+from swarm.protocol.rounds.rosters import offer_problem, plan_roster
+from swarm.protocol.rounds.thin import averaged_bytes, bytes_to_send, least_to_send
 from tests.protocol.round_pump import (
     Pump,
     first_of,
@@ -78,6 +82,52 @@ def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypa
     assert pump.nodes["A"].machine.tip.height == 3
     assert calls["collect"] > 100  # 15 answers to each of 13 polls
     assert calls["_absent"] <= 2 * calls["collect"]
+
+
+@pytest.mark.parametrize(("awaited", "plans"), [("H", 0), ("", 1)])
+def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
+    awaited: str, plans: int, monkeypatch
+) -> None:
+    pump = in_training("ABCDEFGH")
+    train_times(pump, dict.fromkeys(pump.nodes, 100.0))
+    pump.run_to_height(3)
+    machine = pump.nodes[first_of(pump)].machine
+    tip, header = machine.tip, Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    thin, *others = sorted(pump.nodes.keys() - {first_of(pump)})
+    made: Counter[str] = Counter()
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            made[function.__name__] += 1
+            return function(*arguments)
+
+        return call
+
+    def answers(peer: PeerId) -> None:
+        late = peer in (thin, *awaited)
+        offer = None if late else make_offer(pump.rules, peer, tip)
+        said = Ready(
+            Ballot(0, first_of(pump)), offer, None, 1.0,
+            remaining_s=5.0 if late else None,
+            worked_s=1e6 if late else 10.0,  # so it is worth waiting for
+            uplink_mbit=3 if peer == thin else 100,
+        )  # fmt: skip
+        machine.handle(Received(peer, header, said), pump.now)
+
+    machine.handle(Offered(make_offer(pump.rules, first_of(pump), tip)), pump.now)
+    for peer in (thin, *others):
+        answers(peer)
+    monkeypatch.setattr(collector, "plan_roster", counted(plan_roster))
+    for of_lines in (averaged_bytes, bytes_to_send, least_to_send):
+        monkeypatch.setattr(thin_lines, of_lines.__name__, counted(of_lines))
+    machine._succession.campaign.planned = None
+    for _ in range(10):
+        for peer in (thin, *others):
+            answers(peer)
+    assert machine.campaign.stage == "collect"
+    # What is averaged is in what is sent, too.
+    assert made == dict.fromkeys(made, plans) | ({"averaged_bytes": 2} if plans else {})
+    assert len(made) == 4 * plans
 
 
 def test_a_peer_that_is_silent_long_enough_when_a_quorum_offers_costs_no_time_at_all() -> None:
