@@ -108,7 +108,7 @@ REPLICAS = 5
 """Peers at which hivemind stores a value, if it is not told otherwise."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature beside each record."""
-OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "a poll's answers taken in")
+OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "taken in", "half late")
 """What runs in another thread, or in slices."""
 
 
@@ -335,6 +335,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
     decisions: dict[str, Callable[[], object]] = {
         "why_close": lambda: why_close(open_roster, Timers()),
         "a poll's answers taken in": _answers_to_a_poll(swarm),
+        "the same, half late": _answers_to_a_poll(swarm, is_late=True),
         "offers checked": lambda: [offer_problem(o, p, tip, rules) for p, o in offers.items()],
         "plan_roster": lambda: plan_roster(tip, offers, rules),
         "assign_reducers": lambda: assign_reducers(offers, plan.able, rules.unit_bytes),
@@ -365,8 +366,11 @@ def _waiting_roster(swarm: Swarm) -> OpenRoster:
     return OpenRoster(20.0, 10.0, quorum, swarm.num_peers, True, 600.0, absent)
 
 
-def _answers_to_a_poll(swarm: Swarm) -> Callable[[], None]:
-    """All others say to the convener that they train on; it asks them so every 1.5 s."""
+def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], None]:
+    """What all others say to the convener, which asks them every 1.5 s: that they train on.
+
+    `is_late`: half and one have offered, and each sixth of the others has a thin line.
+    """
     convener, *others = swarm.tip.order
     machine = RoundMachine(
         convener,
@@ -381,13 +385,25 @@ def _answers_to_a_poll(swarm: Swarm) -> Callable[[], None]:
     machine.start(0.0)
     for peer in others:
         machine.handle(Received(peer, swarm.header, Hello(ask=False)), 0.0)
-    assert machine.campaign.stage == "collect"
-    trains_on = Ready(swarm.ballot, None, None, 1.0, remaining_s=1800.0, worked_s=1800.0)
+    late = others[swarm.num_peers // 2 + 2 :] if is_late else others
+    thin = set(late[::6]) if is_late else set()
+    left_s = 8.0 if is_late else 1800.0
 
     def take_in() -> None:
         for peer in others:
+            trains_on = Ready(
+                swarm.ballot,
+                offer=None if peer in late else swarm.offers[peer],
+                accepted=None,
+                capacity=1.0,
+                remaining_s=left_s if peer in late else None,
+                worked_s=1800.0,
+                uplink_mbit=3 if peer in thin else 100,
+            )
             machine.handle(Received(peer, swarm.header, trains_on), 0.0)
 
+    take_in()
+    assert machine.campaign.stage == "collect"
     return take_in
 
 
