@@ -387,16 +387,17 @@ def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], N
         machine.handle(Received(peer, swarm.header, Hello(ask=False)), 0.0)
     late = others[swarm.num_peers // 2 + 2 :] if is_late else others
     thin = set(late[::6]) if is_late else set()
+    training = set(late)
     left_s = 8.0 if is_late else 1800.0
 
     def take_in() -> None:
         for peer in others:
             trains_on = Ready(
                 swarm.ballot,
-                offer=None if peer in late else swarm.offers[peer],
+                offer=None if peer in training else swarm.offers[peer],
                 accepted=None,
                 capacity=1.0,
-                remaining_s=left_s if peer in late else None,
+                remaining_s=left_s if peer in training else None,
                 worked_s=1800.0,
                 uplink_mbit=3 if peer in thin else 100,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from swarm.protocol.deadlines import SAFETY
@@ -167,8 +167,9 @@ class Collector(Role):
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
-        absent = self._absentees(campaign)
-        roster = self._open_roster(campaign, absent)
+        offered = campaign.in_time
+        absent = self._absentees(campaign, offered)
+        roster = self._open_roster(campaign, offered, absent)
         why = why_close(roster, self.timers)
         if not why and (thin := self._thin_absentees(campaign, roster, absent)):
             awaited = tuple(absent.of(peer) for peer in absent.peers if peer not in thin)
@@ -187,9 +188,9 @@ class Collector(Role):
             )
         return why
 
-    def _absentees(self, campaign: Campaign) -> Absentees:
+    def _absentees(self, campaign: Campaign, offered: Set[PeerId]) -> Absentees:
         gone = campaign.excluded.keys() | campaign.leaving.keys()
-        offered, behind = campaign.in_time, self._those_behind(campaign)
+        behind = self._those_behind(campaign)
         everybody = dict.fromkeys((*self.tip.members, *behind))
         absent = [peer for peer in everybody if peer not in offered and peer not in gone]
         own_s = self._remaining_s(campaign, self.me)
@@ -199,8 +200,10 @@ class Collector(Role):
             absent, lambda peer: self._absent(campaign, peer, is_behind=peer in behind)
         )
 
-    def _open_roster(self, campaign: Campaign, absent: Absentees) -> OpenRoster:
-        offered, voters = campaign.in_time, self.standing.electorate()
+    def _open_roster(
+        self, campaign: Campaign, offered: Set[PeerId], absent: Absentees
+    ) -> OpenRoster:
+        voters = self.standing.electorate()
         waiting = {peer for peer in offered if peer in voters}
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(
