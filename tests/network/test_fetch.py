@@ -187,14 +187,14 @@ def test_an_upper_bound_is_enough_where_the_size_is_unknown(swarm):
     larger = source.put(bytes(101))
     bound = Want(larger, 100, (server.peer_id,), at_most=True)
     with pytest.raises(NobodyReachable, match="blob_size"):
-        client.run(downloads.fetch_one(bound, timeout_s=1), WAIT_S)
+        client.run(downloads.fetch_one(bound, timeout_s=1.5), WAIT_S)
 
 
 def test_fetch_one_names_what_went_wrong(swarm, tmp_path):
     _, (server, _), client = swarm
     want = Want(digest_of(b"nobody has it"), 13, (server.peer_id, client.peer_id))
     with pytest.raises(NobodyReachable, match=f"{server.peer_id}: missing"):
-        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=0.5), WAIT_S)
+        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=1.5), WAIT_S)
 
 
 @pytest.mark.parametrize("num_bytes", [1000, PIECE_BYTES, PIECE_BYTES + 1])
@@ -216,12 +216,16 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
     fetched = Fetched()
     wants = [Want(digest, num_bytes, sources), Want(good, 4, sources[:1])]
 
-    async def for_a_while() -> None:
-        async with asyncio.timeout(1.0):
-            await fetched.fetch(Downloads(client, store), wants, check)
+    async def until_judged_and_a_while() -> None:
+        async with asyncio.TaskGroup() as group:
+            fetching = group.create_task(fetched.fetch(Downloads(client, store), wants, check))
+            while not fetched.arrived or len(fetched.failures) < len(sources):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert not fetching.done(), "it goes on looking for one that gives it right"
+            fetching.cancel()
 
-    with pytest.raises(TimeoutError):
-        client.run(for_a_while(), WAIT_S)
+    client.run(until_judged_and_a_while(), WAIT_S)
     assert fetched.arrived == [good]
     assert fetched.failures == [(digest, source, "not_finite") for source in sources]
     assert client.traffic.refused == {"not_finite": 1}
@@ -377,7 +381,7 @@ def test_asks_are_told_so_that_manifests_can_be_leased(peers):
     assert asked == [(client.peer_id, digest)]
     server.detach(store)
     with pytest.raises(NobodyReachable, match="missing"):
-        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=0.3), WAIT_S)
+        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=1.5), WAIT_S)
 
 
 def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, monkeypatch):
