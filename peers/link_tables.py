@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -80,7 +80,13 @@ def link_named(text: str) -> LinkRates:
 
 
 def table_for(
-    run: RunConfig, link: LinkRates, network: NetworkSection, *, step_s: float, wanted: float
+    run: RunConfig,
+    link: LinkRates,
+    network: NetworkSection,
+    *,
+    step_s: float,
+    wanted: float,
+    is_beside: bool = True,
 ) -> LinkTable:
     """Plans the run and all settings of the table on a link.
 
@@ -90,6 +96,7 @@ def table_for(
         network: its caps and quota.
         step_s: seconds of a local step.
         wanted: share of the time computing.
+        is_beside: see `Assumptions`.
     """
     capped = LinkRates(
         min(link.up_mbit, network.max_upload_mbit or link.up_mbit),
@@ -99,9 +106,12 @@ def table_for(
     )
     num_peers, rates = run.run.peers, carried_mbit(capped, run.run.peers)
     compute_s = run.round.seconds or cycle_steps(run) * step_s
+    assumed = replace(ASSUMED, is_beside=is_beside)
 
     def planned(setting: Setting) -> Planned:
-        plan = plan_link(run, setting, rates, compute_s=compute_s, num_peers=num_peers)
+        plan = plan_link(
+            run, setting, rates, compute_s=compute_s, num_peers=num_peers, assumed=assumed
+        )
         return Planned(setting, plan)
 
     tried = [planned(setting) for setting in settings_for(run)]
@@ -204,8 +214,8 @@ ASSUMPTIONS = (
     f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, {ASSUMED.cores} cores make "
     "and adopt what is exchanged, and the private state goes to "
     f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round). "
-    "Where rounds overlap, offers and private states are made beside the next step, by a resident "
-    "engine; steps of the others wait for them."
+    "Where rounds overlap, offers and private states are made beside the next step; steps of "
+    "several processes wait for them, and those of a streaming engine that clips by unit."
 )
 COLUMNS = (
     "P: rounds of a cycle. Every: rounds between two exchanges of a shared tensor, of an expert. "

@@ -132,7 +132,14 @@ def main(
     step_s, sent = step_seconds or planned.engine.step_s, planned.cost.bytes_sent_per_peer_per_round
     of_link = None
     if rates:
-        of_link = table_for(run, rates, config.network, step_s=step_s, wanted=utilisation)
+        of_link = table_for(
+            run,
+            rates,
+            config.network,
+            step_s=step_s,
+            wanted=utilisation,
+            is_beside=planned.machine.fabric.size == 1 and planned.engine.options.is_read_beside(run),
+        )
         mbit = min(of_link.rates)
     times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)
     if given.as_json:

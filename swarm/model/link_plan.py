@@ -39,7 +39,7 @@ class Assumptions:
         disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
             coding, else before each offer.
         is_beside: whether offers and private states are made beside the products of the next step
-            where rounds overlap, as a resident engine does; else steps wait for them.
+            where rounds overlap; else steps wait for them (`Engine.before_update`).
     """
 
     link_share: float = 0.85

@@ -19,6 +19,7 @@ class Beside(Generic[Result]):
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._owner, self._is_calling = 0, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -35,6 +36,7 @@ class Beside(Generic[Result]):
         """
         assert self._thread is None, "one at a time"
         self._result = self._error = None
+        self._owner = threading.get_ident()
 
         def run() -> None:
             try:
@@ -74,11 +76,22 @@ class Beside(Generic[Result]):
             raise failed[0]
 
     def wait(self) -> None:
-        """Returns when nothing runs any more."""
+        """Returns when nothing runs any more.
+
+        Raises:
+            MemoryError: the work itself would wait for its end: an engine asks for that before it
+                makes room. What the work lacks there is once the step has let its memory go.
+        """
         if self._thread is None:
             return
+        if self._is_calling or threading.get_ident() != self._owner:
+            raise MemoryError("a step runs beside")
         while (call := self._calls.get()) is not None:
-            call()
+            self._is_calling = True
+            try:
+                call()
+            finally:
+                self._is_calling = False
         self._thread.join()
         self._thread = None
 

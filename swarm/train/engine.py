@@ -138,7 +138,12 @@ class Engine(Protocol):
     def before_update(self, wait: Callable[[], None]) -> bool:
         """Has this called, by the thread that steps, before a step changes the first value.
 
-        Until then another thread may read values and states.
+        Until then another thread may read values and states. What earlier steps have changed is
+        all there when this returns.
+
+        Args:
+            wait: for that thread. It raises MemoryError where that thread itself calls it, since
+                it lacks memory: the engine cannot make room then, and fails with that.
 
         Returns:
             False: this engine cannot be read while it steps, and calls nothing.

@@ -99,6 +99,10 @@ class EngineOptions:
         """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
         return self.shards, max(1, self.shards // self.ep)
 
+    def is_read_beside(self, run: RunConfig) -> bool:
+        """Whether a single engine can be read while it steps; see `Engine.before_update`."""
+        return self.kind is EngineKind.RESIDENT or run.optimizer.clip == "global"
+
     def but(
         self,
         *,

@@ -2,7 +2,8 @@
 
 Every phase of a round works in chunks: values go from the engine to packs on the disk and back a
 few MiB at a time, so a phase needs little beside the engine. Its peak is therefore that of the
-engine at rest, and of the parts listed here; only a step and an evaluation need more.
+engine at rest, and of the parts listed here; only a step and an evaluation need more. Where rounds
+overlap with local steps, offers and means are made beside a step.
 """
 
 from __future__ import annotations
@@ -106,9 +107,11 @@ def host_peaks(
     evaluating = (evaluation_bytes(run, options) + aside if on_host else 0) + matrix
     largest = largest_tensor_bytes(run.model)
     shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
+    offer = 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES
+    step = need.activations + need.crowding if on_host else 0
     return HostPeaks(
-        training=rest + (need.activations + need.crowding if on_host else 0),
-        offering=rest + 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES,
+        training=rest + step + (offer + mean if run.round.overlap == "round" else 0),
+        offering=rest + offer,
         averaging=rest + mean,
         merging=rest + max(donors, (16 + 2 * 4) * chunk),
         adopting=rest + max(matrix, 24 * chunk) + 6 * matrix,

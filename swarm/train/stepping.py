@@ -130,7 +130,7 @@ class SteppingEngine:
 
     def before_update(self, wait: Callable[[], None]) -> bool:
         self._wait = wait
-        return self._now.before_update(wait)
+        return self._ask(lambda engine: engine.before_update(wait))
 
     def step(
         self,

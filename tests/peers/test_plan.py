@@ -259,6 +259,17 @@ def test_a_cap_is_the_rate_and_a_quota_is_said_in_days() -> None:
     assert "in toy runs" in said and "Assumed: transfers reach 85% of the link" in said
 
 
+def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> None:
+    """[V9]: several workers, and an engine that streams and clips by unit; any other computes."""
+    asked = ("--link", "100mbit", "--step-seconds", "36", "--gpu", "24GB", "--host", "200GB")
+    by_unit = ("--set", "optimizer.clip=unit")
+    of_one, of_unit = (plan("spes_7b_home", *asked, *more) for more in ((), by_unit))
+    assert of_one["engine"] == of_unit["engine"] == "streaming"
+    of_two = plan("spes_7b_home", *asked[:4], *EIGHT, "--bus", "nvlink")
+    one, unit, two = (each["link"]["run"]["utilisation"] for each in (of_one, of_unit, of_two))
+    assert one > 0.999 > unit == two
+
+
 def test_what_a_link_carries_under_loss_is_said() -> None:
     args = ["--run", str(RUNS / "spes_7b.toml"), *BIG, "--link", "100/20mbit,100ms,0.1%"]
     said = CliRunner().invoke(main, args, env={"COLUMNS": "120"}).stdout

@@ -22,8 +22,9 @@ OVERLAPPED = [
 
 
 def test_rounds_that_overlap_end_in_one_state_and_count_every_step(tmp_path: Path) -> None:
+    """The second peer streams; the engines of both are read while they step [V9]."""
     run_file = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=_second_streams) as swarm:
         swarm.start()
         finish(swarm, 300)
         check(swarm, run_file, 6)
@@ -32,7 +33,7 @@ def test_rounds_that_overlap_end_in_one_state_and_count_every_step(tmp_path: Pat
 @pytest.mark.exhaustive
 def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, [*OVERLAPPED, "run.rounds=8"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=_second_streams) as swarm:
         swarm.start()
         for rounds in (2, 4, 6):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
@@ -68,6 +69,10 @@ def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_pa
     assert set(verdict["digests_per_height"]) == {1}
     assert (verdict["rounds"], verdict["tokens_lost"]) == (8, 0)
     assert all("offered again" in peer.output() for peer in swarm.peers)
+
+
+def _second_streams(index: int) -> list[str]:
+    return ["--engine", "streaming"] if index else []
 
 
 def _have_offered(rounds: int) -> Callable[[LocalSwarm], bool]:

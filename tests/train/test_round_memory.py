@@ -70,6 +70,19 @@ def test_a_host_must_hold_the_highest_phase_not_only_a_step() -> None:
     assert not fits(need, high, machine)
 
 
+@pytest.mark.parametrize("num_peers", [4, 256])
+def test_where_rounds_overlap_offers_and_means_are_made_beside_a_step(num_peers: int) -> None:
+    path = Path("configs/runs/spes_7b_home.toml")
+    home = parse_config(RunConfig, path.read_text(), source=str(path))
+    options = EngineOptions.of(home, device="cuda")
+    peaks = host_peaks(home, 8, options, num_peers=num_peers)
+    blocking = home.model_copy(update={"round": spes_7b().round})
+    rest = host_peaks(blocking, 8, options, num_peers=num_peers)
+    assert peaks.offering == rest.offering
+    more = rest.offering + rest.averaging - 2 * rest.training
+    assert 0.15 * GB < peaks.training - rest.training == pytest.approx(more)
+
+
 def test_a_plan_shows_the_peaks_of_its_engine() -> None:
     run = spes_7b()
     plan = plan_engine(run, 8, Machine("cuda", 24 * GB, 96 * GB, 500 * GB), Wishes())

@@ -83,6 +83,7 @@ class StreamingEngine:
         self._guard = Guard(options.compute)
         self._updates = 0
         self._early, self._whole = run.optimizer.clip == "unit", True
+        self._wait: Callable[[], None] = lambda: None
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -186,9 +187,11 @@ class StreamingEngine:
 
     # ------------------------------------------------ a step
 
-    def before_update(self, wait: Callable[[], None]) -> bool:  # noqa: ARG002
-        """See `Engine`; its updates overlap with steps."""
-        return False
+    def before_update(self, wait: Callable[[], None]) -> bool:
+        """See `Engine`; with "unit" values change while those below them are still read."""
+        self._drain()
+        self._wait = wait
+        return self._options.is_read_beside(self._run)
 
     def step(
         self,
@@ -223,6 +226,7 @@ class StreamingEngine:
         loss, norm = _mean_terms(found), total_norm(norms).item()
         finite = self._guard.finite(loss["loss"], norm)
         if finite:
+            self._wait()
             self._updates += 1
             if not self._early:
                 factors = clip_factors(norms, self._run.optimizer)
