@@ -124,21 +124,21 @@ def main(
         require_vocabulary(run, open_tokenizer(given.tokenizer))
     from peers.link_tables import as_figures, link_named, print_link, table_for  # not for --help
 
-    rates = link_named(link) if link else None
+    line = link_named(link) if link else None
     from swarm.peer.planning import plan_run  # loads torch: not for --help
 
     sizes = {"gpu": given.gpu, "gpus": gpus, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
     step_s, sent = step_seconds or planned.engine.step_s, planned.cost.bytes_sent_per_peer_per_round
     of_link = None
-    if rates:
+    if line:
         of_link = table_for(
             run,
-            rates,
+            line,
             config.network,
             step_s=step_s,
             wanted=utilisation,
-            is_beside=planned.machine.fabric.size == 1 and planned.engine.options.is_read_beside(run),
+            is_beside=planned.is_beside,
         )
         mbit = min(of_link.rates)
     times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)

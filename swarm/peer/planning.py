@@ -32,6 +32,7 @@ class RunPlan:
         owned_experts: that the peer trains.
         experts_that_fit: that it could train with some engine; None if not even the shared tensors.
         shortfalls: of what the machine has too little, and what would help.
+        is_beside: whether offers are made beside steps where rounds overlap [V9].
     """
 
     cost: Cost
@@ -40,6 +41,7 @@ class RunPlan:
     owned_experts: int
     experts_that_fit: int | None
     shortfalls: tuple[Shortfall, ...]
+    is_beside: bool
 
     @property
     def fits(self) -> bool:
@@ -81,7 +83,8 @@ def plan_run(
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
-    return RunPlan(cost, machine, engine, owned, most, tuple(short))
+    is_beside = not here and engine.options.is_read_beside(run)
+    return RunPlan(cost, machine, engine, owned, most, tuple(short), is_beside)
 
 
 def _with_gpus(
