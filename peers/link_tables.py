@@ -86,7 +86,7 @@ def table_for(
     *,
     step_s: float,
     wanted: float,
-    is_beside: bool = True,
+    beside: bool = True,
 ) -> LinkTable:
     """Plans the run and all settings of the table on a link.
 
@@ -96,7 +96,7 @@ def table_for(
         network: its caps and quota.
         step_s: seconds of a local step.
         wanted: share of the time computing.
-        is_beside: see `Assumptions`.
+        beside: whether offers are made so; see `Assumptions`.
     """
     capped = LinkRates(
         min(link.up_mbit, network.max_upload_mbit or link.up_mbit),
@@ -106,7 +106,7 @@ def table_for(
     )
     num_peers, rates = run.run.peers, carried_mbit(capped, run.run.peers)
     compute_s = run.round.seconds or cycle_steps(run) * step_s
-    assumed = replace(ASSUMED, is_beside=is_beside)
+    assumed = replace(ASSUMED, is_beside=beside)
 
     def planned(setting: Setting) -> Planned:
         plan = plan_link(

@@ -133,12 +133,7 @@ def main(
     of_link = None
     if line:
         of_link = table_for(
-            run,
-            line,
-            config.network,
-            step_s=step_s,
-            wanted=utilisation,
-            is_beside=planned.is_beside,
+            run, line, config.network, step_s=step_s, wanted=utilisation, beside=planned.is_beside
         )
         mbit = min(of_link.rates)
     times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)
