@@ -214,13 +214,14 @@ def times_table(
     table.add_column(justify="right")
     table.add_column(style="dim")
     share = times.averaging_s / max(times.round_s, 1e-12)
+    beside = ", beside the steps" if times.overlaps else ""
     steps = "seconds that the run sets" if run.round.seconds else f"{run.round.local_steps} steps"
     for row in [
         ("speed", f"{machine.tflops:.3g} TFLOP/s", f"of matrix products, {how}"),
-        ("link", f"{mbit:g} Mbit/s", "each way; --mbit"),
+        ("link", f"{mbit:g} Mbit/s", "each way; --mbit, or the slower way of --link"),
         ("a round", in_words(times.round_s), "without waiting for others"),
         ("  training", in_words(times.training_s), steps),
-        ("  averaging", in_words(times.averaging_s), f"of its bytes; {share:.0%} of the round"),
+        ("  averaging", in_words(times.averaging_s), f"of its bytes{beside}; {share:.0%} of it"),
         ("the run", in_words(times.run_s), f"{run.run.rounds:,} rounds"),
     ]:
         table.add_row(*row)

@@ -20,17 +20,26 @@ class Forecast:
     Attributes:
         training_s: of the local steps of a round.
         averaging_s: of the bytes of a round over a peer's link, sent and received at once.
-        run_s: of all rounds.
+        overlaps: whether they move beside the local steps.
+        rounds: of the run.
     """
 
     training_s: float
     averaging_s: float
-    run_s: float
+    overlaps: bool
+    rounds: int
 
     @property
     def round_s(self) -> float:
-        """Of a whole round."""
+        """Of a whole round; one is in flight at a time [V1]."""
+        if self.overlaps:
+            return max(self.training_s, self.averaging_s)
         return self.training_s + self.averaging_s
+
+    @property
+    def run_s(self) -> float:
+        """Of all rounds."""
+        return self.rounds * self.round_s
 
     @property
     def run_days(self) -> float:
@@ -49,4 +58,4 @@ def forecast(run: RunConfig, *, step_s: float, round_bytes: float, mbit: float) 
     """
     training_s = run.round.seconds or run.round.local_steps * step_s
     averaging_s = round_bytes * 8 / (mbit * 1e6)
-    return Forecast(training_s, averaging_s, run.run.rounds * (training_s + averaging_s))
+    return Forecast(training_s, averaging_s, run.round.overlap == "round", run.run.rounds)

@@ -235,6 +235,17 @@ def test_people_read_times_with_the_speeds_that_they_follow_from() -> None:
 BIG = ("--gpu", "80GB", "--host", "256GB", "--disk", "2TB", "--step-seconds", "36")
 
 
+def test_where_rounds_overlap_their_bytes_move_beside_the_steps() -> None:
+    """A round lasts as long as the longer of both."""
+    fast, slow = (plan("spes_7b_home", *BIG, "--mbit", mbit) for mbit in ("100", "1"))
+    days, rounds = 86_400, 36_540
+    assert fast["round_averaging_s"] < fast["round_training_s"] < slow["round_averaging_s"]
+    assert fast["run_days"] * days == pytest.approx(rounds * fast["round_training_s"], rel=0.001)
+    assert slow["run_days"] * days == pytest.approx(rounds * slow["round_averaging_s"], rel=0.001)
+    said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b_home.toml"), *BIG]).output
+    assert "of its bytes, beside the steps" in said
+
+
 def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> None:
     figures = plan("spes_7b", *BIG, "--link", "100/20mbit,100ms", "--utilisation", "0.95")
     link = figures["link"]
