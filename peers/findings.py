@@ -216,8 +216,8 @@ def _of_congestion(local: Local) -> list[Finding]:
     """What is said depends on a line's losses, which nobody knows here: so none is a warning.
 
     Loss-based ones take any loss for congestion. But where all peers send at once over lines that
-    lose nothing, bbr uses less of them (scripts/README.md, "what rounds use of a line"). Nothing is said where none can
-    be read.
+    lose nothing, bbr uses less of them (scripts/README.md, "what rounds use of a line"). Nothing
+    is said where none can be read.
     """
     text = local.congestion
     if text is None:

@@ -75,17 +75,21 @@ class Beside(Generic[Result]):
         if failed:
             raise failed[0]
 
-    def wait(self) -> None:
-        """Returns when nothing runs any more.
+    def require_waiter(self) -> None:
+        """Of what is running, that who calls this may wait for it.
 
         Raises:
-            MemoryError: the work itself would wait for its end: an engine asks for that before it
-                makes room. What the work lacks there is once the step has let its memory go.
+            MemoryError: it is the work itself, which would wait for its own end: an engine asks
+                for that before it makes room. There is some once the step has let its memory go.
         """
-        if self._thread is None:
-            return
         if self._is_calling or threading.get_ident() != self._owner:
             raise MemoryError("a step runs beside")
+
+    def wait(self) -> None:
+        """Returns when nothing runs any more; raises as `require_waiter`."""
+        if self._thread is None:
+            return
+        self.require_waiter()
         while (call := self._calls.get()) is not None:
             self._is_calling = True
             try:

@@ -287,6 +287,7 @@ class Trainer(TrainingShell):
 
     def _finish_making(self) -> None:
         if self.making.is_running:
+            self.making.require_waiter()  # the phases are those of the thread that trains
             with self.status.phases.within("offering"):
                 self.making.wait()
 
