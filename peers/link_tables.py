@@ -215,7 +215,8 @@ ASSUMPTIONS = (
     "and adopt what is exchanged, and the private state goes to "
     f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round). "
     "Where rounds overlap, offers and private states are made beside the next step; steps of "
-    "several processes wait for them, and those of a streaming engine that clips by unit."
+    "GPUs that share state in cuts wait for them, and those of a streaming engine that clips by "
+    "unit."
 )
 COLUMNS = (
     "P: rounds of a cycle. Every: rounds between two exchanges of a shared tensor, of an expert. "

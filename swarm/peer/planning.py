@@ -83,7 +83,7 @@ def plan_run(
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
-    is_beside = not here and engine.options.is_read_beside(run)
+    is_beside = engine.options.is_read_beside(run)
     return RunPlan(cost, machine, engine, owned, most, tuple(short), is_beside)
 
 

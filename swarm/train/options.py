@@ -100,7 +100,12 @@ class EngineOptions:
         return self.shards, max(1, self.shards // self.ep)
 
     def is_read_beside(self, run: RunConfig) -> bool:
-        """Whether a single engine can be read while it steps; see `Engine.before_update`."""
+        """Whether an engine can be read while it steps; see `Engine.before_update`.
+
+        What is cut over ranks is read by operations between them, which steps need, too.
+        """
+        if self.shards > 1 or self.tp > 1:
+            return False
         return self.kind is EngineKind.RESIDENT or run.optimizer.clip == "global"
 
     def but(

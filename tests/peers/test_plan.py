@@ -271,14 +271,17 @@ def test_a_cap_is_the_rate_and_a_quota_is_said_in_days() -> None:
 
 
 def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> None:
-    """[V9]: several workers, and an engine that streams and clips by unit; any other computes."""
+    """[V9]: workers whose state is cut, and one that streams and clips by unit."""
     asked = ("--link", "100mbit", "--step-seconds", "36", "--gpu", "24GB", "--host", "200GB")
     by_unit = ("--set", "optimizer.clip=unit")
     of_one, of_unit = (plan("spes_7b_home", *asked, *more) for more in ((), by_unit))
     assert of_one["engine"] == of_unit["engine"] == "streaming"
-    of_two = plan("spes_7b_home", *asked[:4], *EIGHT, "--bus", "nvlink")
-    one, unit, two = (each["link"]["run"]["utilisation"] for each in (of_one, of_unit, of_two))
-    assert one > 0.999 > unit == two
+    eight = (*asked[:4], *EIGHT, "--bus", "nvlink")
+    of_eight = plan("spes_7b_home", *eight)
+    of_cut = plan("spes_7b_home", *eight, "--set", "compute.shard=state")
+    each = (of_one, of_eight, of_unit, of_cut)
+    one, many, unit, cut = (found["link"]["run"]["utilisation"] for found in each)
+    assert one == many > 0.999 > unit == cut
 
 
 def test_what_a_link_carries_under_loss_is_said() -> None:

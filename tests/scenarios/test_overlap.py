@@ -21,19 +21,25 @@ OVERLAPPED = [
 ]
 
 
-def test_rounds_that_overlap_end_in_one_state_and_count_every_step(tmp_path: Path) -> None:
-    """The second peer streams; the engines of both are read while they step [V9]."""
-    run_file = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=_second_streams) as swarm:
+@pytest.mark.parametrize("second", ["streams", pytest.param("works", marks=pytest.mark.exhaustive)])
+def test_rounds_that_overlap_end_in_one_state_and_count_every_step(
+    tmp_path: Path, second: str
+) -> None:
+    """The second peer streams, or has two workers; the engines of both are read while they step."""
+    run_file, engines = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"]), _of_second(second)
+    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=engines) as swarm:
         swarm.start()
         finish(swarm, 300)
         check(swarm, run_file, 6)
 
 
 @pytest.mark.exhaustive
-def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, [*OVERLAPPED, "run.rounds=8"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=_second_streams) as swarm:
+@pytest.mark.parametrize("second", ["streams", "works"])
+def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(
+    tmp_path: Path, second: str
+) -> None:
+    run_file, engines = write_run(tmp_path, [*OVERLAPPED, "run.rounds=8"]), _of_second(second)
+    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=engines) as swarm:
         swarm.start()
         for rounds in (2, 4, 6):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
@@ -71,8 +77,11 @@ def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_pa
     assert all("offered again" in peer.output() for peer in swarm.peers)
 
 
-def _second_streams(index: int) -> list[str]:
-    return ["--engine", "streaming"] if index else []
+def _of_second(engine: str) -> Callable[[int], list[str]]:
+    """The options of a peer by its index."""
+    whole = ["--set", "compute.tensor_parallel=1", "--set", "compute.shard=none"]
+    streams, works = ["--engine", "streaming"], ["--device", "cpu", "--gpus", "2", *whole]
+    return lambda index: {"streams": streams, "works": works}[engine] if index else []
 
 
 def _have_offered(rounds: int) -> Callable[[LocalSwarm], bool]:

@@ -80,6 +80,7 @@ class ParallelEngine:
         self._force = Workforce(run, options, start, self._history, patience or Patience())
         self._owned: tuple[int, ...] = ()
         self._skipped = 0
+        self._wait: Callable[[], None] | None = None
         self.traffic: dict[str, tuple[int, int]] = {}
 
     def describe(self) -> str:
@@ -120,9 +121,12 @@ class ParallelEngine:
         """See `Engine`."""
         self._force.tell(Command({"do": "count_from", "updates": updates}))
 
-    def before_update(self, wait: Callable[[], None]) -> bool:  # noqa: ARG002
-        """See `Engine`; its workers do one thing at a time."""
-        return False
+    def before_update(self, wait: Callable[[], None]) -> bool:
+        """See `Engine`; of the next step alone, whose products the workers begin beside."""
+        if not self._force.options.is_read_beside(self._run):
+            return False
+        self._wait = wait
+        return True
 
     def step(
         self,
@@ -135,7 +139,14 @@ class ParallelEngine:
         """See `Engine`."""
         message = {"do": "step", "lr": lr, "controls": controls_message(controls)}
         kept = self._history.kept({"tokens": tokens_BT1} | masks_tensors(masks))
-        answers = self._force.tell(Command(message, kept))
+        wait, self._wait = self._wait, None
+        if wait is None:
+            answers = self._force.tell(Command(message, kept))
+        else:
+            self._force.tell(Command({**message, "do": "begin_step"}, kept))
+            self._force.until_it_stands()
+            wait()
+            answers = self._force.tell(Command({"do": "finish_step"}))
         self._skipped = answers[0]["skipped"]
         workers = tuple(RankFigures(**answer["figures"]) for answer in answers)
         self.traffic = workers[0].moved

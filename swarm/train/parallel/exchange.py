@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,11 +37,12 @@ class Closed(Exception):
 
 
 class Channel:
-    """Messages over one end of a pair of Unix sockets; one thread sends, one receives."""
+    """Messages over one end of a pair of Unix sockets; any thread sends, one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes over the socket, which may have a time-out."""
         self.socket = end
+        self._sending = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []
 
@@ -53,8 +55,9 @@ class Channel:
         line = json.dumps(message | {"has_file": file is not None}).encode() + b"\n"
         try:
             files = [] if file is None else [file.file.descriptor]
-            sent = socket.send_fds(self.socket, [line], files)
-            self.socket.sendall(line[sent:])
+            with self._sending:
+                sent = socket.send_fds(self.socket, [line], files)
+                self.socket.sendall(line[sent:])
         except OSError as error:
             raise Closed(str(error)) from error
 

@@ -7,7 +7,6 @@ when that end is closed, whatever it is doing: a thread of its own reads the soc
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import logging
 import os
@@ -16,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,15 +30,14 @@ from swarm.experts import Slice
 from swarm.train.adam_moments import KINDS
 from swarm.train.engine import EngineState
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.parallel.begun import BegunStep, step_of
 from swarm.train.parallel.exchange import (
     Answer,
     Channel,
     Closed,
     Message,
-    controls_of,
     dtype_name,
     listed,
-    masks_of,
     opened,
     options_of,
     state_message,
@@ -56,7 +53,7 @@ from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.streaming_rank import StreamingRank
 from swarm.train.tensor_file import JoinedFiles, OpenFile, TensorFile
 
-CHANGES_NOTHING = ("rehearse", "save", "saved")
+CHANGES_NOTHING = ("rehearse", "save", "saved", "begin_step", "stands")
 """What has been begun to be saved goes on being written."""
 Given = Mapping[str, Tensor]
 """The tensors that came with a command; `TensorFile` or nothing."""
@@ -76,12 +73,17 @@ class Worker:
         self._forms: dict[str, Form] = {}
         self._parts: list[TensorFile] = []
         self._saving: PartSaving | None = None
+        self._begun: BegunStep | None = None
+        self._is_beside = False
         self._commands: dict[str, Callable[[Message, Given], Message]] = {
             "begin": self._begin,
             "make": self._make,
             "own": self._own,
             "count_from": self._count_from,
             "step": self._step,
+            "begin_step": self._begin_step,
+            "stands": self._stands,
+            "finish_step": self._finish_step,
             "rehearse": self._rehearse,
             "write": self._write,
             "write_part": self._write_part,
@@ -111,6 +113,8 @@ class Worker:
             if command == "state":
                 return self._describe()
             if command not in CHANGES_NOTHING:
+                if self._begun is not None:
+                    self._begun.wait()
                 self._state = None
                 self._give_up_saving()
             given = opened(file, message.pop("tensors")) if file is not None else {}
@@ -152,7 +156,9 @@ class Worker:
             self._made.close()
         self._made = None  # before the next one takes memory
         run = RunConfig.model_validate_json(message["run"])
-        self._made = rank_engine(run, options_of(message["options"]), self._ranks)
+        options = options_of(message["options"])
+        self._made = rank_engine(run, options, self._ranks)
+        self._is_beside = options.is_read_beside(run)
         return {}
 
     @property
@@ -171,18 +177,22 @@ class Worker:
         return {}
 
     def _step(self, message: Message, given: Given) -> Message:
-        controls = controls_of(message["controls"])
-        masks = masks_of(given)
-        tokens_BT1 = given["tokens"]
-        self._ranks.traffic.take()  # of what came before
-        began_s = time.perf_counter()
-        stats = self._engine.step(tokens_BT1, lr=message["lr"], controls=controls, masks=masks)
-        figures = self._engine.figures(len(tokens_BT1), time.perf_counter() - began_s)
-        return {
-            "stats": dataclasses.asdict(stats),
-            "skipped": self._engine.skipped,
-            "figures": dataclasses.asdict(figures),
-        }
+        return step_of(self._engine, self._ranks, message, given)()
+
+    def _begin_step(self, message: Message, given: Given) -> Message:
+        """Answers at once: questions are answered beside its products, see `BegunStep`."""
+        step = step_of(self._engine, self._ranks, message, given)
+        self._begun = BegunStep(self._engine, step, is_beside=self._is_beside)
+        return {}
+
+    def _stands(self, _: Message, __: Given) -> Message:
+        assert self._begun is not None, "a step was begun"
+        return {"stands": self._begun.stands}
+
+    def _finish_step(self, _: Message, __: Given) -> Message:
+        begun, self._begun = self._begun, None
+        assert begun is not None, "a step was begun"
+        return begun.finish()
 
     def _rehearse(self, _: Message, given: Given) -> Message:
         self._engine.rehearse(given["tokens"])
@@ -225,7 +235,7 @@ class Worker:
 
     def _describe(self) -> Message:
         """The private state without its tensors, which are kept to be read one by one."""
-        self._state = state = self._engine.state_dict()
+        self._state = state = self._begun.state if self._begun else self._engine.state_dict()
         self._forms = self._engine.state_forms()
         flags = flags_of(self._forms, held(state.tensors, self._forms))
         if self._ranks.rank:

@@ -24,8 +24,13 @@ logger = logging.getLogger(__name__)
 
 TRIES = 3
 """So many times in a row workers are started for one command; then the peer ends."""
+HINT = "the state directory is good; see the log, and dmesg for the GPUs"
 Answer = TypeVar("Answer")
 COMPUTES = ("step", "rehearse", "evaluate")
+STEPS = ("step", "begin_step", "stands", "finish_step")
+"""A step as one command, or in parts."""
+STANDS_EVERY_S = 0.02
+"""Questions get their turn between."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Patience:
 
     def within_s(self, message: Message, longest_s: Mapping[str, float], num_bytes: int) -> float:
         """The deadline of a command that comes with so many bytes."""
-        kind = message["do"]
+        kind = "step" if message["do"] in STEPS else message["do"]
         if kind in COMPUTES and kind not in longest_s:
             return max(self.least_s, self.first_s)
         return self.least_s + self.times * longest_s.get(kind, 0.0) + num_bytes / self.bytes_per_s
@@ -96,7 +101,8 @@ class Workforce:
             WorkersFailed: workers ended again and again.
         """
         with self._lock:
-            if command.message["do"] == "step" and self._crew is not None and self._crew.may_grow:
+            begins = command.message["do"] in ("step", "begin_step")
+            if begins and self._crew is not None and self._crew.may_grow:
                 logger.info("workers of other machines are back; all workers are started again")
                 self.close()
             answers = self.ask(command.message, command.tensors)
@@ -106,6 +112,29 @@ class Workforce:
     def ask(self, message: Message, tensors: Mapping[str, Tensor] | None = None) -> list[Message]:
         """Has all workers do something that need not be repeated; raises as `tell`."""
         return self._until_done(lambda crew: self._carry_out(crew, message, tensors))
+
+    def until_it_stands(self) -> None:
+        """Returns when all workers have computed the products of a step that was begun.
+
+        Raises as `tell`; workers that need too long are lost, and others begin the step.
+        """
+        message = {"do": "stands"}
+        within_s = self._patience.within_s(message, self._longest_s, 0)
+        asked: dict[Crew, float] = {}
+
+        def stands(crew: Crew) -> bool:
+            began_s = asked.setdefault(crew, time.monotonic())
+            if all(answer["stands"] for answer in self._timed(crew, message, None)):
+                return True
+            if time.monotonic() > began_s + within_s:
+                late = f"no end of a step within {within_s:.0f} s"
+                if len(asked) >= TRIES:
+                    raise WorkersFailed(f"the workers come to {late}", hint=HINT)
+                raise Lost(late)
+            return False
+
+        while not self._until_done(stands):
+            time.sleep(STANDS_EVERY_S)
 
     def read(self, message: Message) -> TensorFile:
         """Tensors of the first worker; raises as `tell`."""
@@ -132,12 +161,12 @@ class Workforce:
     def _until_done(self, work: Callable[[Crew], Answer]) -> Answer:
         tries = 0
         while True:
-            try:
-                with self._lock:
+            with self._lock:
+                try:
                     return self._once(work)
-            except Lost as lost:
-                tries += not lost.is_memory
-                self._judge(lost, tries)
+                except Lost as lost:
+                    tries += not lost.is_memory
+                    self._judge(lost, tries)
 
     def _once(self, work: Callable[[Crew], Answer]) -> Answer:
         try:
@@ -170,7 +199,7 @@ class Workforce:
             raise
         crew.is_starting = False
         self._crew, self.size = crew, len(crew.pids)
-        again = sum(command.message["do"] == "step" for command in commands)
+        again = sum(command.message["do"] in ("step", "finish_step") for command in commands)
         logger.info(
             "%d workers began within %.1f s (processes %s)%s",
             self.size,
@@ -185,7 +214,7 @@ class Workforce:
             if tries >= TRIES:
                 raise WorkersFailed(
                     f"the workers ended {tries} times in a row, the last time: {lost}",
-                    hint="the state directory is good; see the log, and dmesg for the GPUs",
+                    hint=HINT,
                 )
             logger.warning("%s; all workers are started again", lost)
             return
