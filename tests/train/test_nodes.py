@@ -24,7 +24,7 @@ from swarm.train.parallel.nodes import Nodes, versions
 from swarm.train.parallel.roster import Node, Wanted
 from swarm.train.parallel.wire import Wire, encoded
 from tests.train.crews import Crews, SharedCrew, lent_engines
-from tests.train.runs import all_names, new_engine
+from tests.train.runs import all_names, new_engine, same
 from tests.train.test_expert_parallel import LR, five_steps
 from tests.train.test_parallel import (
     GONE_S,
@@ -148,6 +148,15 @@ def test_workers_of_three_machines_equal_one_process_in_every_bit(parallel, agen
     assert sorted(engine.pids[1:]) == sorted(
         n for each in agents.processes for n in children(each.pid)
     )
+
+
+def test_workers_of_other_machines_are_read_beside_the_products_of_a_step(parallel):
+    engine, straight, seen = parallel(RUN, OWNED), new_engine(RUN, OWNED), []
+    before = engine.read(all_names(RUN))
+    assert engine.before_update(lambda: seen.append(engine.read(all_names(RUN))))
+    assert train(engine, RUN, range(2)) == train(straight, RUN, range(2))
+    assert len(seen) == 1 and same(seen[0], before)
+    assert is_same(RUN, engine, straight)
 
 
 @pytest.mark.exhaustive
