@@ -1,6 +1,6 @@
 """The chain of heads on disk: one link a line, appended before the record that ends with it.
 
-It is replaced as a whole when heads have come that it lacked.
+It is replaced when heads have come that it lacked, but for the reforms in it.
 
 Layout of a line: 64 hex digits of BLAKE3 over the JSON, a blank, the link as canonical JSON. A line
 that does not match its digest is torn or was changed and is left out; a peer that lacks links can
@@ -20,6 +20,7 @@ from swarm import durable
 from swarm.errors import BadMessage
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
+from swarm.protocol.trust import with_reforms
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ class ChainFile:
         durable.append_lines(self.path, b"".join(_line(link) for link in links), sync=True)
 
     def rewrite(self, links: Sequence[Link]) -> None:
-        """Puts these links in the place of all that are there, durably; raises OSError."""
-        durable.write_file(self.path, b"".join(_line(link) for link in links))
+        """Puts these links in the place of those that are there, durably; raises OSError."""
+        kept = with_reforms(links, self.read())
+        durable.write_file(self.path, b"".join(_line(link) for link in kept))
 
     def read(self) -> tuple[Link, ...]:
         """All links that are whole, oldest first; none if there is no file."""

@@ -205,6 +205,17 @@ def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
     return replace(link.certificate, signatures=counted), link.head.digest
 
 
+def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, ...]:
+    """What takes the place of the links on disk: reforms of other branches stay, too.
+
+    The record before the newest one, which is read when that is damaged, may be on such a branch.
+    Without its reforms this peer would not know what it trusts, see `Chain.trusted`.
+    """
+    known = {link.head.digest for link in links}
+    reforms = (link for link in before if link.head.kind is Kind.REFORM)
+    return (*(link for link in reforms if link.head.digest not in known), *links)
+
+
 @dataclass(frozen=True)
 class Chain:
     """The heads behind a tip, oldest first, as far as this peer has them; the last is the tip's.

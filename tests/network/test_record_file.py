@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import CorruptState
+from swarm.network.chain_file import ChainFile
 from swarm.network.record_file import RecordFile
 from swarm.protocol.abstaining import ABSTAIN_HEIGHTS
 from swarm.protocol.events import Record
 from swarm.protocol.messages import Accepted, Ballot
 from tests.protocol.round_pump import found, make_rules
+from tests.protocol.test_trust import chain_of, reform, signed
 
 FIRST = Record(replace(found(make_rules(), ["A", "B"]), run="run-1"), None, None)
 SECOND = replace(FIRST, promised=Ballot(2, "A"), accepted=Accepted(Ballot(2, "A"), FIRST.tip))
@@ -114,3 +116,13 @@ def test_going_back_before_a_lost_state_forgets_the_votes_on_it(written: RecordF
         FIRST, abstain_until_height=FIRST.tip.height + ABSTAIN_HEIGHTS
     )
     assert written.read() == later
+
+
+def test_a_chain_that_is_replaced_on_disk_keeps_the_reforms_that_it_had(tmp_path: Path) -> None:
+    """The record before may be on one; see `with_reforms`."""
+    links = chain_of(["abcd"] * 4)
+    left = signed(reform(links[1].head, "a"), "a", parent=links[1].head)
+    chain = ChainFile(tmp_path / "chain")
+    chain.append([*links[:2], left])
+    chain.rewrite(links)
+    assert chain.read() == (left, *links)

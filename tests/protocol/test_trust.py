@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.protocol.manifest import Head, Kind, PeerId
 from swarm.protocol.messages import Ballot, Certificate, Link
-from swarm.protocol.trust import MAX_LINKS, Chain, proof_problem, step_problem
+from swarm.protocol.trust import MAX_LINKS, Chain, proof_problem, step_problem, with_reforms
 
 SIGNED = bytes(64)
 
@@ -43,6 +45,14 @@ def chain_of(electorates: Sequence[Sequence[PeerId]]) -> list[Link]:
         before = links[-1].head
         links.append(signed(head(members, height, before), *before.voters))
     return links
+
+
+def record_of(tip: Link) -> Any:
+    """A record, as far as chains look at it."""
+    parent = SimpleNamespace(head=tip.parent)
+    return SimpleNamespace(
+        tip=SimpleNamespace(head=tip.head), parent=parent, certificate=tip.certificate
+    )
 
 
 def reform(before: Head, members: Sequence[PeerId], **more) -> Head:
@@ -195,6 +205,26 @@ def test_a_chain_drops_what_its_new_tip_does_not_descend_from() -> None:
     assert path[0].head == parent
     assert proof_problem(path, chain.tip, own.trusted) is None
     assert own.grown(path) == chain
+
+
+def test_what_takes_the_place_of_a_chain_keeps_the_reforms_behind_the_record_before() -> None:
+    """A went on alone, gave way to the others' chain, and has its record before read again."""
+    links = chain_of(["abcd"] * 5)
+    left = signed(reform(links[0].head, "a"), "a", parent=links[0].head)
+    alone = [links[0], left]
+    for height in range(1, 4):
+        before = alone[-1].head
+        alone.append(signed(head("a", height, before), "a", parent=before))
+    was = record_of(alone[-1])
+    assert Chain.of(was, alone).trusted == {alone[-1].head.digest, links[0].head.digest}
+    assert Chain.of(was, links).trusted == {alone[-1].head.digest}
+    kept = with_reforms(links, [*alone, *links[1:]])
+    assert kept == (left, *links)
+    again = Chain.of(was, kept)
+    assert again.trusted == {alone[-1].head.digest, links[0].head.digest}
+    path = Chain(tuple(links)).proof(again.tip.code)
+    assert proof_problem(path, links[-1].head, again.trusted) is None
+    assert with_reforms(kept, kept) == kept
 
 
 def test_a_jump_keeps_the_parent_that_proves_it() -> None:

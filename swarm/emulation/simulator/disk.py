@@ -13,7 +13,7 @@ from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Unit
 from swarm.protocol.messages import Link, OfferedUnit
 from swarm.protocol.training import SavedWork
-from swarm.protocol.trust import Chain
+from swarm.protocol.trust import Chain, with_reforms
 
 SURVIVAL = 0.3
 """Share of the blobs not yet synced that are there again after a crash, by luck."""
@@ -101,7 +101,7 @@ class Disk:
 
     def rewrite(self, links: tuple[Link, ...]) -> None:
         """Keeps another chain of heads."""
-        self.links = links
+        self.links = with_reforms(links, self.links)
 
     def crash(self, random: Random) -> None:
         """Loses most of what was not synced."""

@@ -63,6 +63,7 @@ HOLES = {
     "u:60031099": "steps on a reform were counted on another, which dealt their samples to others",
     "u:265": "the same",
     "u:60008221": "the simulator's own: an offer on a new tip came before the rest of its effects",
+    "o:60337131": "a chain file lost the reforms of the record before, to which damage led back",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",
 }
 """Schedules that once broke an invariant, and why."""
