@@ -54,6 +54,8 @@ class Watch:
             self.announced = self.observer.find(self.wanted, LOOK_S)
         run = self.announced.record.run
         seen = self.observer.look(run, LOOK_S)
+        if not seen.peers:  # who has just arrived on a slow line misses records that come too late
+            seen = self.observer.look(run, LOOK_S)
         if self._is_stale(seen):
             self._renew_tip(seen)
         shown = None if self.announced.record.state is RunState.GATHERING else run

@@ -93,6 +93,22 @@ def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
     assert guest.asked[-2:] == ["look", "tip"]
 
 
+def test_who_sees_nobody_looks_once_more_before_it_says_so(guest: Guest, watch: Watch) -> None:
+    there, gone, looked = guest.seen, Seen({}, {}, {}), [0]
+
+    def late(run: str, deadline_s: float) -> Seen:
+        looked[0] += 1
+        return gone if looked[0] == 1 else there
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guest, "look", late)
+        assert len(watch.look().peers) == 1
+    guest.seen = gone
+    with pytest.raises(NobodyReachable, match="no peer of demo-1 is present"):
+        watch.look()
+    assert guest.asked[-2:] == ["look", "look"]
+
+
 def test_without_an_answer_the_last_manifest_and_the_peers_own_rows_are_shown(
     guest: Guest, watch: Watch
 ) -> None:
