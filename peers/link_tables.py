@@ -96,7 +96,7 @@ def table_for(
         network: its caps and quota.
         step_s: seconds of a local step.
         wanted: share of the time computing.
-        beside: whether offers are made so; see `Assumptions`.
+        beside: `Assumptions.is_beside`, of the planned engine.
     """
     capped = LinkRates(
         min(link.up_mbit, network.max_upload_mbit or link.up_mbit),

@@ -18,11 +18,15 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.errors import BadMessage
+from swarm.protocol.manifest import Kind
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
 from swarm.protocol.trust import with_reforms
 
 logger = logging.getLogger(__name__)
+
+REFORM = f'"{Kind.REFORM.value}"'.encode()
+"""Is in the line of each link whose head is a reform, and of some others."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,20 @@ class ChainFile:
 
     def rewrite(self, links: Sequence[Link]) -> None:
         """Puts these links in the place of those that are there, durably; raises OSError."""
-        kept = with_reforms(links, self.read())
+        kept = with_reforms(links, tuple(self._read(holding=REFORM)))
         durable.write_file(self.path, b"".join(_line(link) for link in kept))
 
     def read(self) -> tuple[Link, ...]:
         """All links that are whole, oldest first; none if there is no file."""
         return tuple(self._read())
 
-    def _read(self) -> Iterator[Link]:
+    def _read(self, *, holding: bytes = b"") -> Iterator[Link]:
+        """Those whose lines hold these bytes; at 256 members a line has 14 kB."""
         if not self.path.exists():
             return
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):
             digest, _, body = line.partition(b" ")
-            if not line:
+            if not line or holding not in line:
                 continue
             if blake3(body).hexdigest().encode() != digest:
                 logger.warning("%s: line %d is torn or was changed", self.path.name, number)

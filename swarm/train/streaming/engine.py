@@ -189,9 +189,11 @@ class StreamingEngine:
 
     def before_update(self, wait: Callable[[], None]) -> bool:
         """See `Engine`; with "unit" values change while those below them are still read."""
+        if not self._options.is_read_beside(self._run):
+            return False
         self._drain()
         self._wait = wait
-        return self._options.is_read_beside(self._run)
+        return True
 
     def step(
         self,
