@@ -144,7 +144,7 @@ class Options:
     )
     direct_port: int | None = _flag(
         "--direct-port",
-        "Where those are taken; a router in front of this machine has to forward it.",
+        "Where those are taken (default: the port after that of --host-maddrs).",
         sets="network.direct_port",
         type=click.IntRange(0, 65_535),
     )

@@ -85,7 +85,8 @@ class NetworkSection(Section):
     """Whether blobs go over TCP connections of their own, unencrypted, where one of two peers can
     dial the other; else, and where it cannot, over libp2p's, on which messages wait behind them."""
     direct_port: Annotated[int, Field(ge=0, lt=65_536)] = 0
-    """Where it takes such connections, for a router that forwards ports; 0 takes a free one."""
+    """Where it takes such connections; 0 takes the port after that of `host_maddrs`, or a free one
+    where that names none."""
     max_upload_mbit: Cap | None = None
     """Blobs, moments and what is passed on leave this machine no faster, in Mbit/s; messages,
     which are small, count but never wait. Without it a peer holds itself to nine tenths of a thin

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
+from swarm.config import NetworkSection
 from swarm.errors import HostileInput, NetworkDown
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
@@ -55,20 +56,26 @@ class Door:
         """Begins to listen on hosts (IPv4 or IPv6 numbers), at one port; 0 takes a free one.
 
         Raises:
-            NetworkDown: somebody else has the port.
+            NetworkDown: somebody else has the port; then it listens nowhere.
         """
+        opened: list[socket.socket] = []
         for host in dict.fromkeys(hosts):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
                 listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
             except OSError as error:
+                for listening in opened:
+                    listening.close()
                 raise NetworkDown(
                     f"cannot take connections for blobs on {host} port {port}: {error.strerror}",
                     hint="choose another --direct-port, or go without: --no-direct",
                 ) from error
             listening.setblocking(False)
-            self._listening.append(listening)
-            self.port = port = listening.getsockname()[1]
+            opened.append(listening)
+            port = listening.getsockname()[1]
+        self.port = port if opened else 0
+        self._listening += opened
+        for listening in opened:
             self.tasks.spawn(self._accept(listening))
 
     async def close(self) -> None:
@@ -157,6 +164,16 @@ class Door:
             return False
         expected.set_result(connection)
         return True
+
+
+def port_beside(network: NetworkSection) -> int:
+    """The port after the first that libp2p is told to take, so that two can be opened beforehand.
+
+    0, any: it is told none.
+    """
+    ports = [int(text.rpartition("/")[2]) for text in network.host_maddrs]
+    first = next((port for port in ports if port), 0)
+    return first + 1 if 0 < first < 65_535 else 0
 
 
 def tuned(connection: socket.socket) -> socket.socket:

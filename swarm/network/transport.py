@@ -13,11 +13,11 @@ from typing import TypeVar
 from hivemind.p2p import P2P
 
 from swarm.config import NetworkSection
-from swarm.errors import NoRoute, Refused, Unreachable
+from swarm.errors import NetworkDown, NoRoute, Refused, Unreachable
 from swarm.network.control import Control, peer_of
 from swarm.network.daemon import hosts_of
 from swarm.network.direct import Direct
-from swarm.network.direct_door import Door
+from swarm.network.direct_door import Door, port_beside
 from swarm.network.envelope import EnvelopeKind
 from swarm.network.identity import Identity
 from swarm.network.relay import Relay
@@ -82,10 +82,18 @@ class Transport:
         """Begins to take direct connections, if this peer listens at all.
 
         Raises:
-            NetworkDown: somebody else has the port.
+            NetworkDown: somebody else has the port that it is told to take.
         """
-        if self.direct and self.direct.door.streams and not network.client_mode:
-            self.direct.door.open(hosts_of(network), network.direct_port)
+        if not self.direct or not self.direct.door.streams or network.client_mode:
+            return
+        door, hosts = self.direct.door, hosts_of(network)
+        try:
+            door.open(hosts, network.direct_port or port_beside(network))
+        except NetworkDown as error:
+            if network.direct_port:
+                raise
+            logger.warning("%s; taking a free port, which a firewall may keep closed", error)
+            door.open(hosts, 0)
 
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver what others ask for or pass on."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarm.config import RunConfig
 from swarm.data.corpus import STANDARD_LIBRARY
-from swarm.errors import BadManifest, InvitationError, RunMismatch, TextMismatch
+from swarm.errors import BadManifest, ConfigError, InvitationError, RunMismatch, TextMismatch
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.membership import Guests
@@ -58,6 +58,22 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
     ]
     if wrong:
         raise RunMismatch("; ".join(wrong), hint="leave the option out to join as it is")
+
+
+def require_closed_founding(run: RunConfig, wait_for_peers: int) -> None:
+    """Refuses to gather founders of a run that takes in only peers that are invited.
+
+    Whoever is there when a run is founded votes, and nobody can be invited before.
+
+    Raises:
+        ConfigError: says how such a run is founded.
+    """
+    if run.run.admission == "invited" and wait_for_peers > 1:
+        raise ConfigError(
+            f'run.admission = "invited" with --wait-for-peers {wait_for_peers}: while a run '
+            "gathers, anybody may come",
+            hint="found it without --wait-for-peers, then let others in with swarm-invite",
+        )
 
 
 def require_admission(

@@ -17,6 +17,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
+from swarm.peer.agreement import require_closed_founding
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
 from swarm.peer.own_line import measure_line
@@ -45,9 +46,11 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     Raises:
         CorruptState: the checkpoint is damaged.
         DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
-        ConfigError: tokenizer or checkpoint and configuration do not fit each other.
+        ConfigError: tokenizer or checkpoint and configuration do not fit each other, or a run for
+            peers that are invited is to gather anybody.
         Stopped: the peer was asked to stop while it gathered others.
     """
+    require_closed_founding(run, starter.config.peer.wait_for_peers)
     weights = founders_weights(run, starter.wanted.initialise_from, weights)
     if notice := rounding_notice(run, weights):
         starter.observer.on_notice(notice)

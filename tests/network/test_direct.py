@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,35 @@ def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
         with pytest.raises(NetworkDown, match=f"port {port}.*") as caught:
             serving(peers, b"", network=network)
     assert "--direct-port" in str(caught.value.hint)
+
+
+def two_free_ports() -> int:
+    """The first of two ports that follow each other, both free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError, OverflowError):
+            port: int = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+def test_two_ports_that_follow_each_other_can_be_opened_beforehand(peers: Peers) -> None:
+    port = two_free_ports()
+    network = NetworkSection(host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
+    assert serving(peers, b"", network=network)._ways.direct.door.port == port + 1
+
+
+def test_where_the_second_port_is_taken_a_free_one_does(peers: Peers) -> None:
+    port = two_free_ports()
+    network = NetworkSection(host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
+    with socket.create_server(("127.0.0.1", port + 1)):
+        assert serving(peers, b"", network=network)._ways.direct.door.port not in (0, port + 1)
+
+
+def test_the_first_port_that_is_named_says_where_blobs_are_taken() -> None:
+    of = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/31330", "/ip4/0.0.0.0/tcp/4000")
+    assert direct_door.port_beside(NetworkSection(host_maddrs=of)) == 31_331
+    assert direct_door.port_beside(NetworkSection(host_maddrs=of[:1])) == 0
+    assert direct_door.port_beside(NetworkSection(host_maddrs=("/ip4/0.0.0.0/tcp/65535",))) == 0
 
 
 # ------------------------------------------------ who is let in

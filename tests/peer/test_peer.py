@@ -151,6 +151,15 @@ def test_what_cannot_start_leaves_the_state_directory_free(tmp_path: Path) -> No
     assert is_unlocked(tmp_path / "never")
 
 
+def test_a_run_for_peers_that_are_invited_is_not_founded_with_whoever_comes(
+    tmp_path: Path,
+) -> None:
+    run, config = tiny(tmp_path, "run.admission=invited"), machine("peer.wait_for_peers=2")
+    with pytest.raises(ConfigError, match="while a run gathers, anybody may come"):
+        swarm.Peer.found(run, tmp_path / "x", config=config)
+    assert is_unlocked(tmp_path / "x")
+
+
 def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite, is_signed, read_invitation
 from swarm.network.record_file import RecordFile
-from swarm.peer.agreement import require_admission
+from swarm.peer.agreement import require_admission, require_closed_founding
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation, Used, as_text, from_text
 from swarm.protocol.manifest import Manifest
@@ -91,6 +91,16 @@ def test_admission_is_a_setting_that_all_peers_share() -> None:
     assert demo("run.admission=invited").fingerprint() != demo().fingerprint()
     with pytest.raises(ConfigError, match="admission"):
         demo("run.admission=closed")
+
+
+def test_a_run_for_peers_that_are_invited_gathers_nobody() -> None:
+    """Whoever is there when a run is founded votes."""
+    closed, is_open = demo("run.admission=invited"), demo()
+    with pytest.raises(ConfigError, match="while a run gathers, anybody may come") as refused:
+        require_closed_founding(closed, 2)
+    assert "swarm-invite" in str(refused.value.hint)
+    require_closed_founding(closed, 1)
+    require_closed_founding(is_open, 2)
 
 
 def test_a_joiner_is_told_why_a_run_would_not_take_it_in(tmp_path: Path) -> None:
