@@ -22,6 +22,7 @@ from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.remainders import Remainders
+from swarm.protocol.rounds.rules import Rules
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]
 """The merged experts of a due tip, computed from its agreed values as they are asked for."""
@@ -45,10 +46,10 @@ class Mean:
 class LeftOver:
     """What means of deltas made here left over, kept for the next ones; in the node's loop."""
 
-    def __init__(self, store: BlobStore, tip: Manifest, rounds: int) -> None:
-        """See `Remainders`."""
+    def __init__(self, store: BlobStore, tip: Manifest, rules: Rules) -> None:
+        """See `Remainders`; what is due once a cycle is good for some cycles."""
         self._store, self._tip = store, tip
-        self._remainders = Remainders[Digest](tip.digest, rounds)
+        self._remainders = Remainders[Digest](tip.digest, rules.silent_rounds)
         self._pinned = set[Digest]()
 
     def of(self, effect: Reduce) -> Digest | None:

@@ -103,7 +103,7 @@ class RoundDriver:
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
-        self.left_over = LeftOver(store, machine.tip, machine.rules.silent_limit)
+        self.left_over = LeftOver(store, machine.tip, machine.rules)
         self.reducing = Reducing(store, layout, self.open_value, self._has)
         self.inbound = Inbound(
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,

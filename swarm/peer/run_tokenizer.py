@@ -63,7 +63,7 @@ def wanted_tokenizer(
         what = "was changed on this disk" if was_here else "is missing on this disk"
         raise CorruptState(
             f"the run's tokenizer {what}, and no other peer of the run is known",
-            hint="found a run anew with --run FILE --tokenizer DIR, from an export with --initialise-from",
+            hint="found a run with --run FILE --tokenizer DIR, on an export by --initialise-from",
         )
     return Want(file.digest, file.num_bytes, known)
 

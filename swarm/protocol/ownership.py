@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, fsum
 
 from swarm.protocol.manifest import PeerId, turn
 
@@ -192,7 +192,7 @@ class _Work:
     def reasons(self, stale: Collection[int]) -> tuple[str, ...]:
         """A sentence for every expert whose owners differ from the previous ones."""
         slots = sum(len(owners) for owners in self.owners.values())
-        total = sum(self.capacity.values())
+        total = fsum(self.capacity.values())
         claimed = {
             peer: ceil(slots * capacity / total - 1e-9) for peer, capacity in self.capacity.items()
         }

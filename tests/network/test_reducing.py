@@ -137,7 +137,8 @@ def test_a_manifest_is_durable_with_its_deltas_or_without(
 # ------------------------------------------------ what is left over
 
 
-TIP = found(make_rules(), ["A", "B"])
+RULES = make_rules()
+TIP = found(RULES, ["A", "B"])
 
 
 def after(tip: Manifest, mean: Mean | None) -> Manifest:
@@ -156,7 +157,7 @@ def after(tip: Manifest, mean: Mean | None) -> Manifest:
 
 
 def test_what_is_left_over_is_carried_once_the_mean_is_agreed(bench: Bench) -> None:
-    left_over = LeftOver(bench.store, TIP, 3)
+    left_over = LeftOver(bench.store, TIP, RULES)
     effect, mean = Reduce("roster", NAME, bench.inputs, None, bench.base), bench.mean()
     left_over.found(TIP, NAME, mean)
     left_over.found(TIP, NAME, bench.mean())  # another attempt at the round, with the same bits
@@ -172,8 +173,23 @@ def test_what_is_left_over_is_carried_once_the_mean_is_agreed(bench: Bench) -> N
     assert 0 < carried.norm() < wanted.norm()
 
 
+def test_what_is_left_over_of_a_unit_that_is_due_every_fifth_round_is_there_then(
+    bench: Bench,
+) -> None:
+    left_over = LeftOver(bench.store, TIP, make_rules(shared_every=5, stagger=True))
+    mean, tip = bench.mean(), TIP
+    left_over.found(TIP, NAME, mean)
+    tip = after(TIP, mean)
+    left_over.applied(tip)
+    for _ in range(4):
+        tip = replace(after(tip, mean), sources={})
+        left_over.applied(tip)
+    effect = Reduce("roster", NAME, bench.inputs, None, bench.base)
+    assert mean.left and left_over.of(effect) == mean.left
+
+
 def test_what_was_left_over_by_a_mean_that_is_not_agreed_is_let_go(bench: Bench) -> None:
-    left_over = LeftOver(bench.store, TIP, 3)
+    left_over = LeftOver(bench.store, TIP, RULES)
     mean = bench.mean()
     left_over.found(TIP, NAME, mean)
     left_over.applied(after(TIP, None))
@@ -183,7 +199,7 @@ def test_what_was_left_over_by_a_mean_that_is_not_agreed_is_let_go(bench: Bench)
 
 
 def test_what_comes_too_late_for_its_tip_is_let_go(bench: Bench) -> None:
-    left_over = LeftOver(bench.store, TIP, 3)
+    left_over = LeftOver(bench.store, TIP, RULES)
     left_over.applied(after(TIP, None))
     mean = bench.mean()
     left_over.found(TIP, NAME, mean)

@@ -65,7 +65,7 @@ class Swarm:
 
         draft = partial(self.store.draft, on_finish=unpin)
         self.reducing = Reducing(self.store, self.layout, draft, unpin)
-        self.left_over = LeftOver(self.store, self.tip, 3)
+        self.left_over = LeftOver(self.store, self.tip, self.rules)
         for peer in PEERS:
             self._adopt(peer, self.tip, "", [])
 

@@ -172,6 +172,8 @@ class Pump:
         self.refuse_fetch: Callable[[PeerId, PeerId, str], bool] = lambda peer, source, unit: False
         self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
         """Whether a reducer waits for ever for what a peer has offered."""
+        self.fetch_s: Callable[[PeerId, events.Purpose], float] = lambda peer, purpose: 0.0
+        """How long a peer's fetches of a kind take besides."""
         self.merge_result: Callable[[PeerId, str, str], str] = lambda peer, unit, old: name(
             "merged", unit, old
         )
@@ -363,7 +365,8 @@ class Pump:
             self._later(peer, 0.0, events.Unobtainable(want.digest, source, "refused"))
             self._fetch(peer, purpose, number, want, turn + 1)
 
-        self.after(2 * LATENCY_S + 0.2 * min(turn, 5), attempt)
+        takes_s = self.fetch_s(peer, purpose) if not turn else 0.2 * min(turn, 5)
+        self.after(2 * LATENCY_S + takes_s, attempt)
 
     def _merge(self, peer: PeerId, node: Node, tip: Manifest) -> None:
         units = {}

@@ -21,16 +21,19 @@ from swarm.protocol.dealing import (
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.rounds.deals import (
+    FASTEST,
     MAX_QUOTA,
     MAX_TOKENS_PER_S,
     book_after,
     book_of_reform,
+    most_samples,
     quotas,
     tokens_problem,
     with_pace,
 )
 from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.texts import Text
+from swarm.protocol.training.reading import Reading
 from swarm.protocol.weights import weights
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
@@ -245,8 +248,28 @@ def test_no_pace_makes_a_quota_explode() -> None:
         assert paced["A"].tokens_per_s <= MAX_TOKENS_PER_S
         ages = replace(TIMED, round_seconds=1e300)
         assert 0 < quotas(paced, 0, None, ages)["A"] <= MAX_QUOTA + PER_STEP
+    one_that_lies = {f"p{n}": Member(0, 1.0, 100.0) for n in range(3)} | {"A": paced["A"]}
+    dealt = quotas(one_that_lies, 0, None, TIMED)
+    assert dealt == {"p0": USUAL, "p1": USUAL, "p2": USUAL, "A": FASTEST * USUAL}
+    trainee = {"A": replace(paced["A"], votes=False), "B": Member(0, 1.0)}
+    assert quotas(trainee, 0, None, TIMED) == {"A": 16 * USUAL, "B": 16 * USUAL}
     at_once = replace(offer, seconds=0.0)
     assert with_pace({"A": member}, {"A": at_once}) == {"A": member}
+
+
+@pytest.mark.parametrize("rules", [AHEAD, TIMED], ids=["beside", "timed"])
+def test_of_a_text_of_its_own_nobody_counts_more_than_it_would_be_dealt(rules: Rules) -> None:
+    """What it says it has done is what its values weigh, and how far they may have moved."""
+    own = replace(rules, is_dealt=False)
+    tip = found(own, ["A", "B"])
+    assert not tip.dealt
+    most = most_samples("A", found(rules, ["A", "B"]), rules)
+    assert most_samples("A", tip, own) == most == num_samples(found(rules, "AB").dealt["A"])
+    assert tokens_problem(most * 10, "A", tip, own) is None
+    assert f"the {most} samples" in (tokens_problem(most * 10 + 100, "A", tip, own) or "")
+    reading = Reading(own, "A")
+    assert reading.dealt(tip, 0) == ((0, most),)
+    assert reading.dealt(tip, most * 10) == ()
 
 
 def test_steps_follow_tokens_in_rounds_of_a_given_time() -> None:

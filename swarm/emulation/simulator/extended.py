@@ -193,7 +193,14 @@ OVERLAPPED: dict[str, ExtendedMix] = {
 """Peers that train on while a round is under way; U for a given time, at paces of their own."""
 
 
-_LARGE = Mix(strangers=0.1, window_s=(15.0, 30.0), faults=(1, 4), loss=0.1, most_owners=2)
+_LARGE = ExtendedMix(
+    strangers=0.1,
+    window_s=(15.0, 30.0),
+    faults=(1, 4),
+    kinds={**Mix().kinds, "die": 4.0},
+    loss=0.1,
+    most_owners=2,
+)
 LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),

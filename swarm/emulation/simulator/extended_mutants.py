@@ -29,6 +29,7 @@ from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.standing import Standing
@@ -70,6 +71,11 @@ class _FourAreAQuorum(Standing):
     def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         present = self.tip.voters & set(peers)
         return len(present) >= 4 or super().has_quorum(present)
+
+
+class _HeardByChance(Contacts):
+    def ask_unheard(self, limit_s: float) -> None:
+        return
 
 
 class _UnheardGoesFirst(Takeover):
@@ -238,6 +244,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "X1: what is being made durable is applied first", _NewestIsFetched
     ),
     "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
+    "heard_by_chance": Mutant.of("H4: voters that are silent are greeted", _HeardByChance),
     "unheard_goes_first": Mutant.of(
         "K1: a convener that got no answers goes last", _UnheardGoesFirst
     ),

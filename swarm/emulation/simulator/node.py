@@ -157,7 +157,7 @@ class Node(Ports):
         self.use(world.timers)
         for _, left in self.remainders.items():
             world.task.values.dropped.update(left)
-        rounds = world.task.rules.silent_limit
+        rounds = world.task.rules.silent_rounds
         self.remainders = world.tested.remainders(self.disk.record.tip.digest, rounds)
         self.trainer = world.tested.trainer(self, world.task, world.tested.training)
         self._note("boots")

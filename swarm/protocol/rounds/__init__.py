@@ -44,6 +44,7 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | B2 | `Listener.was_paused` | a peer that stood still listens again |
 | F1 | `Standing.is_better` | the total order of manifests |
 | F2 | `Forks.leaves_my_generation`, `Forks.may_leave_generation` | reforms wait until stalled |
+| H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
 | F2 | `Contacts.hears_quorum` | no reform while a quorum lives |
 | F3 | `Reformer._reform_due` | a lost majority is given up |
 | F3 | `Reformer._new_generation` | generations have unique ids |

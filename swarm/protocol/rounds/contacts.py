@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.messages import Header, Ready
+from swarm.protocol.messages import Header, Hello, Ready
 from swarm.protocol.rounds.standing import Role
 
 MAX_KNOWN_PEERS = 512
@@ -15,7 +16,7 @@ MAX_STRANGERS = 512
 """Of so many that are no members it is remembered what they said; the first are forgotten first."""
 
 Exchanged = dict[tuple[PeerId, Digest], float]
-"""When a peer was last told this tip, or asked for a newer one than this."""
+"""When a peer was last told this tip, or greeted with it and asked to answer."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,6 +93,22 @@ class Contacts(Role):
         since = self.now - limit_s
         heard = [peer for peer, at in self.heard.items() if at > since]
         return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
+
+    def ask_unheard(self, limit_s: float) -> None:
+        """Greets voters that were silent for half the limit, unless a quorum was heard in it [H4].
+
+        A peer that needs to have heard a quorum does not leave it to chance: of hundreds of voters
+        that are well only a few have anything to say to it in some seconds.
+        """
+        half_s, again_s = limit_s / 2, max(self.timers.poll_s, limit_s / 4)
+        if self.hears_quorum(half_s):
+            return
+        for peer in sorted(self.standing.electorate()):
+            key = peer, self.tip.digest
+            is_silent = peer != self.me and self.heard.get(peer, -inf) <= self.now - half_s
+            if is_silent and self.asked.get(key, -inf) <= self.now - again_s:
+                self.asked[key] = self.now
+                self.out.post(peer, Hello(ask=True))
 
     def remember(self, peers: Iterable[PeerId]) -> None:
         """Greets these now and then, also when they are no longer members: forks must meet."""

@@ -206,8 +206,12 @@ class Convener(Role):
         return True
 
     def _poll(self, campaign: Campaign) -> None:
-        """Repeats the stage's message, as a question and as heartbeat."""
+        """Repeats the stage's message, as a question and as heartbeat.
+
+        Only a PREPARE is answered by everybody [H4].
+        """
         self.succession.convener_at = self.now
+        self.contacts.ask_unheard(self._deaf_after_s)
         if campaign.stage is Stage.COLLECT:
             self._broadcast(Prepare(campaign.ballot))
         elif campaign.stage is Stage.REDUCE:
@@ -225,9 +229,13 @@ class Convener(Role):
             elif peer != self.me:
                 self.out.post(peer, heartbeat)
 
+    @property
+    def _deaf_after_s(self) -> float:
+        return 2 * self.timers.heartbeat_s
+
     def _why_deaf(self, campaign: Campaign) -> str | None:
         """Why a campaign cannot hear enough to succeed; None when it may [C7]."""
-        limit_s = 2 * self.timers.heartbeat_s
+        limit_s = self._deaf_after_s
         if self.standing.decides_alone or self.now - campaign.started_at <= limit_s:
             return None
         if campaign.stage is Stage.VOTE and self.standing.has_quorum([self.me]):

@@ -16,6 +16,10 @@ MARGIN = 1.25
 UNKNOWN_PACE = 16
 """A peer whose pace nobody knows is dealt so many times what `local_steps` would be: the fastest
 of a swarm of unequal peers shall not idle in its first round."""
+FASTEST = 64
+"""A member counts as no faster than so many times the median voter. What it says of its pace says
+what it may count, so what its values weigh and how far they may have moved [U1]; a machine of eight
+GPUs beside laptops is that much faster."""
 MAX_TOKENS_PER_S = 1e12
 """More is not believed; it keeps quotas finite, whatever an offer says."""
 MAX_QUOTA = 2**40
@@ -28,9 +32,10 @@ def quotas(
     """Samples that each member may read in the round after a manifest, whole steps of them [T2].
 
     Exact mode: those of the steps that every peer takes. With `round.seconds`: 1.25 times those
-    that fit the time at the member's pace. For a member without a pace: 16 times those of the
-    exact mode, but all members together at most half a lap, so that the first round of a small
-    text does not deal it several times over.
+    that fit the time at the member's pace, which counts as 64 times the median voter's at most. For
+    a member without a pace, or if no voter has one: 16 times those of the exact mode, but all
+    members together at most half a lap, so that the first round of a small text does not deal it
+    several times over.
 
     Args:
         members: of the manifest, with their pace.
@@ -46,10 +51,12 @@ def quotas(
     if windows is not None:
         room = windows // (2 * len(members)) // per_step * per_step
         unknown = max(usual, min(unknown, room))
+    known = sorted(m.tokens_per_s for m in members.values() if m.votes and m.tokens_per_s)
+    fastest = FASTEST * known[(len(known) - 1) // 2] if known else 0.0
     longest_s = MARGIN * rules.round_seconds
     return {
-        peer: _fitting(longest_s * member.tokens_per_s / rules.sequence_length, per_step)
-        if member.tokens_per_s
+        peer: _fitting(longest_s * min(pace, fastest) / rules.sequence_length, per_step)
+        if known and (pace := member.tokens_per_s)
         else unknown
         for peer, member in members.items()
     }
@@ -99,6 +106,16 @@ def _wanted(
     return {peer: rounds * q for peer, q in quotas(members, tokens, windows, rules).items()}
 
 
+def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
+    """Samples that a peer may count in the round after a manifest [T3].
+
+    Those of its deal; of a text of its own as many as it would be dealt of a common one.
+    """
+    if rules.is_dealt:
+        return num_samples(parent.dealt.get(peer, ()))
+    return _wanted(parent.members, parent.tokens, parent.founding, rules).get(peer, 0)
+
+
 def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
     """Tokens of each contributor, in peer-id order; late offers are no contributions [W2]."""
     return {peer: offers[peer].tokens for peer in sorted(offers) if not offers[peer].is_late}
@@ -119,7 +136,7 @@ def with_pace(
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
     """Why a contributor cannot have done so many tokens on this manifest; None when it can [T3].
 
-    Whole steps; in the exact mode those that everybody takes; no more than it was dealt. Where
+    Whole steps; in the exact mode those that everybody takes; no more than it may read. Where
     rounds overlap, some steps are older than the tip: of another number, and of other batches.
     """
     batch = rules.sequence_length if rules.overlaps else rules.batch_tokens_at(parent.tokens)
@@ -128,9 +145,9 @@ def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) ->
     is_exact = rules.round_seconds is None and not rules.overlaps
     if is_exact and tokens != rules.local_steps_at(parent.tokens) * batch:
         return f"{tokens} tokens are not the {rules.local_steps_at(parent.tokens)} steps of a round"
-    dealt = num_samples(parent.dealt.get(peer, ()))
-    if rules.is_dealt and tokens > dealt * rules.sequence_length:
-        return f"{tokens} tokens are more than the {dealt} samples that it was dealt"
+    samples = most_samples(peer, parent, rules)
+    if tokens > samples * rules.sequence_length:
+        return f"{tokens} tokens are more than the {samples} samples that it may read"
     return None
 
 

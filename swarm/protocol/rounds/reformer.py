@@ -31,6 +31,8 @@ class Reformer(Role):
     def tick(self) -> None:
         """Leaves the generation once it gives no sign of life any more."""
         forks = self.forks
+        if forks.quiet_s >= self.timers.reform_s / 2:
+            self.contacts.ask_unheard(self.timers.reform_s)
         if forks.quiet_s < self.timers.reform_s:
             return
         if forks.candidate and forks.may_leave_generation():

@@ -87,6 +87,7 @@ class Takeover(Role):
         if self._is_busy_catching_up():
             return None
         if not self.contacts.hears_quorum(timers.heartbeat_s):
+            self.contacts.ask_unheard(timers.heartbeat_s)
             self._tell_wait(convener, silent_s)
             return None
         if silent_s > silence_limit_s:

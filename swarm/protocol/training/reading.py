@@ -5,10 +5,8 @@ from __future__ import annotations
 from swarm.protocol.deadlines import LocalWork, local_work_left
 from swarm.protocol.dealing import Stretches, num_samples, split
 from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.rounds.deals import most_samples
 from swarm.protocol.rounds.rules import Rules
-
-ENDLESS = 2**40
-"""Samples: more than are read in a round."""
 
 
 class Reading:
@@ -35,7 +33,8 @@ class Reading:
         samples = read_tokens // self.rules.sequence_length
         if self.rules.is_dealt:
             return split(tip.dealt[self.me], samples)[1]
-        return ((self.position + samples, self.position + ENDLESS),)
+        most = most_samples(self.me, tip, self.rules)
+        return ((self.position + samples, self.position + most),) if samples < most else ()
 
     def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
         """Whether what was read beyond one tip is the first of this peer's deal at another [T5].

@@ -27,6 +27,7 @@ from tests.protocol import (
     round_pump,
     test_rounds_fetching,
     test_rounds_forks,
+    test_rounds_many,
     test_rounds_takeover,
 )
 
@@ -80,6 +81,7 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
 
 
 BY_DIRECTED_TEST = {
+    "heard_by_chance": test_rounds_many.test_a_convener_that_dies_is_replaced_among_many,
     "unheard_goes_first": (
         test_rounds_takeover.test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first
     ),
