@@ -29,6 +29,9 @@ LOST_S = 1800.0
 """A run of which no peer answers for so long is given up."""
 STILL_S = 24 * 3600.0
 """A run that agrees on nothing for so long as well."""
+EARLY_S = 3600.0
+"""So often a manifest of an earlier round than the one that is due is asked for: it shows that the
+run goes on, and its proof costs peers too much to be asked for at each look."""
 
 
 class Source(Protocol):
@@ -114,12 +117,14 @@ class Follower:
         return exports[-1].round if exports else 0
 
     def _await(self, due: int) -> Manifest:
-        begin_s = said_s = heard_s = self.clock()
+        begin_s = said_s = heard_s = early_s = self.clock()
         newest: Manifest | None = None
         while True:
-            why = f"the swarm has not agreed on round {due} yet"
+            why, least_round = f"the swarm has not agreed on round {due} yet", due
+            if self.clock() - early_s >= EARLY_S:
+                least_round, early_s = 0, self.clock()
             try:
-                found = self.source.newest(due)
+                found = self.source.newest(least_round)
                 heard_s = self.clock()
             except NobodyReachable as error:
                 found, why = None, str(error)

@@ -126,6 +126,28 @@ def test_it_goes_on_after_the_newest_and_fetches_again_what_a_disk_has_spoiled(
     assert chain.looks == looks, "nothing is left to ask for"
 
 
+class Slow(Chain):
+    """Agrees on a round each three hours."""
+
+    time: Time
+
+    def newest(self, least_round: int) -> Manifest | None:
+        self.looks = int(self.time() // (3 * 3600))
+        return super().newest(least_round)
+
+
+def test_a_run_that_agrees_on_rounds_is_not_given_up_before_the_one_that_is_due(
+    tmp_path: Path,
+) -> None:
+    chain = chain_of(20)
+    slow = Slow(chain.run, chain.manifests, chain.remote)
+    slow.time = Time()
+    manager = ExportManager(tmp_path, 2)
+    Follower(slow, manager, 10, Form(), sleep=slow.time.sleep, clock=slow.time).follow()
+    manager.close()
+    assert rounds_in(tmp_path) == [10, 20]
+
+
 def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) -> None:
     chain = chain_of(4)
     chain.gone = frozenset({2})
