@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
@@ -16,7 +17,7 @@ from swarm.network.observer import Observer, Seen
 from swarm.peer.agreed_model import AgreedModel
 from swarm.progress import fetching
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import RunState
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ POLL_S = 2.0
 TURN_S = 60.0
 """After so long the sources are chosen anew, by the newest records."""
 EMPTY_TURNS = 5
-"""So many turns without a byte, and a state is no longer to be had."""
+"""So many turns in which no piece of a blob came, and a state is no longer to be had."""
 LOSS_S = 15.0
 """For the held-out loss of a state that is here; without it the model card has none."""
 FETCH_S = 24 * 3600.0
@@ -72,21 +73,13 @@ class FromPeers:
         """
         wanted = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
         wanted |= manifest.founding.blobs
-        missing = sum(size for digest, size in wanted.items() if not self.store.has(digest))
+        here, total = self._bytes_here(wanted), sum(wanted.values())
         logger.info(
             "round=%d %.1f MB of %.1f MB are here from before",
-            manifest.round, (sum(wanted.values()) - missing) / 1e6, sum(wanted.values()) / 1e6,
+            manifest.round, here / 1e6, total / 1e6,
         )  # fmt: skip
         say, end_s, empty = fetching(), time.monotonic() + FETCH_S, 0
-        here = missing
-
-        def arrived(now: int, total: int) -> None:
-            nonlocal here
-            here = total - now
-            say(now, total)
-
         while True:
-            before = here
             seen = self._look()
             idle = idle_sources(seen.peers, manifest) if not empty else []
             everybody = sorted({*self._announced.publishers, *seen.peers})
@@ -95,19 +88,24 @@ class FromPeers:
                     manifest,
                     layout_of(self.run),
                     sources=idle or everybody,
-                    on_blob=arrived,
+                    on_blob=say,
                     deadline_s=TURN_S,
                 )
                 break
             except NobodyReachable:
+                before, here = here, self._bytes_here(wanted)
                 # With all of it here the disk is slow, not the peers.
-                empty = 0 if here < before or not here else empty + 1
+                empty = 0 if here > before or here == total else empty + 1
                 if empty == EMPTY_TURNS or time.monotonic() > end_s:
                     raise
         self._await_loss(manifest)
         return ExportFacts(
             AgreedModel(self.run, manifest, self.store), form, self._told, self._names
         )
+
+    def _bytes_here(self, wanted: Mapping[Digest, int]) -> int:
+        """Bytes of blobs that are here; of a large one each piece, as it may take many turns."""
+        return sum(self.store.bytes_here(digest, size) for digest, size in wanted.items())
 
     def _await_loss(self, manifest: Manifest) -> None:
         """Reads the published losses, until that of this state is among them or `LOSS_S` is over.

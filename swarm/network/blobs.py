@@ -146,6 +146,14 @@ class BlobStore:
         place = self._places.get(digest)
         return place.num_bytes if place else None
 
+    def bytes_here(self, digest: str, num_bytes: int) -> int:
+        """Bytes of a blob of this size that are here, checked: pieces of an arriving one count."""
+        with self._lock:
+            partial = self._partials.get((digest, num_bytes))
+        if self.has(digest):
+            return num_bytes
+        return partial.num_bytes_here if partial else 0
+
     def get(self, digest: str) -> memoryview | None:
         """The whole blob, read-only; None if it is not here. Disk contents are not verified."""
         place = self._places.get(digest)

@@ -42,6 +42,11 @@ class Partial:
         return number in self._have
 
     @property
+    def num_bytes_here(self) -> int:
+        """Bytes of the pieces that have arrived, the last of which may be shorter."""
+        return min(len(self._have) * PIECE_BYTES, self.num_bytes)
+
+    @property
     def complete(self) -> bool:
         """Whether all pieces are there."""
         return len(self._have) == num_pieces(self.num_bytes)

@@ -14,6 +14,7 @@ from swarm.export.fetching import EMPTY_TURNS, FromPeers
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Seen
+from swarm.protocol.digests import PIECE_BYTES, piece_index
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
 from tests.export.models import after, found, toy_run
@@ -25,9 +26,9 @@ RUN = toy_run()
 class Swarm:
     """An `Observer` of two peers, of which one sends what it is asked for when it is `willing`."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_out: bytes = b"held") -> None:
         self.remote = BlobStore()
-        self.manifest = after(self.remote, RUN, found(self.remote, RUN), 2)
+        self.manifest = after(self.remote, RUN, found(self.remote, RUN, held_out), 2)
         self.store = BlobStore()
         self.states = {"QmA": PeerState.TRAINING, "QmB": PeerState.AVERAGING}
         self.willing = {"QmA", "QmB"}
@@ -82,10 +83,14 @@ class Swarm:
 
 
 @pytest.fixture
-def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(fetching.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(fetching.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
+
+
+@pytest.fixture
+def swarm(clock: None) -> Swarm:
     return Swarm()
 
 
@@ -124,6 +129,30 @@ def test_busy_peers_are_asked_where_idle_ones_send_nothing_and_in_the_end_it_giv
     with pytest.raises(NobodyReachable, match="no answer"):
         source(swarm).bring(after(swarm.remote, RUN, swarm.manifest), Form())
     assert len(swarm.asked) == EMPTY_TURNS
+
+
+class Thin(Swarm):
+    """Of a large blob one piece comes in each turn, and all the rest behind it."""
+
+    def fetch_model(self, manifest: Manifest, *args: Any, **kwargs: Any) -> None:
+        digest, size = manifest.founding.validation, manifest.founding.validation_bytes
+        blob = self.remote.get(digest)
+        assert blob is not None
+        arriving, number = self.store.writer(digest, size), len(self.asked)
+        arriving.set_index(piece_index(blob))
+        arriving.write_piece(number, blob[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
+        if not arriving.complete:
+            self.asked.append(kwargs["sources"])
+            raise NobodyReachable("the model: no answer within 60 s")
+        self.store.keep(arriving)
+        super().fetch_model(manifest, *args, **kwargs)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_blob_that_comes_piece_by_piece_is_not_given_up() -> None:
+    thin = Thin(bytes(6 * PIECE_BYTES + 1))
+    source(thin).bring(thin.manifest, Form())
+    assert thin.asked == 7 * [["QmA"]], "nor is a busy peer asked"
 
 
 def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(

@@ -297,9 +297,13 @@ def test_a_large_blob_arrives_in_pieces_in_any_order(store):
     assert [number for number in range(3) if not partial.has_piece(number)] == [1]
     assert not partial.complete
     assert not store.has(partial.digest)
+    assert store.bytes_here(partial.digest, len(blob)) == 2 * PIECE_BYTES
     partial.write_piece(1, view[PIECE_BYTES : 2 * PIECE_BYTES])
     assert partial.content().whole() == blob
+    assert store.bytes_here(partial.digest, len(blob)) == len(blob)
     store.keep(partial)
+    assert store.bytes_here(partial.digest, len(blob)) == len(blob)
+    assert store.bytes_here("00" * 32, len(blob)) == 0
     assert store.get(partial.digest) == blob
     store.sync([partial.digest])
     assert store.verify([partial.digest]) == []
