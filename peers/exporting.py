@@ -97,7 +97,7 @@ def export_newest(
         export(facts, out)
         if evaluator:
             evaluator.evaluate(out, facts, observer)
-        published(out, facts)
+    published(out, facts)
 
 
 def follow(

@@ -12,6 +12,8 @@ from swarm.export.facts import ExportFacts
 
 STALE = ("model*.safetensors", "model.safetensors.index.json")
 """Files of the export before that go where the new one has none of their name."""
+HIDDEN = (".*", "*/.*")
+"""Names that are no part of an export, such as the folder of what a killed exporter had fetched."""
 
 
 class HubClient(Protocol):
@@ -22,7 +24,13 @@ class HubClient(Protocol):
         ...
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]
+        self,
+        *,
+        repo_id: str,
+        folder_path: Path,
+        commit_message: str,
+        ignore_patterns: list[str],
+        delete_patterns: list[str],
     ) -> object:
         """Uploads a folder in one commit."""
         ...
@@ -54,6 +62,7 @@ class Hub:
                 repo_id=self.repo,
                 folder_path=folder,
                 commit_message=message,
+                ignore_patterns=list(HIDDEN),
                 delete_patterns=list(STALE),
             )
         except Exception as error:  # the client raises whatever its libraries do

@@ -15,6 +15,7 @@ from swarm.network.blobs import BlobStore
 from tests.export.models import after, facts_of, found, toy_run
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="of the extra hf")
+utils = pytest.importorskip("huggingface_hub.utils", reason="of the extra hf")
 
 
 class Client:
@@ -51,10 +52,24 @@ def test_an_export_is_one_commit_that_names_its_round(facts: ExportFacts, tmp_pa
                 "repo_id": "me/model",
                 "folder_path": tmp_path,
                 "commit_message": f"{facts.run_id}, round 3 (manifest {digest})",
+                "ignore_patterns": [".*", "*/.*"],
                 "delete_patterns": ["model*.safetensors", "model.safetensors.index.json"],
             },
         ),
     ]
+
+
+def test_nothing_hidden_is_sent(facts: ExportFacts, tmp_path: Path) -> None:
+    kept = {"config.json", "lm_eval/swarm_held_out.yaml"}
+    for name in (*kept, ".fetching-x/packs/0", ".lock", "lm_eval/.cache/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    client = Client()
+    Hub(client, "me/model").push(tmp_path, facts)
+    found = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    patterns = client.calls[-1][1].get("ignore_patterns")
+    sent = utils.filter_repo_objects(found, ignore_patterns=patterns)
+    assert {path.as_posix() for path in sent} == kept
 
 
 def test_a_hub_that_refuses_is_an_error_and_not_the_exports_end(

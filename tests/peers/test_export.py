@@ -1,5 +1,6 @@
 """swarm-export: what is written is what was agreed."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+from peers import exporting
 from peers.exporting import export
+from peers.options import Options
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig
 from swarm.data.training import train_tokenizer
@@ -26,6 +29,7 @@ from swarm.peer.agreed_model import AgreedModel, named_tensors
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Manifest
 from swarm.protocol.texts import TokenizerFile
 from tests.layout_places import places_of
 from tests.peers.exports import invoke, on_disk
@@ -65,6 +69,31 @@ def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:
     found.store.collect({d for d in found.store.digests() if d != gone})
     with pytest.raises(CorruptState, match=r"expert\.3 in round 0 is missing"):
         list(named_tensors(layout, found.manifest, found.store))
+
+
+def test_what_was_fetched_is_removed_before_an_export_is_published(
+    found: AgreedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Source:
+        def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
+            store.put(b"a value")
+
+        def newest(self, least_round: int) -> Manifest:
+            return found.manifest
+
+        def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+            assert list(out.glob(".fetching-*/packs/*"))
+            return ExportFacts(found, form)
+
+    def published(folder: Path, facts: ExportFacts) -> None:
+        assert not list(folder.glob(".*"))
+        told.append(facts.model.manifest)
+
+    out, told = tmp_path / "out", list[Manifest]()
+    monkeypatch.setattr(exporting, "FromPeers", Source)
+    monkeypatch.setattr(exporting, "_observing", lambda *_: contextlib.nullcontext())
+    exporting.export_newest(Options(initial_peers=("x",)), out, None, Form(), published=published)
+    assert told == [found.manifest]
 
 
 def test_an_export_holds_model_configuration_and_tokenizer(
