@@ -19,7 +19,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.errors import ConfigError, CorruptState
-from swarm.experts import all_shapes, exported
+from swarm.experts import all_shapes, exported, stored_name
 from swarm.model.attention import rotary_tables
 from swarm.model.huggingface import tensor_files
 from swarm.model.transformer import Transformer
@@ -148,10 +148,11 @@ class StreamedModel:
         return f"model.layers.{layer}.{name.removeprefix(_FIRST)}"
 
     def _read(self, name: str) -> Tensor:
+        stored = stored_name(name, self._config)
         try:
-            return torch.as_tensor(self._files[name].get_tensor(name))
+            return torch.as_tensor(self._files[stored].get_tensor(stored))
         except KeyError as error:
-            raise ConfigError(f"{self._folder} has no tensor {name}") from error
+            raise ConfigError(f"{self._folder} has no tensor {stored}") from error
         except (OSError, SafetensorError) as error:
             raise CorruptState(f"{self._folder}: {error}") from error
 

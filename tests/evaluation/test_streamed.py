@@ -22,6 +22,7 @@ VARIANTS = [
     {},
     {"tie_word_embeddings": True},
     {"qk_norm": "projection", "norm_topk_prob": False},
+    {"qk_norm": "none", "norm_topk_prob": True},
     {"scoring_func": "sigmoid"},
     {"noisy_top_k": True},
 ]
