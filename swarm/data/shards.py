@@ -8,10 +8,11 @@ tokenizer made them and what the text was found to hold, and ends with a digest 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from swarm import durable
 from swarm.data.corpus import Corpus, printable_name
 from swarm.data.documents import Tally, file_documents
 from swarm.data.mixture import Mixture, Shares
@@ -82,7 +84,9 @@ def open_shards(
 
     A cache is found by the fingerprint of the corpus and the tokenizer's name; one that is torn or
     was changed is built anew, which gives the same tokens. Every byte of it is checked: about 0.4 s
-    per GB. It is written beside its place and renamed, so it is there whole or not at all.
+    per GB. It is written beside its place and renamed, so it is there whole or not at all; what a
+    kill left there is gone on with, or removed once another corpus is opened. Caches of other
+    corpora stay, since a person may go back to one. A second process waits for the first.
 
     Args:
         corpus: its documents.
@@ -96,23 +100,37 @@ def open_shards(
     """
     named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint()])
     folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
-    if folder.is_dir():
+    new = durable.beside(folder)
+    with _locked(cache):
+        for unfinished in cache.glob("corpus-*.*"):
+            if unfinished != new:
+                shutil.rmtree(unfinished)
+        if folder.is_dir():
+            try:
+                return open_folder(folder)
+            except Torn as torn:
+                logger.warning("building %s anew: %s", folder.name, torn)
+                shutil.rmtree(folder)
+        new.mkdir(exist_ok=True)
+        try:
+            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens)
+        except DataError:
+            shutil.rmtree(new)
+            raise
+        new.rename(folder)
         try:
             return open_folder(folder)
         except Torn as torn:
-            logger.warning("building %s anew: %s", folder.name, torn)
-            _remove(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        write_shards(corpus, beside, tokenizer, shard_tokens=shard_tokens)
-        _rename(beside, folder)
-    finally:
-        _remove(beside)
-    try:
-        return open_folder(folder)
-    except Torn as torn:
-        raise DataError(f"{folder}: just built and already torn: {torn}") from torn
+            raise DataError(f"{folder}: just built and already torn: {torn}") from torn
+
+
+@contextlib.contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes out of it."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with cache.with_name(f"{cache.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass(frozen=True)
@@ -246,17 +264,3 @@ def _checked(path: Path, num_bytes: int, digest: str) -> None:
         raise Torn(f"{path.name} has {size_bytes} bytes instead of {num_bytes}, as its header says")
     if blake3().update_mmap(path).hexdigest() != digest:
         raise Torn(f"the content of {path.name} was changed")
-
-
-def _rename(beside: Path, folder: Path) -> None:
-    try:
-        beside.rename(folder)
-    except OSError:
-        # Another process was faster. It read the same files, so its cache is as good as ours.
-        if not folder.is_dir():
-            raise
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder that may be gone, or be removed by another process at the same time."""
-    shutil.rmtree(folder, ignore_errors=True)

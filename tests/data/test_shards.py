@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 import threading
@@ -9,7 +10,7 @@ from blake3 import blake3
 from swarm.data.corpus import folder_corpus, is_held_out
 from swarm.data.held_out import held_out_documents
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE, document_tokens
+from swarm.data.tokenise import BYTE, ByteTokenizer, document_tokens
 from swarm.data.tokenizer import token_dtype
 from swarm.errors import DataError
 
@@ -204,6 +205,52 @@ def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_pa
     assert len(found) == 3
     assert all(np.array_equal(tokens, expected_tokens(corpus)) for tokens in found)
     only_folder(tmp_path / "cache")
+
+
+class Killed(BaseException):
+    """Nothing of ours tidies up behind it."""
+
+
+class Fatal(ByteTokenizer):
+    """Ends the process in the middle of a corpus."""
+
+    def encoded(self, documents):
+        yield from itertools.islice(super().encoded(documents), 60)
+        raise Killed
+
+
+def killed(corpus, cache):
+    """Leaves a half-built cache and returns its first shard."""
+    with pytest.raises(Killed):
+        open_shards(corpus, cache, Fatal(), shard_tokens=500)
+    (shard,) = cache.glob("*.new/00000.bin")
+    return shard
+
+
+def test_a_cache_whose_building_was_killed_is_gone_on_with(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    written_ns = killed(corpus, cache).stat().st_mtime_ns
+    shards = open_shards(corpus, cache, BYTE, shard_tokens=500)
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+    assert (only_folder(cache) / "00000.bin").stat().st_mtime_ns == written_ns
+    assert not (only_folder(cache) / "progress.json").exists()
+
+
+def test_what_was_half_built_of_another_corpus_is_removed(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    killed(corpus, cache)
+    (corpus.root / "000.txt").write_text("something else, longer than before")
+    open_shards(corpus, cache, BYTE, shard_tokens=500)
+    assert "." not in only_folder(cache).name
+
+
+def test_a_half_built_cache_that_was_changed_is_an_error_once(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    killed(corpus, cache).write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"00000\.bin: was changed"):
+        open_shards(corpus, cache, BYTE, shard_tokens=500)
+    shards = open_shards(corpus, cache, BYTE, shard_tokens=500)
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
 
 
 def test_a_corpus_that_is_all_held_out_is_an_error_and_leaves_no_cache(tmp_path):
