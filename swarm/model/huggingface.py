@@ -152,7 +152,8 @@ def save_model(
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
     Every file is written beside its place, flushed to disk and renamed, the one that names
-    the others last. Files of an earlier export into the same folder are removed.
+    the others last. Files of an earlier export into the same folder are removed, those that name
+    its tensors first: killed at any moment, the folder holds one of both exports or none.
 
     Args:
         folder: made when missing.
@@ -184,8 +185,12 @@ def save_model(
         contents.append({name: tensor.nbytes for name, tensor in shard.items()})
     _check_names([name for content in contents for name in content], run, parts)
     files = _name_files(len(parts))
-    for part, file in zip(parts, files, strict=True):
+    for part in parts:
         durable.sync_file(part)
+    for name in ("config.json", INDEX_FILE, SINGLE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    durable.sync_folder(folder)
+    for part, file in zip(parts, files, strict=True):
         part.replace(durable.beside(folder / file))
         durable.put_in_place(folder / file)
     written = [folder / file for file in files]

@@ -1,5 +1,6 @@
 """Exports load in Transformers unmodified and compute the same."""
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm import durable
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_of
@@ -130,6 +132,29 @@ def test_an_export_over_an_older_one_leaves_nothing_of_it(tmp_path: Path) -> Non
     exported(tmp_path, run)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"config.json", SINGLE_FILE, "tokenizer.json"}
+
+
+@pytest.mark.parametrize("before_bytes", [5 * 10**9, 200_000])
+@pytest.mark.parametrize("shard", [0, 1, 3])
+def test_an_export_over_an_older_one_that_ends_halfway_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_bytes: int, shard: int
+) -> None:
+    run, moves = tiny_run(), itertools.count()
+    exported(tmp_path, run, max_shard_bytes=before_bytes)
+    put_in_place = durable.put_in_place
+
+    def put_or_fail(path: Path) -> None:
+        if next(moves) == shard:
+            raise OSError("no space left on device")
+        put_in_place(path)
+
+    monkeypatch.setattr(durable, "put_in_place", put_or_fail)
+    with pytest.raises(OSError, match="no space"):
+        exported(tmp_path, run, max_shard_bytes=200_000)
+    with pytest.raises(CorruptState):
+        TensorFiles(tmp_path)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["missing", "foreign", "repeated"])
