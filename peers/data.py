@@ -19,7 +19,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import Corpus, Split, open_corpus, size_of
 from swarm.data.datasets_text import DatasetText
 from swarm.data.documents import TEXT
-from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
+from swarm.data.held_out import MAX_HELD_OUT_TEXT, whole_held_out
 from swarm.data.mixture import open_mixture
 from swarm.data.ready import ReadyTokens, ready_tokens
 from swarm.data.shard_writer import HEADER, SHARD_TOKENS, Source, write_shards
@@ -258,9 +258,11 @@ def _training_documents(corpus: Corpus) -> Iterator[bytes]:
 
 def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
-    size = 0
-    found = list(dict.fromkeys(held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)))
-    if isinstance(source, ReadyTokens):
+    size, is_ready = 0, isinstance(source, ReadyTokens)
+    # An id has 4 bytes here, and hardly less than one of text.
+    limit = (4 if is_ready else 2) * MAX_HELD_OUT_TEXT
+    found = list(dict.fromkeys(whole_held_out(source.documents(), limit)))
+    if is_ready:
         texts = tokenizer.decoded([np.frombuffer(document, dtype="<u4") for document in found])
         found = [text.decode(errors="replace").encode() for text in texts]
     for text in found:

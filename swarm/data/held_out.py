@@ -71,7 +71,9 @@ class HeldOut:
         return nats_per_token * self.num_tokens / (self.num_bytes * math.log(2))
 
 
-def held_out_documents(documents: Iterable[bytes], limit: int) -> list[bytes]:
+def held_out_documents(
+    documents: Iterable[bytes], limit: int, *, are_held_out: bool = False
+) -> list[bytes]:
     """Held-out documents of at most `limit` bytes together, those with the smallest digests first.
 
     This order does not depend on where files lie or what they are called, and takes from all over
@@ -79,16 +81,33 @@ def held_out_documents(documents: Iterable[bytes], limit: int) -> list[bytes]:
     one with the smallest digest is (`swarm.data.corpus.Split`). Reads every document, holds those
     that it returns.
 
+    Args:
+        documents: texts in UTF-8.
+        limit: bytes.
+        are_held_out: whether all of them are, as those that shards keep: of ready tokens the
+            digest of the ids has decided, which their text does not have.
+
     Raises:
         DataError: there is no document.
     """
+    contents = whole_held_out(documents, limit, are_held_out=are_held_out)
+    excess = sum(map(len, contents)) - limit
+    if excess > 0:
+        contents[-1] = _cut(contents[-1], len(contents[-1]) - excess)
+    return [content for content in contents if content]
+
+
+def whole_held_out(
+    documents: Iterable[bytes], limit: int, *, are_held_out: bool = False
+) -> list[bytes]:
+    """What `held_out_documents` returns, whose last document is not cut: it may be no text."""
     # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
     kept: list[tuple[int, bytes]] = []
     num_bytes = 0
     instead: tuple[int, bytes] | None = None
     for content in documents:
         digest = int.from_bytes(blake3(content).digest(), "big")
-        if not is_held_out(content):
+        if not (are_held_out or is_held_out(content)):
             if not kept and (instead is None or digest < instead[0]):
                 instead = (digest, content)
             continue
@@ -101,10 +120,7 @@ def held_out_documents(documents: Iterable[bytes], limit: int) -> list[bytes]:
         if instead is None:
             raise DataError("the corpus holds no text", hint="add documents")
         contents = [instead[1]]
-    excess = sum(map(len, contents)) - limit
-    if excess > 0:
-        contents[-1] = _cut(contents[-1], len(contents[-1]) - excess)
-    return [content for content in contents if content]
+    return contents
 
 
 def held_out_windows(

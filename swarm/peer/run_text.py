@@ -76,7 +76,11 @@ class RunText:
         corpus = corpus_of(run, self.folder)
         shards = self._open(corpus, tokenizer)
         require_a_batch(shards, run)
-        documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+        documents = held_out_documents(
+            corpus.documents(),
+            run.data.validation_bytes,
+            are_held_out=isinstance(corpus, Prepared),
+        )
         held_out = np.concatenate(list(tokenizer.encoded(documents)))
         common = text_of(corpus, shards, run, tokenizer) if run.data.mode == "common" else None
         self._shards = shards

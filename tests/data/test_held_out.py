@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from swarm.data.corpus import Split, is_held_out
-from swarm.data.held_out import held_out_documents, held_out_windows, measured_on
+from swarm.data.held_out import (
+    held_out_documents,
+    held_out_windows,
+    measured_on,
+    whole_held_out,
+)
 from swarm.data.tokenise import BYTE
 from swarm.errors import DataError
 
@@ -27,6 +32,16 @@ def test_the_held_out_text_is_whole_held_out_documents_by_digest():
     documents = held_out_documents(texts(), 10**6)
     assert set(documents) == set(held_out()) and len(documents) > 3
     assert held_out_documents(reversed(texts()), 10**6) == documents
+
+
+def test_texts_that_are_all_held_out_are_not_asked_for_their_digests():
+    assert set(held_out_documents(texts(), 10**6, are_held_out=True)) == set(texts())
+
+
+def test_whole_documents_reach_the_limit():
+    found = whole_held_out(texts(), 400)
+    assert found == held_out_documents(texts(), 10**6)[: len(found)]
+    assert sum(map(len, found[:-1])) < 400 <= sum(map(len, found))
 
 
 @pytest.mark.parametrize("limit", [1, 64, 179, 180, 181, 300, 360, 400])

@@ -152,3 +152,32 @@ def test_ready_tokens_keep_their_held_out_text(text: Path, tokenizer: Path, tmp_
     assert lines and {json.loads(line)["text"].encode() for line in lines} <= set(documents)
     code, said = invoke("tokenize", "--corpus", tmp_path / "in", "--out", tmp_path / "bytes")
     assert code == DataError.exit_code and "name the tokenizer" in said
+
+
+def tokenised_bytes(folder: Path, documents: list[str]) -> Path:
+    """Shards of a .bin file of these documents, whose ids are bytes."""
+    (folder / "in").mkdir()
+    stream = np.concatenate(list(BYTE.encoded([text.encode() for text in documents])))
+    (folder / "in" / "train.bin").write_bytes(stream.astype("<u2").tobytes())
+    code, said = invoke("tokenize", "--corpus", folder / "in", "--out", folder / "out")
+    assert code == 0, said
+    return folder / "out"
+
+
+def test_a_founder_has_all_the_held_out_text_of_ready_tokens_that_it_asks_for(
+    tmp_path: Path,
+) -> None:
+    out = tokenised_bytes(tmp_path, [f"text {number} " * 100 for number in range(4000)])
+    run = parse_config(RunConfig, EXACT, source="test", overrides=["data.validation_bytes=65536"])
+    given = RunText(str(out), tmp_path / "cache", print).found(run, BYTE)
+    assert given.held_out_bytes == 65536
+
+
+def test_of_ready_tokens_whole_documents_are_kept_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.data.MAX_HELD_OUT_TEXT", 1000)
+    documents = [f"{number} é" * 29 for number in range(4000)]
+    lines = (tokenised_bytes(tmp_path, documents) / "held_out.jsonl").read_text().splitlines()
+    kept = [json.loads(line)["text"] for line in lines]
+    assert set(kept) <= set(documents) and 700 < sum(len(text.encode()) for text in kept) <= 1000
