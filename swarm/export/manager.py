@@ -144,13 +144,12 @@ class ExportManager:
         durable.sync_folder(self.folder)
 
     def _remove_old(self) -> None:
-        exports = self.exports
-        for one in exports[: -self._keep]:
-            if one.path.name != self._linked():
-                gone = self.folder / f"{REMOVED}{one.path.name}"
-                one.path.rename(gone)
-                durable.sync_folder(self.folder)
-                shutil.rmtree(gone)
+        """All but the newest, of which `latest` leads to the last."""
+        for one in self.exports[: -self._keep]:
+            gone = self.folder / f"{REMOVED}{one.path.name}"
+            one.path.rename(gone)
+            durable.sync_folder(self.folder)
+            shutil.rmtree(gone)
 
     def _linked(self) -> str | None:
         link = self.folder / LATEST
