@@ -35,6 +35,8 @@ OUR_FILE = re.compile(r"[\w./-]+\.(?:py|toml|md)")
 IN_PROSE = re.compile(r"\b(?:swarm|peers|scripts|configs|tests)/[\w./-]*\w\.(?:py|toml|md)\b")
 IN_FILE = re.compile(r"`([\w/]+\.py)`\s+`([A-Za-z_][\w.]*)")
 PROGRAM = re.compile(r"(?<![\w/.-])swarm-([a-z]+)(?![\w/-])")
+OTHERS_PACKAGE = re.compile(r"pip install '?swarm\[|swarm with its\b extra")
+"""On the index the name swarm is that of others; ours is moe-swarm."""
 SCRIPT = re.compile(r"(?<![\w/-])(?:\./)?(scripts/[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])")
 
 
@@ -224,6 +226,16 @@ def named_test_offences(texts: Iterable[Text]) -> list[str]:
     ]
 
 
+def package_offences(texts: Iterable[Text]) -> list[str]:
+    """Hints that would install somebody else's package."""
+    return [
+        f"{place}: the package is called moe-swarm"
+        for text in texts
+        for place, line in text.lines()
+        if OTHERS_PACKAGE.search(line)
+    ]
+
+
 BREAKS = {
     "a rule": (rule_offences, Text("a.md", "it promises first [A1, Z9]")),
     "a rule of a docstring": (rule_offences, Text("swarm/a.py", '"""By rule Z9."""')),
@@ -236,6 +248,7 @@ BREAKS = {
     "a name in a file": (symbol_offences, Text("a.md", "`protocol/trust.py`\n`nowhere` decides")),
     "a program": (program_offences, Text("a.md", "`swarm-nothing --help`")),
     "a script": (program_offences, Text("a.md", "./scripts/nothing --fast")),
+    "a package": (package_offences, Text("swarm/a.py", "pip install 'swarm[hf]'")),
     "a test": (
         named_test_offences,
         Text("swarm/train/README.md", "`nothing_is_tested_by_this_name...`"),
@@ -254,7 +267,8 @@ def test_what_is_there_is_no_offence():
         "swarm/a.md",
         "`protocol/manifest.py` `Manifest.seed` "
         "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 F32 "
-        "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1",
+        "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1; "
+        "pip install 'moe-swarm[hf]'",
     )
     checks = (
         rule_offences,
@@ -263,6 +277,7 @@ def test_what_is_there_is_no_offence():
         file_offences,
         symbol_offences,
         program_offences,
+        package_offences,
     )
     assert [check([text]) for check in checks] == [[]] * len(checks)
 
@@ -306,6 +321,10 @@ def test_names_in_files_exist():
 
 def test_programs_and_scripts_that_are_named_exist():
     hold(program_offences(documents()))
+
+
+def test_the_package_that_is_to_be_installed_is_ours():
+    hold(package_offences((*documents(), *sources())))
 
 
 def test_tests_that_are_named_exist():

@@ -98,7 +98,7 @@ class DatasetText:
         except ImportError as error:
             raise DataError(
                 f"{self.path}: the package datasets reads it, and is not installed",
-                hint="pip install datasets, or swarm with its extra hf-data",
+                hint="pip install datasets, or 'moe-swarm[hf-data]'",
             ) from error
         try:
             yield datasets.load_dataset_builder(self.path, self.config)

@@ -45,7 +45,7 @@ def require_package() -> None:
     if importlib.util.find_spec("tokenizers") is None:
         raise TokenizerError(
             "this run has a tokenizer of its own, and the package tokenizers is not installed",
-            hint="pip install tokenizers, or swarm with its extra hf",
+            hint="pip install tokenizers, or 'moe-swarm[hf]'",
         )
 
 

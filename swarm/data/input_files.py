@@ -116,5 +116,5 @@ def _zstd(path: Path) -> Any:
 def _missing(path: Path, package: str) -> DataError:
     return DataError(
         f"{path}: the package {package} reads it, and is not installed",
-        hint=f"pip install {package}, or swarm with its extra data",
+        hint=f"pip install {package}, or 'moe-swarm[data]'",
     )

@@ -65,7 +65,9 @@ def require_tasks(names: Sequence[str]) -> None:
         TaskFailed: it cannot be run.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-evaluation-harness", hint="pip install 'swarm[eval]'")
+        raise ConfigError(
+            "--tasks needs lm-evaluation-harness", hint="pip install 'moe-swarm[eval]'"
+        )
     known = set(_run([sys.executable, "-c", _LIST], CHECK_S).splitlines())
     missing = [name for name in names if name not in known]
     if missing:

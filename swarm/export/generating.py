@@ -58,7 +58,9 @@ def require_export(folder: Path) -> None:
             hint="name a folder that swarm-export has written",
         )
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("the package transformers is not installed", hint="pip install swarm[hf]")
+        raise ConfigError(
+            "the package transformers is not installed", hint="pip install 'moe-swarm[hf]'"
+        )
 
 
 def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str], None]) -> None:

@@ -81,7 +81,7 @@ def open_hub(repo: str) -> Hub:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ConfigError(
             "--push-to-hub: the package huggingface_hub is not installed",
-            hint="pip install swarm[hf]",
+            hint="pip install 'moe-swarm[hf]'",
         )
     from huggingface_hub import HfApi, get_token  # of the extra hf: only where it is asked for
 

@@ -57,7 +57,7 @@ def test_what_cannot_be_read_says_what_to_name(folder: Path, tmp_path: Path) -> 
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"package datasets reads it.*extra hf-data"):
+    with pytest.raises(DataError, match=r"package datasets reads it.*'moe-swarm\[hf-data\]'"):
         DatasetText("anything").fingerprint()
 
 

@@ -131,7 +131,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "backports", None)
-    with pytest.raises(DataError, match=rf"package {package} reads it.*extra data"):
+    with pytest.raises(DataError, match=rf"package {package} reads it.*'moe-swarm\[data\]'"):
         read(tmp_path)
 
 

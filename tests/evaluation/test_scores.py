@@ -87,7 +87,7 @@ def test_without_the_harness_tasks_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'swarm\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'moe-swarm\[eval\]'"):
         tasks.require_tasks(["sciq"])
 
 
