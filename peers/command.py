@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
 import click
+from rich.console import Console
 
 from swarm.errors import SwarmError
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
 from swarm.version import __version__
 
+FILE_WIDTH = 160
+"""Characters a line in a file or pipe."""
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
 
@@ -85,6 +89,14 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
     }
     command = click.command(name, cls=Program, context_settings=settings)
     return lambda function: command(version_option(name)(function))
+
+
+def for_tables() -> Console:
+    """Where tables are printed: as wide as the terminal; in a file or pipe nobody's screen cuts."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

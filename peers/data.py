@@ -242,7 +242,7 @@ def _source(
     input_end_of_text: int | None,
 ) -> Source:
     if run:
-        config = parse_config(RunConfig, read_text(run), source=str(run))
+        config = parse_config(RunConfig, read_text(run, "runs"), source=str(run))
         if config.data.mixture:
             return open_mixture(corpus, config.data.mixture, column)
     ready = ready_tokens(Path(corpus), tokenizer, input_end_of_text) if corpus else None

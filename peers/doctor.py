@@ -34,7 +34,7 @@ MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @program("swarm-doctor")
 @options(
     "run", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
-    "peers", "rounds", "settings", "as_json", "log_format", "log_level",
+    "gpus", "peers", "rounds", "settings", "as_json", "log_format", "log_level",
 )  # fmt: skip
 @option("--run-id", help="Which run, where several are announced.")
 @click.pass_context

@@ -160,7 +160,7 @@ def main(
     assert options.run is not None, "run_config would have refused"
     if export_to:
         require_folder(export_to)
-    plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
+    plan = parse_plan(read_text(faults, "faults"), source=str(faults)) if faults else None
     for_all = peer_settings(options)
     from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
     from swarm.peer.run_text import corpus_of  # loads torch: not for --help

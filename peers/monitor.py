@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from peers.command import for_tables
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.metrics import glossary
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # loads hivemind and torch
     from swarm.peer.looking import History
 
 REFRESH_S = 2.0
-FILE_WIDTH = 160
-"""Characters a line in a file or pipe."""
 
 
 class Source(Protocol):
@@ -156,9 +154,7 @@ def _show(source: Source, in_json: bool) -> None:
     if in_json:
         click.echo(json.dumps(as_json(snapshot)))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH  # nobody's screen cuts it
+    console = for_tables()
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 

@@ -314,7 +314,7 @@ class Options:
         """
         if self.run is None:
             raise ConfigError("--run is missing", hint="for example --run demo")
-        text = read_text(self.run)
+        text = read_text(self.run, "runs")
         return parse_config(RunConfig, text, source=str(self.run), overrides=self.run_settings())
 
     def peer_config(self) -> PeerConfig:
@@ -323,7 +323,7 @@ class Options:
         Raises:
             ConfigError: the file is missing or a setting is wrong.
         """
-        text = read_text(self.config) if self.config else ""
+        text = read_text(self.config, "peers") if self.config else ""
         source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from peers.command import for_tables
 from peers.options import Options, option, options, program
 from peers.toml_text import as_toml
 from swarm.config import RunConfig
@@ -144,7 +145,7 @@ def main(
             json.dumps({key: shown[key] for key in KEYS} | _of_workers(run, planned) | link_figures)
         )
     else:
-        console = Console(highlight=False)
+        console = for_tables()
         _print_machine(console, run, planned)
         described = given.gpu is not None or (gpus is not None and "x" in gpus.lower())
         console.print(times_table(run, times, planned.machine, mbit, is_described=described))

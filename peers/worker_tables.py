@@ -23,7 +23,8 @@ def workers_table(run: RunConfig, planned: RunPlan) -> Table:
     plan, fabric = planned.engine, planned.machine.fabric
     table = Table(title=f"{fabric.size} workers: {fabric}", title_justify="left", box=box.SIMPLE)
     for name in ("workers", "each holds", "device", "activations", "host", "disk"):
-        table.add_column(name, justify="left" if name == "each holds" else "right", no_wrap=True)
+        is_text = name == "each holds"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     held = held_by(run, planned)
     for words, need in held:
         table.add_row(

@@ -78,7 +78,7 @@ def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
     """
     path = find_file(Path(file), "runs")
-    return parse_config(RunConfig, read_text(path), source=str(path), overrides=overrides)
+    return parse_config(RunConfig, read_text(path, "runs"), source=str(path), overrides=overrides)
 
 
 def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> PeerConfig:
@@ -93,7 +93,7 @@ def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> 
         ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
     """
     path = find_file(Path(file), "peers") if file else None
-    text, source = (read_text(path), str(path)) if path else ("", "overrides")
+    text, source = (read_text(path, "peers"), str(path)) if path else ("", "overrides")
     return parse_config(PeerConfig, text, source=source, overrides=overrides)
 
 

@@ -29,8 +29,12 @@ def find_file(given: Path, kind: Kind) -> Path:
     return next((path for path in _files(kind) if path.stem == given.name), given)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, kind: Kind | None = None) -> str:
     """The text of a file that a person named.
+
+    Args:
+        path: of the file.
+        kind: what it configures, if it may be named: those that there are stand in the error.
 
     Raises:
         ConfigError: it cannot be read; names it and what is there under a similar name.
@@ -38,14 +42,14 @@ def read_text(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", hint=_similar(path)) from error
+        raise ConfigError(f"{path}: {error.strerror}", hint=_similar(path, kind)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file") from error
 
 
-def _similar(path: Path) -> str:
-    if path.name == str(path) and not path.suffix:
-        return f"by name there are {', '.join(sorted(file.stem for file in _files('runs')))}"
+def _similar(path: Path, kind: Kind | None) -> str:
+    if kind and path.name == str(path) and not path.suffix:
+        return f"by name there are {', '.join(sorted(file.stem for file in _files(kind)))}"
     beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}") if p.is_file())
     close = difflib.get_close_matches(path.name, beside, n=1)
     is_other = close and close[0] != path.name

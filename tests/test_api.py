@@ -60,6 +60,8 @@ def test_a_run_is_found_by_name_from_anywhere_and_a_path_wins(
 def test_a_peer_is_configured_by_name_or_by_overrides_alone() -> None:
     assert swarm.load_peer("gpu").compute.device == "cuda"
     assert swarm.load_peer(overrides=["peer.name=me"]).peer.name == "me"
+    with pytest.raises(ConfigError, match=r"by name there are gpu, laptop"):
+        swarm.load_peer("lapto")
 
 
 def test_a_model_has_the_weights_of_the_seed_or_those_that_are_given(tmp_path: Path) -> None:

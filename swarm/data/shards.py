@@ -129,7 +129,11 @@ def _locked(cache: Path) -> Iterator[None]:
     """Makes the folder, and keeps other processes out of it."""
     cache.mkdir(parents=True, exist_ok=True)
     with cache.with_name(f"{cache.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("waiting: another process tokenises into %s", cache)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -424,6 +424,8 @@ def test_people_read_what_each_worker_holds_and_every_other_way() -> None:
     assert re.search(r"\n +8 +1 +1 +fp32 +yes +3[01]\.\d GB +9\.\d+ +0 ", said)
     assert "of matrix products, assumed" in said
     assert "of each worker" in said
+    narrow = CliRunner().invoke(main, args, env={"COLUMNS": "80"}).stdout
+    assert "layers 0-10" in narrow and "…" not in narrow
 
 
 @pytest.mark.parametrize(
