@@ -46,9 +46,9 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class, seeds):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:31",
+    "rolled_back_votes": "F:1",
     "lost_record_votes": "F:71",
-    "failed_sync_awaited": "F:2",
+    "failed_sync_awaited": "F:3",
     "four_are_a_quorum": "G:35",
     "last_ones_keep_step": "K:52006049",
     "those_behind_are_silent": "L:52304271",

@@ -22,10 +22,10 @@ from tests.protocol import round_pump, test_rounds_takeover
 CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
-    "accept_before_write": "D:43",
+    "accept_before_write": "D:5",
     "no_phase_1": "D:214",
     "any_half": "C:3",
-    "joiners_vote": "A:75",
+    "joiners_vote": "A:160",
     "older_roster": "B:5",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
@@ -51,7 +51,7 @@ CAUGHT_BY_SCHEDULE = {
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:127",
-    "promise_not_recorded": "C:109",
+    "promise_not_recorded": "C:33",
     "lowest_accepted": "A:201",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with

@@ -20,7 +20,7 @@ CAUGHT = {
     "renewed_parts_kept": "b:0",
     "parts_dropped": "b:0",
     "offer_forgotten": "o:1",
-    "steps_taken_for_known": "u:0",
+    "steps_taken_for_known": "u:2",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes abou --mutant NAME`."""
