@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm import durable
+from swarm.protocol.figures import MAX_REAL
 from swarm.protocol.manifest import Digest
 from swarm.protocol.records import MAX_SCORES, Score, ScoreRecord
 
@@ -57,11 +57,15 @@ def append_scores(
 
 
 def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> ScoreRecord | None:
-    """What can be published of the figures: the first ones, under names that records may have."""
+    """What can be published of the figures: the first ones, under names that records may have.
+
+    A value that is not finite or beyond `MAX_REAL`, as a perplexity may be, is left out: readers
+    would refuse the whole record for it.
+    """
     scores = [
         Score(digest, round_, _name(figure.task), _name(figure.metric), figure.value, count)
         for figure in measured
-        if math.isfinite(figure.value) and (count := figure.samples) > 0
+        if abs(figure.value) <= MAX_REAL and (count := figure.samples) > 0
     ]
     return ScoreRecord(tuple(scores[:MAX_SCORES])) if scores else None
 

@@ -66,8 +66,8 @@ class SignedRecords(RecordValidatorBase):
             return "record_schema"
         if len(record.value) > MAX_SIGNED_BYTES:
             return "record_size"
-        # Written so that NaN is refused too.
-        if not record.expiration_time <= dht_clock()() + MAX_TTL_S:
+        # Written so that NaN is refused too; the lower bound refuses what no JSON can say.
+        if not 0.0 <= record.expiration_time <= dht_clock()() + MAX_TTL_S:
             return "record_expiration"
         owner = _owner_of_packed(record.subkey)
         if owner is None:

@@ -37,8 +37,11 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
 """Of manifests and rounds: one a second would take 68 years to get there."""
-Real = Annotated[float, Field(allow_inf_nan=False)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_REAL = 1e100
+"""More than any loss, norm or rate that a peer computes; sums, differences and squares of what
+anybody says are finite too."""
+Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
 Expert = Annotated[int, Field(ge=0, lt=2**16)]
 Worker = Annotated[int, Field(ge=0, lt=2**16)]

@@ -23,6 +23,7 @@ from swarm.config.explaining import refusal
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
 from swarm.protocol.figures import (
+    MAX_REAL,
     MAX_REASON,
     MAX_REFUSED,
     Address,
@@ -123,7 +124,7 @@ class PeerRecord(Strict):
     addresses: Annotated[tuple[Address, ...], Field(max_length=16)]
     """Multiaddresses that others can dial; empty in client mode."""
     state: PeerState
-    capacity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    capacity: Annotated[float, Field(gt=0, le=MAX_REAL, allow_inf_nan=False)]
     generation: Generation
     height: Height
     round: Height

@@ -57,6 +57,7 @@ def test_what_is_published_is_what_a_record_may_have() -> None:
         Measured("_x" * 99, "m", math.nan, 3),
         Measured("y" * 99, "m", 0.25, 3),
         Measured("none", "m", 0.25, 0),
+        Measured("lost", "word_perplexity", 1e101, 3),
     ]
     record = score_record(DIGEST, 3, odd + [Measured("z", "m", 1.0, 1)] * 99)
     assert record is not None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hivemind.dht.routing import DHTID
@@ -8,8 +9,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.network import dht
+from swarm.network.identity import load_or_create_identity
 from swarm.network.records import fetch_dated, fetch_records, publish
-from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S
+from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S, SignedRecords
 from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
 
 WAIT_S = 60.0
@@ -124,6 +126,15 @@ def test_a_record_under_the_key_of_another_is_ignored(pair, key):
     found = liar.run(fetch_records(liar, ValidationRecord, [key]), WAIT_S)
     assert found == {victim.peer_id: validation(1)}
     assert victim.traffic.refused == {"record_signature": 1}
+
+
+@pytest.mark.parametrize("expiration", [float("-inf"), float("nan"), -1.0, float("inf")])
+def test_an_expiration_that_is_no_time_is_refused_though_its_owner_signed_it(tmp_path, expiration):
+    refused = []
+    signer = SignedRecords(load_or_create_identity(tmp_path / "key"), refused.append)
+    record = dht_record(DHTID.generate(source="key"), signer.subkey, packed(b"x"), expiration)
+    assert not signer.validate(replace(record, value=signer.sign_value(record)))
+    assert refused == ["record_expiration"]
 
 
 @pytest.mark.parametrize(

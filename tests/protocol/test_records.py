@@ -34,6 +34,8 @@ from swarm.protocol.texts import Text
 from tests.peer_records import peer_record
 
 HEX = "0123456789abcdef" * 4
+LONGEST = 2.2250738585072014e-308
+"""No float takes more characters."""
 
 RUN = RunRecord(
     run="demo-0123456789abcdef",
@@ -150,6 +152,12 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (MERGE, "donors", {"x": [[1]]}),
         (RUN, "run", ""),
         (VALIDATION, "recent", [[1, 2.0]] * 201),
+        (PEER, "loss", 1.7e308),
+        (PEER, "tokens_per_s", 1.7e308),
+        (PEER, "capacity", 1.7e308),
+        (PEER, "grad_norm", figures.MAX_REAL * 1.01),
+        (VALIDATION, "val_loss", -1.7e308),
+        (VALIDATION, "recent", [[1, 1.7e308]]),
         (SCORES, "scores", []),
         (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0])] * 25),
         (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"task": "two words"}]),
@@ -172,6 +180,13 @@ def test_a_loss_that_is_no_finite_number_is_refused(constant: str) -> None:
     encoded = encode_record(PEER).replace(b'"loss":2.5', f'"loss":{constant}'.encode())
     with pytest.raises(BadRecord, match="loss"):
         decode_record(PeerRecord, encoded)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.4e38, figures.MAX_REAL])
+def test_whatever_a_peer_may_compute_is_admitted(value: float) -> None:
+    """A diverged run has losses and norms as large as 32 bits can say."""
+    record = dataclasses.replace(PEER, loss=-value, grad_norm=value, tokens_per_s=value)
+    assert decode_record(PeerRecord, encode_record(record)) == record
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(PeerRecord)])
@@ -202,14 +217,14 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         reason='"' * figures.MAX_REASON,
         version="v" * 64,
         routing=RoutingFigures(
-            1.7976931348623157e308, 2**62, 1.0, 0.5, (1000,) * 256,
+            LONGEST, 2**62, 1.0, 0.5, (1000,) * 256,
             ((65_535, 65_534, -1000),) * figures.MAX_PAIRS,
         ),
-        grad_norm=1e300,
+        grad_norm=LONGEST,
         grad_spikes=2**62,
         last_round=RoundFigures(
-            2**31 - 1, False, 1.7976931348623157e308,
-            {f"{'p' * 62}{k:02}": 1.7976931348623157e308 for k in range(8)},
+            2**31 - 1, False, LONGEST,
+            {f"{'p' * 62}{k:02}": LONGEST for k in range(8)},
             2**62, 2**62, '"' * figures.MAX_BRIEF,
             {"Q" * 51 + "1234"[k]: '"' * figures.MAX_BRIEF for k in range(figures.MAX_LEFT_OUT)},
         ),
@@ -217,13 +232,13 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         engine="e" * figures.MAX_BRIEF,
         trouble='"' * figures.MAX_BRIEF,
         link=LinkFigures(
-            1.7976931348623157e308, 1.7976931348623157e308, 1.7976931348623157e308,
+            LONGEST, LONGEST, LONGEST,
             {"Q" * 51 + "12345678"[k]: Silence.SILENT for k in range(figures.MAX_UNREACHED)},
         ),
         workers=WorkersFigures(
-            2**16, 1.7976931348623157e308,
-            {f"{'k' * 22}{k:02}": 1.7976931348623157e308 for k in range(figures.MAX_KINDS)},
-            1.7976931348623157e308, 1.7976931348623157e308, (2**16 - 1,) * figures.MAX_IDLE, 0,
+            2**16, LONGEST,
+            {f"{'k' * 22}{k:02}": LONGEST for k in range(figures.MAX_KINDS)},
+            LONGEST, LONGEST, (2**16 - 1,) * figures.MAX_IDLE, 0,
             '"' * figures.MAX_BRIEF,
         ),
     )  # fmt: skip
@@ -240,11 +255,9 @@ def test_the_largest_admissible_run_validation_and_score_records_fit_their_own_l
         wait_for_peers=2**63 - 1,
         text=Text("😀" * 64, "b" * 64, HEX, *[2**48] * 3),
     )  # fmt: skip
-    losses = tuple((2**31 - 1 - k, -1.7976931348623157e308) for k in range(200))
-    validation = ValidationRecord(
-        2**31 - 1, HEX, -1.7976931348623157e308, 2**63 - 1, 2**63 - 1, losses
-    )
-    score = Score(HEX, 2**31 - 1, "t" * 64, "m" * 64, -1.7976931348623157e308, 2**63 - 1)
+    losses = tuple((2**31 - 1 - k, -LONGEST) for k in range(200))
+    validation = ValidationRecord(2**31 - 1, HEX, -LONGEST, 2**63 - 1, 2**63 - 1, losses)
+    score = Score(HEX, 2**31 - 1, "t" * 64, "m" * 64, -LONGEST, 2**63 - 1)
     scores = ScoreRecord((score,) * records.MAX_SCORES)
     for record in (run, validation, scores):
         assert decode_record(type(record), encode_record(record)) == record
