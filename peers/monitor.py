@@ -190,11 +190,12 @@ def _line(snapshot: Snapshot) -> str:
     if snapshot.losses:
         loss = f"{snapshot.losses[-1][1]:.4f}"
         bits = f"{snapshot.losses[-1][1] * (snapshot.bits_per_byte_of_nat or 0):.4f}"
-    equal = sum(row.record.manifest_digest == snapshot.manifest_digest for row in snapshot.peers)
+    speaking = snapshot.speaking
+    equal = sum(row.record.manifest_digest == snapshot.manifest_digest for row in speaking)
     return (
         f"run={snapshot.run_id or 'gathering:' + snapshot.name} generation={snapshot.generation} "
         f"round={snapshot.round}/{snapshot.rounds_total} digest={snapshot.manifest_digest[:12]} "
-        f"peers={len(snapshot.peers)} equal={equal} val_loss={loss} "
+        f"peers={len(speaking)} equal={equal} val_loss={loss} "
         f"bits_per_byte={bits}"
     )
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.export.losses import Losses
 from swarm.model.huggingface import MAX_SHARD_BYTES, Dtype
 from swarm.peer.agreed_model import AgreedModel
+from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import PeerId, run_id
 
 

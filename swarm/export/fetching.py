@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
 from swarm.export.facts import ExportFacts, Form
-from swarm.export.losses import Losses, told_losses
 from swarm.export.sources import idle_sources
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
@@ -17,6 +16,7 @@ from swarm.network.observer import Observer, Seen
 from swarm.peer.agreed_model import AgreedModel
 from swarm.progress import fetching
 from swarm.protocol.layout import layout_of
+from swarm.protocol.losses import Losses, told_losses
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import RunState
 

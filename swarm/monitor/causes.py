@@ -1,4 +1,7 @@
-"""What is wrong with which peer, and why, from what peers say of themselves and of each other."""
+"""What is wrong with which peer, and why, from what peers say of themselves and of each other.
+
+Only peers that speak for the run are heard here, and only they are missed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def causes_of(snapshot: Snapshot) -> tuple[Cause, ...]:
 
 def _unheard(snapshot: Snapshot) -> list[Cause]:
     """Peers that others do not reach, and peers that have said nothing for too long."""
-    rows = {row.record.peer_id: row for row in snapshot.peers}
+    rows = {row.record.peer_id: row for row in snapshot.speaking}
     said = _accusations(snapshot)
     found = []
     while said:
@@ -94,11 +97,11 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
 
 def _accusations(snapshot: Snapshot) -> dict[tuple[PeerId, PeerId], Silence]:
     """Who does not reach whom: of members that are needed, by peers that are heard."""
-    left = {row.record.peer_id for row in snapshot.peers if row.record.state in _GOING}
-    known = {row.record.peer_id for row in snapshot.peers} | set(snapshot.absent)
+    left = {row.record.peer_id for row in snapshot.speaking if row.record.state in _GOING}
+    known = {row.record.peer_id for row in snapshot.speaking} | set(snapshot.absent)
     return {
         (row.record.peer_id, peer): silence
-        for row in snapshot.peers
+        for row in snapshot.speaking
         if row.record.link and row.record.peer_id not in left
         for peer, silence in row.record.link.unreached.items()
         if peer in known - left and peer != row.record.peer_id
@@ -126,7 +129,7 @@ def _owned(snapshot: Snapshot, peer: PeerId) -> str:
 def _troubled(snapshot: Snapshot) -> list[Cause]:
     return [
         Cause(Fault.TROUBLE, row.record.peer_id, f"{row.called} waits: {row.record.trouble}")
-        for row in snapshot.peers
+        for row in snapshot.speaking
         if row.record.trouble
     ]
 
@@ -134,11 +137,11 @@ def _troubled(snapshot: Snapshot) -> list[Cause]:
 def _uncounted(snapshot: Snapshot) -> list[Cause]:
     """Members without whom the newest round went, in their own words and in the convener's."""
     convener: dict[PeerId, str] = {}
-    for row in snapshot.peers:
+    for row in snapshot.speaking:
         if row.record.last_round and row.record.last_round.round == snapshot.round:
             convener |= row.record.last_round.left_out
     found = []
-    for row in snapshot.peers:
+    for row in snapshot.speaking:
         peer, last = row.record.peer_id, row.record.last_round
         own = last.why_not if last and last.round == snapshot.round else ""
         if peer not in snapshot.left_out or not (own or peer in convener):
@@ -153,9 +156,9 @@ def _uncounted(snapshot: Snapshot) -> list[Cause]:
 
 def _slow(snapshot: Snapshot) -> list[Cause]:
     """Peers that were busy far longer in their last round than the others in theirs."""
-    busy = {row.record.peer_id: _busy_s(row) for row in snapshot.peers if row.record.last_round}
+    busy = {row.record.peer_id: _busy_s(row) for row in snapshot.speaking if row.record.last_round}
     found = []
-    for row in snapshot.peers:
+    for row in snapshot.speaking:
         peer, last = row.record.peer_id, row.record.last_round
         others = [seconds for other, seconds in busy.items() if other != peer]
         if not last or not others:

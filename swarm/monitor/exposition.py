@@ -39,10 +39,21 @@ class Family:
 
 
 def exposition(state: Row) -> bytes:
-    """All families of a snapshot; without one, only that there is none."""
+    """All families of a snapshot; without one, only that there is none.
+
+    Of peers they have those that speak for the run: sums over the samples would count all others,
+    and each key that a stranger makes would be a new series.
+    """
     registry = CollectorRegistry()
-    registry.register(_Collector(state))
+    registry.register(_Collector(_speaking(state)))
     return generate_latest(registry)
+
+
+def _speaking(state: Row) -> Row:
+    """As `Snapshot.speaking`."""
+    if "peers" not in state or state["members"] is None or not state["live"]:
+        return state
+    return {**state, "peers": [peer for peer in state["peers"] if peer["votes"] is not None]}
 
 
 class _Collector(Collector):

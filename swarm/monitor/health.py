@@ -77,8 +77,10 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.run_id is None:
         word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
         return Health(Word.GATHERING, word)
-    if snapshot.round >= snapshot.rounds_total or all(
-        row.record.state is PeerState.FINISHED for row in snapshot.peers
+    speaking = snapshot.speaking  # nobody does while all members are absent
+    if speaking and (
+        snapshot.round >= snapshot.rounds_total
+        or all(row.record.state is PeerState.FINISHED for row in speaking)
     ):
         return Health(Word.FINISHED, f"{snapshot.round} of {snapshot.rounds_total} rounds are done")
     split = [
@@ -111,7 +113,7 @@ def pace_of(snapshot: Snapshot) -> Pace:
     """From the rounds that the monitor saw whole, else from the peers' last ones."""
     whole = [point for point in snapshot.rounds if point.seconds is not None][-USUAL_ROUNDS:]
     taken = [point.seconds for point in whole if point.seconds is not None] or [
-        row.record.last_round.seconds for row in snapshot.peers if row.record.last_round
+        row.record.last_round.seconds for row in snapshot.speaking if row.record.last_round
     ]
     if not taken:
         return Pace(None, None, None, None)
@@ -120,7 +122,7 @@ def pace_of(snapshot: Snapshot) -> Pace:
     committed = statistics.median(measured) if measured else None
     # Each round by the pace of its own steps: machines may be busier now than they were.
     shares = [
-        p.committed_per_s / p.tokens_per_s
+        p.committed_per_s / max(p.tokens_per_s, 1e-9)
         for p in whole
         if p.committed_per_s is not None and p.tokens_per_s
     ]

@@ -63,8 +63,8 @@ def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[Round
     # The first point was seen in the middle of a round: what follows it is no whole one.
     whole = last if last and len(before) > 1 and passed > 0 else None
     known = snapshot.tokens is not None and whole is not None and whole.tokens is not None
-    losses = [row.record.loss for row in snapshot.peers if row.record.loss is not None]
-    members = snapshot.members
+    speaking, members = snapshot.speaking, snapshot.members
+    losses = [row.record.loss for row in speaking if row.record.loss is not None]
     yield RoundPoint(
         round=snapshot.round,
         at=snapshot.at,
@@ -72,7 +72,7 @@ def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[Round
         tokens=snapshot.tokens,
         train_loss=sum(losses) / len(losses) if losses else None,
         tokens_per_s=swarm_tokens_per_s(snapshot),
-        present=len(snapshot.peers),
+        present=len(speaking),
         contributors=None if members is None else members - len(snapshot.left_out),
         committed_per_s=(
             max((snapshot.tokens or 0) - (whole.tokens or 0), 0) / passed
@@ -107,10 +107,10 @@ def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
     for cause in causes_of(now):
         if cause.fault is not Fault.SILENT and (cause.fault, cause.peer) not in known:
             tell(Topic.PEER, cause.text)
-    old, new = ({row.record.peer_id: row for row in snapshot.peers} for snapshot in (before, now))
+    old, new = ({row.record.peer_id: row for row in look.speaking} for look in (before, now))
     for peer in sorted(new.keys() - old.keys()):
         tell(Topic.PEER, f"{new[peer].called} is there")
-    for peer in sorted(old.keys() - new.keys()):
+    for peer in sorted(old.keys() - {row.record.peer_id for row in now.peers}):
         state = old[peer].record.state.value.replace("_", " ")
         tell(Topic.PEER, f"{old[peer].called} is gone; its last word was: {state}")
     for peer in sorted(new.keys() & old.keys()):

@@ -298,18 +298,18 @@ METRICS = (
 
 
 def swarm_tokens_per_s(snapshot: Snapshot) -> float:
-    """Sum of `TOKENS_PER_S` over the peers that are in the run and not finished."""
+    """Sum of `TOKENS_PER_S` over the peers that speak for the run and are not finished."""
     idle = (PeerState.FINISHED, PeerState.STARTING, PeerState.JOINING)
-    rows = (row.record for row in snapshot.peers)
+    rows = (row.record for row in snapshot.speaking)
     return sum(record.tokens_per_s for record in rows if record.state not in idle)
 
 
 def bytes_per_round(snapshot: Snapshot) -> tuple[float, float]:
-    """Blob bytes (sent, received) in the last round, mean over the present peers."""
-    rows = [row.record for row in snapshot.peers]
+    """Blob bytes (sent, received) in the last round, mean over the peers that speak for the run."""
+    rows = [row.record for row in snapshot.speaking]
     sent = sum(record.round_blob_bytes_sent for record in rows)
     received = sum(record.round_blob_bytes_received for record in rows)
-    return sent / len(rows), received / len(rows)
+    return sent / max(len(rows), 1), received / max(len(rows), 1)
 
 
 def glossary() -> str:

@@ -50,17 +50,17 @@ def keys_of(rows: Sequence[PeerRow]) -> Keys:
 
 def header(snapshot: Snapshot, width: int) -> list[Text]:
     """Two lines: which run, and how far it is."""
-    rows = snapshot.peers
+    rows, strangers = snapshot.peers, len(snapshot.peers) - len(snapshot.speaking)
     first = Text.assemble(
         (printable(snapshot.run_id or f"{snapshot.name} (gathers peers)"), "bold"),
         "  generation ",
         (printable(snapshot.generation[:12]), "bold"),
-        f"  {len(rows)} peers  ",
+        f"  {len(rows)} peers{f', {strangers} no member' if strangers else ''}  ",
         (amount(metrics.swarm_tokens_per_s(snapshot)), "bold"),
         f" {metrics.TOKENS_PER_S.title}",
     )
     equal = sum(row.agreement is Agreement.EQUAL for row in rows)
-    different = sum(row.agreement is Agreement.DIFFERENT for row in rows)
+    different = sum(row.agreement is Agreement.DIFFERENT for row in snapshot.speaking)
     done = round(snapshot.round / max(snapshot.rounds_total, 1) * 20)
     second = Text.assemble(
         f"{metrics.ROUND.title} ",
@@ -208,7 +208,7 @@ def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> l
 def facts(snapshot: Snapshot, width: int) -> list[Text]:
     """Traffic, merges and refusals, the most telling first."""
     sent, received = metrics.bytes_per_round(snapshot)
-    rows = [row.record for row in snapshot.peers]
+    rows = [row.record for row in snapshot.speaking]
     control = sum(row.control_bytes_sent for row in rows)
     lines = [
         Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
@@ -235,10 +235,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         said = f"{skipped} steps {metrics.SKIPPED.title}"
         said += f", {spikes} {metrics.SPIKES.title}" if spikes else ""
         lines.append(Text(said, style="yellow"))
-    refused: dict[str, int] = {}
-    for row in rows:
-        for reason, count in row.refused.items():
-            refused[reason] = refused.get(reason, 0) + count
+    refused = sum((Counter(row.refused) for row in rows), Counter[str]())
     if refused:
         said = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
         lines.append(Text(f"{metrics.REFUSED.title}: {printable(said)}", style="yellow"))
@@ -302,7 +299,7 @@ def _coverage_line(coverage: Coverage) -> Text:
 
 
 def _routing_lines(snapshot: Snapshot) -> list[Text]:
-    found = [row.record.routing for row in snapshot.peers if row.record.routing]
+    found = [row.record.routing for row in snapshot.speaking if row.record.routing]
     if not found:
         return []
     line = Text.assemble(
@@ -338,7 +335,8 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
     """What is wrong, then last decisions: of the newest manifest, of each peer; equal ones once."""
     wrong = [Text(printable(cause.text), style="yellow") for cause in causes_of(snapshot)]
     said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
-    for row in sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL):
+    rows = sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL)
+    for row in sorted(rows, key=lambda row: row.votes is None):
         if row.record.reason:
             said.setdefault(row.record.reason, []).append(keys[row.record.peer_id])
     lines = [

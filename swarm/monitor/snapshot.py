@@ -2,7 +2,7 @@
 
 A peer's row is its own record and nothing else, so its generation, round and digest belong
 together. Owners and versions of experts come from the manifest, where one could be fetched. Members
-by that manifest come first and speak for the run: anybody may sign a record with any figure.
+by that manifest come first and alone speak for the run: anybody may sign a record with any figure.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 from swarm.experts import expert_unit
 from swarm.monitor.scores import ScoreRow, score_rows
 from swarm.protocol.dealing import num_samples
+from swarm.protocol.losses import told_losses
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import MergeRecord, PeerRecord, ScoreRecord, ValidationRecord
 from swarm.protocol.voting import TRIAL_ROUNDS
 
 MAX_NAMED = 3
+
+Kind = TypeVar("Kind")
 
 
 class Agreement(Enum):
@@ -151,9 +155,9 @@ class RoundPoint:
         seconds: since the round before; None where that was not seen to begin. Where a look
             missed rounds, the mean over them.
         tokens: of all rounds up to this one; None: nobody gave the manifest.
-        train_loss: mean over the peers of their last local steps, in nats per token.
-        tokens_per_s: sum over the peers that train.
-        present: peers with a record.
+        train_loss: mean over the peers that speak of their last local steps, in nats per token.
+        tokens_per_s: sum over those of them that train.
+        present: how many of them there are.
         contributors: peers whose work is in the mean; None: nobody gave the manifest.
     """
 
@@ -233,6 +237,17 @@ class Snapshot:
     scores: tuple[ScoreRow, ...] = ()
     """As `in_order` has them."""
 
+    @property
+    def speaking(self) -> tuple[PeerRow, ...]:
+        """Peers whose word counts for the run: the members that are present.
+
+        They are all peers as long as nobody gave the manifest, and in a replay, which has no others
+        than its own.
+        """
+        if self.members is None or not self.live:
+            return self.peers
+        return tuple(row for row in self.peers if row.votes is not None)
+
     def called(self, peer: PeerId) -> str:
         """What people call a peer, also one that is not there."""
         rows = (row.called for row in self.peers if row.record.peer_id == peer)
@@ -252,6 +267,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     rows = [seen.peers[p] for p in sorted(seen.peers, key=lambda p: (p not in members, p))]
     totals = Counter(row.rounds_total for row in rows[: len(members) or len(rows)])
     generation, height, round_, digest = _tip_of(seen.tip, rows)
+    told = told_losses(seen.validations, _of_members(seen.validations, seen.tip))
     found = Snapshot(
         run_id=seen.run,
         name=seen.name,
@@ -262,12 +278,12 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         manifest_digest=digest,
         peers=tuple(_row(row, seen, _agreement(row, generation, height, digest)) for row in rows),
         experts=_experts(seen.tip, rows),
-        merges=_merges(seen.merges),
-        losses=_losses(seen.validations),
+        merges=_merges(_of_members(seen.merges, seen.tip)),
+        losses=tuple(sorted(told.by_round.items())),
         reasons=(),
         at=seen.at,
         wait_for_peers=seen.wait_for_peers,
-        bits_per_byte_of_nat=_bits_per_byte_of_nat(seen.validations),
+        bits_per_byte_of_nat=told.bits_per_byte_of_nat,
         scores=score_rows(seen.scores, seen.tip.members if seen.tip else None),
     )
     return _by_manifest(found, seen.tip, seen.peers) if seen.tip else found
@@ -347,6 +363,11 @@ def _version(tip: Manifest, expert: int) -> int | None:
     return entry.version if entry else None
 
 
+def _of_members(records: Mapping[PeerId, Kind], tip: Manifest | None) -> Mapping[PeerId, Kind]:
+    """All, as long as nobody gave the manifest: then nobody is known to be a member."""
+    return {peer: record for peer, record in records.items() if not tip or peer in tip.members}
+
+
 def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
     """One merge per (generation, round, merged), with the donors of all peers that announced it."""
     found: dict[tuple[str, int, int], Merge] = {}
@@ -357,17 +378,3 @@ def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
         donors = dict(sorted((dict(known) | dict(record.donors)).items()))
         found[place] = Merge(*place, record.step, record.alpha, donors)
     return tuple(sorted(found.values(), key=Merge.when))
-
-
-def _bits_per_byte_of_nat(validations: Mapping[PeerId, ValidationRecord]) -> float | None:
-    """Of the newest loss."""
-    newest = max(validations.items(), key=lambda item: (item[1].round, item[0]), default=None)
-    return newest[1].bits_per_byte_of_nat if newest else None
-
-
-def _losses(validations: Mapping[PeerId, ValidationRecord]) -> tuple[tuple[int, float], ...]:
-    """(round, loss); a later round's publisher overrides the losses of rounds before."""
-    found: dict[int, float] = {}
-    for _, record in sorted(validations.items(), key=lambda item: (item[1].round, item[0])):
-        found |= dict(record.recent) | {record.round: record.val_loss}
-    return tuple(sorted(found.items()))

@@ -56,6 +56,7 @@ class Watch:
         seen = self.observer.look(run, LOOK_S)
         if not seen.peers:  # who has just arrived on a slow line misses records that come too late
             seen = self.observer.look(run, LOOK_S)
+        had_tip = self.tip is not None
         if self._is_stale(seen):
             self._renew_tip(seen)
         shown = None if self.announced.record.state is RunState.GATHERING else run
@@ -76,11 +77,12 @@ class Watch:
         if snapshot is None:
             self.announced = None
             raise NobodyReachable(f"no peer of {run} is present")
-        known = self.before
+        # Before the first manifest strangers were heard too: nothing of that is remembered.
+        known = self.before if had_tip or not self.tip else None
         if known is None and self.history:
             known = self.history.before(snapshot)
         self.before = with_history(snapshot, known)
-        if self.history:
+        if self.history and self.tip:
             self.history.keep(self.before)
         return self.before
 

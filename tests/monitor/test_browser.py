@@ -13,8 +13,8 @@ from swarm.monitor.feed import Feed
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
 from swarm.monitor.server import MAX_LISTENERS
-from swarm.monitor.snapshot import snapshot_of
-from tests.monitor.crowds import crowd, sighting
+from swarm.monitor.snapshot import PeerRow, snapshot_of
+from tests.monitor.crowds import STRANGER, crowd, sighting
 from tests.monitor.pages import Page, page_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -205,6 +205,37 @@ def test_an_absent_owner_is_named_and_its_experts_are_not_well(visit: Open) -> N
         alone = [r for r in table(shown, "experts") if r[5] == "no owner present"]
         assert alone and all(gone[-6:] in row[1] for row in alone)
         assert shown.text_content("#peers-note") == "3 present, 1 of 4 members absent"
+
+
+def test_a_stranger_has_a_row_and_changes_no_panel(visit: Open) -> None:
+    snapshot = crowd(4, 8, 8)
+    first = snapshot.peers[0].record
+    assert first.routing and first.last_round
+    forged = dataclasses.replace(
+        first,
+        peer_id=STRANGER,
+        name="stranger",
+        addresses=("/ip4/203.0.113.7/tcp/1",),
+        routing=dataclasses.replace(first.routing, shares=(1000,) * 8, pairs=((0, 1, 1000),)),
+        last_round=dataclasses.replace(first.last_round, phases={"forged": 9999.0}),
+    )
+    row = PeerRow(forged, snapshot.peers[0].agreement, contributed=False)
+    undialled = [
+        dataclasses.replace(known, record=dataclasses.replace(known.record, addresses=()))
+        for known in snapshot.peers
+    ]
+    feed, said = Feed(MAX_LISTENERS), []
+    feed.show(as_json(dataclasses.replace(snapshot, peers=tuple(undialled))))
+    with page_of(feed) as served:
+        shown = visit(served)
+        for present, note in (((), "4 present"), ((row,), "5 present, 1 no member")):
+            feed.show(as_json(dataclasses.replace(snapshot, peers=(*undialled, *present))))
+            shown.wait_for_selector(f"{ROWS}:nth-child({4 + len(present)})")
+            assert shown.text_content("#peers-note") == note
+            panels = ("#phases-said", "#phases-legend", "#join", "#figures", "#map-said")
+            tables = (table(shown, "experts"), table(shown, "phases-table"))
+            said.append((tables, [shown.text_content(panel) for panel in panels]))
+    assert said[0] == said[1]
 
 
 # ---------------------------------------------------------------- for everybody

@@ -20,7 +20,6 @@ from swarm.errors import ConfigError, CorruptState, StateError
 from swarm.evaluation.harness import command
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.folder import write_export
-from swarm.export.losses import Losses
 from swarm.model.initialise import initial_tensors
 from swarm.model.pretrained import TensorFiles
 from swarm.network.blobs import BlobStore
@@ -29,6 +28,7 @@ from swarm.peer.agreed_model import AgreedModel, named_tensors
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout
+from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.texts import TokenizerFile
 from tests.layout_places import places_of

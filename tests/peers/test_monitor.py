@@ -1,13 +1,16 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import cast
 
 import pytest
 from click.testing import CliRunner
 
-from peers.monitor import _show, main
+from peers.monitor import _line, _show, main
+from peers.monitor_files import HistoryFile
 from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
@@ -133,6 +136,30 @@ def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> N
     assert watch.look().losses == ((1, 4.0), (2, 3.0), (3, 2.0))
 
 
+def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remembered(
+    guest: Guest, tmp_path: Path
+) -> None:
+    kept = tmp_path / "history"
+    watch = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
+    guest.show(2)
+    forged = ValidationRecord(10**6, "0" * 64, 0.001, 64, 128, ((1, 9.0),))
+    guest.seen = dataclasses.replace(
+        guest.seen, validations={**guest.seen.validations, "QmX": forged}
+    )
+    guest.tip_now = None
+    for _ in range(2):
+        assert watch.look().losses == ((1, 9.0), (2, 3.0), (10**6, 0.001))
+    assert not kept.exists()
+    guest.tip_now = manifest(2)
+    for _ in range(2):
+        assert watch.look().losses == ((2, 3.0),)
+    guest.show(3)
+    guest.tip_now = None
+    assert watch.look().losses == ((2, 3.0), (3, 2.0)), "the manifest of before is one too"
+    again = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
+    assert again.look().losses == ((2, 3.0), (3, 2.0)), "a file is heard before the first manifest"
+
+
 def test_a_gathering_run_is_looked_for_again_until_it_runs(guest: Guest, watch: Watch) -> None:
     guest.state = RunState.GATHERING
     shown = watch.look()
@@ -206,6 +233,14 @@ def test_an_address_is_needed() -> None:
 def test_the_glossary_needs_no_network() -> None:
     code, out, _ = run_program("--glossary")
     assert code == 0 and "tokens/s (tokens per second): " in out
+
+
+def test_a_line_counts_no_strangers(guest: Guest, watch: Watch) -> None:
+    before = _line(watch.look())
+    assert " peers=1 equal=1 " in before
+    stranger = peer_record("QmX", manifest_digest=manifest(1).digest)
+    guest.seen = dataclasses.replace(guest.seen, peers={**guest.seen.peers, "QmX": stranger})
+    assert _line(watch.look()) == before
 
 
 def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

@@ -1,6 +1,6 @@
 // What is known of each expert, from the manifest, the peers' records and the newest merge.
 
-import { called, keysOf } from "./text.js";
+import { called, keysOf, speaking } from "./text.js";
 
 export const HOT = 2;
 /** An expert is hot when it gets so many times its even share of tokens. */
@@ -16,13 +16,14 @@ export function matrixOf(state) {
     if (!there.has(id)) rows.push({ id, key: "?", name: `…${id.slice(-6)}, absent`, shares: [], there: false });
   }
   const names = new Map(rows.map((row) => [row.id, row]));
-  const telling = rows.filter((row) => row.shares.length === state.experts.length);
+  const heard = new Set(speaking(state).map((peer) => peer.peer_id));
+  const telling = rows.filter((row) => heard.has(row.id) && row.shares.length === state.experts.length);
   const even = 1000 / Math.max(state.experts.length, 1);
   const experts = state.experts.map((expert, column) => {
     const share = telling.length ? telling.reduce((sum, row) => sum + row.shares[column], 0) / telling.length : null;
     return { ...expert, column, share, times: share === null ? null : share / even, owned: new Set(expert.owners), names: expert.owners.map((id) => names.get(id)) };
   });
-  for (const peer of state.peers) {
+  for (const peer of speaking(state)) {
     for (const [first, second, alike] of peer.routing?.pairs ?? []) {
       for (const [one, other] of [[first, second], [second, first]]) {
         const found = experts.find((expert) => expert.expert === one);

@@ -1,7 +1,7 @@
 // Events, reasons, merges, the text, and how to join.
 
 import { byId, element, fill, say, swatch } from "./dom.js";
-import { called, keysOf, percent, ranges, shown, withKeys } from "./text.js";
+import { called, keysOf, percent, ranges, shown, speaking, withKeys } from "./text.js";
 
 const MAX_EVENTS = 100;
 const MAX_MERGES = 20;
@@ -94,7 +94,7 @@ export function drawText(state) {
 }
 
 export function drawJoin(state) {
-  const dialled = state.peers.filter((peer) => peer.addresses.length);
+  const dialled = speaking(state).filter((peer) => peer.addresses.length);
   const address = dialled.map((peer) => peer.addresses.find((each) => !each.includes("/127.0.0.1/")) ?? peer.addresses[0])[0];
   const line = address ? `swarm-peer --initial-peers ${shown(address)}` : state.live ? "no peer can be dialled" : "this run is over";
   say("join", line);

@@ -1,7 +1,7 @@
 // One line for each peer: its own record, and what the newest manifest says of it.
 
 import { byId, element, fill } from "./dom.js";
-import { amount, called, keysOf, loss, ranges, shown } from "./text.js";
+import { amount, called, keysOf, loss, ranges, shown, speaking } from "./text.js";
 
 export function drawPeers(state) {
   const keys = keysOf(state.peers);
@@ -36,7 +36,8 @@ export function drawPeers(state) {
     (p) => ({ "data-peer": p.peer_id, class: p.agreement === "different" ? "bad" : undefined }),
   );
   const absent = state.absent.length;
-  byId("peers-note").textContent = `${state.peers.length} present${absent ? `, ${absent} of ${state.members} members absent` : ""}`;
+  const strangers = state.peers.length - speaking(state).length;
+  byId("peers-note").textContent = `${state.peers.length} present${strangers ? `, ${strangers} no member` : ""}${absent ? `, ${absent} of ${state.members} members absent` : ""}`;
 }
 
 function counted(peer) {

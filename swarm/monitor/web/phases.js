@@ -1,7 +1,7 @@
 // The last round of each peer, phase by phase; who was busy longest comes first.
 
 import { byId, element, fill, say, swatch } from "./dom.js";
-import { called, keysOf, seconds, shown } from "./text.js";
+import { called, keysOf, seconds, shown, speaking } from "./text.js";
 
 const PHASES = ["joining", "training", "offering", "averaging", "merging", "adopting", "validating", "catching_up"];
 const WAITING = "averaging";
@@ -9,7 +9,7 @@ const MAX_BARS = 14;
 
 export function drawPhases(state) {
   const keys = keysOf(state.peers);
-  const rows = state.peers
+  const rows = speaking(state)
     .filter((peer) => peer.last_round)
     .map((peer) => ({ peer, round: peer.last_round, busy: busy(peer.last_round) }))
     .sort((a, b) => b.busy - a.busy);

@@ -64,6 +64,11 @@ export function keysOf(peers) {
   return new Map(peers.map((peer, k) => [peer.peer_id, LETTERS[k] ?? String(k)]));
 }
 
+/** Peers whose word counts for the run, as `Snapshot.speaking` has them. */
+export function speaking(state) {
+  return state.peers.filter((peer) => peer.votes !== null || state.members === null || !state.live);
+}
+
 const PEER_ID = /\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b/g;
 
 /** A sentence with the key of each peer in the place of its long id. */
