@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,7 @@ def earlier_of(lines: Iterable[str]) -> Earlier:
         _, time, event = parse_event(line)
         if isinstance(event, Started):
             runs.add(event.run)
-        elif isinstance(event, Validation):
+        elif isinstance(event, Validation) and math.isfinite(event.val_loss):
             losses[event.round] = event.val_loss
         elif isinstance(event, Applied) and event.kind in _TOLD:
             events.setdefault(event.digest, _happening(time, event))

@@ -128,8 +128,13 @@ def difference(before: State, after: State) -> dict[str, Any]:
 
 
 def event(kind: str, value: Mapping[str, Any]) -> str:
-    """A server-sent event; JSON has no line ends."""
-    return f"event: {kind}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n"
+    """A server-sent event; JSON has no line ends.
+
+    Raises:
+        ValueError: a number is not finite, which no browser would read.
+    """
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return f"event: {kind}\ndata: {data}\n\n"
 
 
 def _rows(before: Sequence[State], after: Sequence[State], key: str) -> dict[str, Any]:

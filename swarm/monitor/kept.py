@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import dataclass, fields, replace
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from swarm.monitor.scores import ScoreRow
 from swarm.monitor.snapshot import Happening, Merge, RoundPoint, Snapshot
+from swarm.protocol.figures import Real
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Kept:
     """The history in a snapshot; see there."""
 
     run_id: str | None
-    losses: tuple[tuple[int, float], ...]
+    losses: tuple[tuple[int, Real], ...]
     merges: tuple[Merge, ...]
     rounds: tuple[RoundPoint, ...]
     events: tuple[Happening, ...]
@@ -36,12 +41,26 @@ def encode_kept(kept: Kept) -> bytes:
 
 
 def decode_kept(encoded: bytes) -> Kept:
-    """Reads what `encode_kept` wrote.
+    """Reads what `encode_kept` wrote; entries that cannot be read are passed over with a warning.
+
+    An earlier version kept what strangers said: losses beyond all measure, and sums that were
+    infinite, as null.
 
     Raises:
         ValueError: it is something else.
     """
-    return _SCHEMA.validate_json(encoded)
+    try:
+        return _SCHEMA.validate_json(encoded)
+    except ValidationError as error:
+        wrong = {fault["loc"][:2] for fault in error.errors()}
+        if not all(len(place) == 2 and isinstance(place[1], int) for place in wrong):
+            raise
+    found = json.loads(encoded)
+    for name, position in sorted(wrong, reverse=True):
+        del found[name][position]
+    told = ", ".join(sorted({str(name) for name, _ in wrong}))
+    logger.warning("%d entries of the history (%s) cannot be read: left out", len(wrong), told)
+    return _SCHEMA.validate_json(json.dumps(found))
 
 
 def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,7 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
         event["round"]: event["val_loss"]
         for events in histories.values()
         for event in events
-        if event["event"] == "validation"
+        if event["event"] == "validation" and math.isfinite(event["val_loss"])
     }
     by_digest: dict[str, dict[str, Event]] = {name: {} for name in histories}
     for _, name, event in applied:

@@ -1,6 +1,7 @@
 """Losses and events from before the monitor's first look, from the histories of peers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_files_of_other_runs_and_versions_are_told(tmp_path: Path, text: str, sa
         Earlier([path], None).before(FIRST)
     assert said in str(refused.value) or said == "generation"
     assert "events.jsonl" in str(refused.value)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_left_out(loss: float) -> None:
+    """A peer writes down whatever its model gave; no JSON of the page has a place for it."""
+    common = {"event": "validation", "time": NOW_S, "digest": "a", "bits_per_byte": 1.0}
+    lines = [line(**common, round=k, val_loss=v) for k, v in ((1, 2.5), (2, loss))]
+    assert earlier_of(lines).losses == ((1, 2.5),)
 
 
 def test_no_line_is_no_history() -> None:

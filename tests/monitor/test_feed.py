@@ -66,6 +66,16 @@ def test_only_what_changed_is_sent() -> None:
     }
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_no_event_has_a_number_that_a_browser_would_not_read(number: float) -> None:
+    feed, (first,) = Feed(2), snapshots(range(3, 4))
+    show(feed, {**first, "at": number})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        feed.since(None)
+    show(feed, first)
+    assert read(feed.since(None)[1]) == ("snapshot", first)
+
+
 @pytest.mark.parametrize("field", ["events", "rounds", "losses"])
 def test_a_history_that_does_not_go_on_is_sent_anew(field: str) -> None:
     before = snapshots(range(1, 8))[-1]

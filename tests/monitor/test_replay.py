@@ -1,6 +1,7 @@
 """A run that is over is shown from the histories of its peers, manifest by manifest."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def test_one_peers_folder_is_enough(swarm: Path) -> None:
     assert [len(frame.peers) for frame in rounds_of(Replay(swarm / "peer-0"))] == [1, 1, 1]
 
 
+def test_a_loss_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    lost = {"event": "validation", "time": 1011.0, "round": 1, "digest": "a", "val_loss": math.nan}
+    frame = Replay(write(tmp_path / "peer", "QmA", [applied(1, "a"), lost])).look()
+    assert frame.losses == () and json.dumps(as_json(frame), allow_nan=False)
+
+
 def test_a_folder_without_history_and_one_of_another_version_are_told(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match="knows of no run"):
         Replay(tmp_path)
@@ -140,6 +147,34 @@ def test_the_history_of_another_run_is_left_aside(tmp_path: Path) -> None:
     found = sighting(4, 8, 9)
     other = snapshot_of(type(found)(**{**vars(found), "run": RUN}))
     assert other is not None and HistoryFile(path).before(other) is None
+
+
+def test_what_cannot_be_read_of_a_history_is_passed_over_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, sums of strangers' figures were kept, and could be infinite: null, as JSON has it."""
+    path, before = tmp_path / "history.json", crowd(4, 8, 9)
+    HistoryFile(path).keep(before)
+    found = json.loads(path.read_bytes())
+    found["rounds"][1]["tokens_per_s"] = None
+    found["rounds"].append({})
+    found["losses"] = [[-1, 1.7e308], *found["losses"], [10**6, None]]
+    path.write_text(json.dumps(found))
+    first = snapshot_of(sighting(4, 8, 11))
+    assert first is not None
+    kept = HistoryFile(path).before(first)
+    assert kept is not None
+    assert (kept.losses, kept.events) == (before.losses, before.events)
+    assert kept.rounds == (before.rounds[0], *before.rounds[2:])
+    assert "4 entries of the history (losses, rounds) cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("change", [{"run_id": 7}, {"losses": None}, {"rounds": {}}])
+def test_a_history_that_is_another_object_is_no_history(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(json.loads(encode_kept(kept_of(crowd(4, 8, 9)))) | change))
+    with pytest.raises(ConfigError, match="--history"):
+        HistoryFile(path)
 
 
 def test_a_file_that_is_no_history_is_told_and_not_overwritten(tmp_path: Path) -> None:
