@@ -211,6 +211,9 @@ class PeerStatus:
 
     def validated(self, manifest: Manifest, val_loss: float, held_out: HeldOut) -> None:
         """The held-out loss of an agreed state was measured here, in nats per token."""
+        if not math.isfinite(val_loss):  # no record has it
+            logger.warning("round=%d has a held-out loss of %s", manifest.round, val_loss)
+            return
         before = self.validation
         recent = (*before.recent, (before.round, before.val_loss)) if before else ()
         self.validation = ValidationRecord(

@@ -224,6 +224,17 @@ def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
     assert events(status)[-1]["bits_per_byte"] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("val_loss", [math.nan, math.inf])
+def test_a_held_out_loss_that_no_record_has_is_said_and_not_published(
+    status: PeerStatus, val_loss: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a record ended the thread that publishes all others."""
+    status.validated(TIP, 2.0, HELD_OUT)
+    status.validated(successor(TIP), val_loss, HELD_OUT)
+    assert status.validation is not None and status.validation.val_loss == 2.0
+    assert f"round=1 has a held-out loss of {val_loss}" in caplog.text
+
+
 def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
     status: PeerStatus,
 ) -> None:

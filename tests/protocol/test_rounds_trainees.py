@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from swarm.protocol.events import Expected, LeaveAsked, Topic
+from swarm.protocol.events import Expected, LeaveAsked, Purpose, Topic
 from swarm.protocol.manifest import Manifest, Member, PeerId
 from swarm.protocol.messages import Accept, Message, Prepare, Propose, Ready, Roster
 from swarm.protocol.rounds.closing import PATIENT_EVERY
@@ -210,3 +210,17 @@ def test_trainees_that_have_lost_all_voters_go_on_alone_and_return_to_the_founde
         pump.now + 60, lambda: {n.machine.tip.generation for n in pump.nodes.values()} == {"0"}
     )
     assert {node.machine.tip.generation for node in pump.nodes.values()} == {"0"}
+
+
+def test_a_trainee_that_fetches_longer_than_a_lone_voter_trains_is_counted_in_the_end() -> None:
+    """One round in so many waits for it; without that it would fetch old tips for ever."""
+    pump, tip = Pump(make_rules()), found(make_rules(), ["A", "B"])
+    tip = replace(tip, members={**tip.members, "B": replace(tip.members["B"], votes=False)})
+    of_tips = (Purpose.CATCH_UP, Purpose.PROPOSAL)
+    pump.fetch_s = lambda peer, purpose: 6.0 if peer == "B" and purpose in of_tips else 0.0
+    for peer in "AB":
+        pump.add(peer, tip, train_s=2.0)
+        pump.boot(peer)
+    pump.run(150.0)
+    counted = [m.round for m in pump.nodes["A"].applied if "B" in m.contributors]
+    assert counted[-1] > 2 * PATIENT_EVERY

@@ -29,6 +29,7 @@ from tests.protocol import (
     test_rounds_forks,
     test_rounds_many,
     test_rounds_takeover,
+    test_rounds_trainees,
 )
 
 SEEDS = [
@@ -51,7 +52,6 @@ CAUGHT = {
     "failed_sync_awaited": "F:3",
     "four_are_a_quorum": "G:35",
     "last_ones_keep_step": "K:52006049",
-    "those_behind_are_silent": "L:52304271",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
@@ -87,6 +87,9 @@ BY_DIRECTED_TEST = {
     ),
     "newest_is_fetched": (
         test_rounds_forks.test_what_is_being_made_durable_is_applied_before_anything_newer_is_fetched
+    ),
+    "those_behind_are_silent": (
+        test_rounds_trainees.test_a_trainee_that_fetches_longer_than_a_lone_voter_trains_is_counted_in_the_end
     ),
     "fetching_is_worth_nothing": partial(
         test_rounds_fetching.test_who_fetched_the_tip_for_long_is_waited_for, 20.0
