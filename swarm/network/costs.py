@@ -19,8 +19,17 @@ Result = TypeVar("Result")
 class Costs:
     """Charges the sender of one message."""
 
-    def __init__(self, source: PeerId, ledger: Ledger) -> None:
-        self._source, self._ledger = source, ledger
+    def __init__(self, source: PeerId, ledger: Ledger, turn: asyncio.Lock | None = None) -> None:
+        """Begins with nothing spent.
+
+        Args:
+            source: who is charged.
+            ledger: its account.
+            turn: shared by messages of which one at a time is worked on in another thread: what
+                many peers show alike is then known to the second, and not worked out, and charged
+                for, by as many threads as there are.
+        """
+        self._source, self._ledger, self._turn = source, ledger, turn or asyncio.Lock()
 
     def fetching(self, amount: int, cost: Cost = Cost.BYTES) -> None:
         """Charges attachments that are not here, by bytes or number; raises TooCostly."""
@@ -32,7 +41,8 @@ class Costs:
         try:
             if off_loop:
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(None, _timed, work, spent_s)
+                async with self._turn:
+                    return await loop.run_in_executor(None, _timed, work, spent_s)
             return _timed(work, spent_s)
         finally:
             self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())

@@ -117,6 +117,7 @@ class Inbound:
         self._judge, self._me = judge, me
         self.refused: Counter[str] = Counter()
         self._shown = Shown()
+        self._turn = asyncio.Lock()
         self._tasks = Tasks("the inbox")
 
     def take(self, source: PeerId, payload: bytes) -> None:
@@ -136,7 +137,7 @@ class Inbound:
 
     async def _receive(self, source: PeerId, payload: bytes, held: Held) -> None:
         is_member = self._ledger.is_member(source)
-        costs = Costs(source, self._ledger)
+        costs = Costs(source, self._ledger, self._turn)
         try:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
                 opening = self._open if is_member else self._open_of_stranger

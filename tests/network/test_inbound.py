@@ -27,9 +27,11 @@ from swarm.protocol.events import Event, Received, Record
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import (
     Accept,
+    Accepted,
     Ballot,
     Certificate,
     Commit,
+    Declared,
     Evidence,
     Header,
     Hello,
@@ -42,6 +44,7 @@ from swarm.protocol.messages import (
     Roster,
     Signature,
     accept_statement,
+    declaration_of,
     ready_statement,
     reduced_statement,
 )
@@ -255,6 +258,35 @@ def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
     for event in desk.events:
         assert isinstance(event, Received) and isinstance(event.message, Propose)
         assert event.message.evidence and not event.message.evidence.declared, "nobody signed it"
+
+
+def test_evidence_that_many_show_at_once_is_read_and_verified_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_declared, peers = inbound.MANY + 1, [f"P{number}" for number in range(8)]
+    said = Declared(declaration_of(None, 1.0, leave=False), b"x" * 64)
+    evidence = Evidence({"Q" + "x" * k: said for k in range(num_declared)}, {}, TIP.digest, ())
+    vote = Accepted(Ballot(0, "A"), replace(successor(TIP), parent=HEADER.tip), evidence)
+    ready = Ready(Ballot(1, "B"), None, vote, 1.0, signature=b"x" * 64)
+    asked: Counter[str] = Counter()
+
+    def slow(peer: str, statement: bytes, signature: bytes) -> bool:
+        time.sleep(0.001)  # so that other threads would get as far
+        asked[peer[0]] += 1
+        return True
+
+    monkeypatch.setattr(inbound, "verify", slow)
+    monkeypatch.setattr(inbound, "LARGE_BYTES", 0)
+    desk.ledger.admit(peers)
+    payload, desk.downloads.blobs = encode(HEADER, ready)
+    desk.run(*((peer, payload) for peer in peers))
+    assert asked == {"P": len(peers), "Q": num_declared}
+    messages = [event.message for event in desk.events if isinstance(event, Received)]
+    assert len(messages) == len(peers)
+    shown = [
+        each.accepted.evidence for each in messages if isinstance(each, Ready) and each.accepted
+    ]
+    assert all(each is shown[0] for each in shown)
 
 
 def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hold_it(

@@ -337,6 +337,45 @@ def test_of_evidence_only_what_is_signed_for_this_tip_and_roster_is_left() -> No
         assert (problem_of(manifest, left.evidence) is None) == is_harmless
 
 
+def test_a_vote_that_all_show_is_verified_once_and_what_differs_by_itself() -> None:
+    """In a takeover each of 255 READYs shows the same vote."""
+    manifest, evidence = TRUE.manifest(), TRUE.evidence()
+    said, asked = declaration_of(None, 1.0, leave=False), []
+
+    def counted(peer: PeerId, statement: bytes, signature: Signature) -> bool:
+        asked.append(peer)
+        return holds(peer, statement, signature)
+
+    def shown(source: PeerId, evidence: Evidence, run: str = RUN, **changes: Any) -> Evidence:
+        vote = Accepted(Ballot(0, "A"), replace(manifest, **changes), evidence)
+        signature = stub(source, ready_statement(run, TIP.digest, said))
+        ready = Ready(Ballot(1, "B"), None, vote, 1.0, signature=signature)
+        left = verified(Header(((2, ()),), TIP.digest, "0"), ready, source, run, counted)
+        assert isinstance(left, Ready) and left.accepted and left.accepted.evidence
+        return left.accepted.evidence
+
+    sources = [f"p{number}" for number in range(255)]
+    assert all(shown(source, evidence) is evidence for source in sources)
+    num_shown = len(evidence.declared) + len(evidence.reports)
+    assert len(asked) == num_shown + len(sources)
+
+    asked.clear()
+    first, *others = evidence.reports
+    forgeries = [
+        replace(evidence, declared={**evidence.declared, "B": Declared(
+            evidence.declared["B"].declaration, stub("A", b"whatever"))}),
+        replace(evidence, reports=(replace(first, signature=stub("A", b"whatever")), *others)),
+    ]  # fmt: skip
+    for forged in forgeries:
+        left = shown("p0", forged)
+        assert left != forged and left is shown("p1", forged), "what is left is the same, too"
+        assert problem_of(manifest, left)
+    assert len(asked) == len(forgeries) * (num_shown + 2)
+    assert not shown("p0", evidence, parent=name("tip before")).declared
+    assert not shown("p0", evidence, run="run-2").reports
+    assert shown("p0", evidence) is evidence
+
+
 # ---------------------------------------------------------------- what the machine does with it
 
 
