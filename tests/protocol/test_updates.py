@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,11 @@ from hypothesis import strategies as st
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError
 from swarm.experts import expert_unit, shared_unit
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.rounds import plausible
+from swarm.protocol.rounds.deals import quotas
 from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.updates import REST, SLACK, StepBound, bound_after
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import tiny_run
@@ -96,6 +102,62 @@ def test_what_is_no_update_has_no_bound() -> None:
     assert update_bound(shared_unit(0), [], {}, TIP, RULES) is None
     assert update_bound("shared.99", ["A"], {}, TIP, RULES) is None
     assert update_bound(shared_unit(0), ["A"], {}, TIP, make_rules()) is None
+
+
+def plain_steps(unit: str, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
+    """The rule for one source, with what everybody is dealt worked out for it alone."""
+    batch = rules.batch_tokens_at(tip.tokens)
+    is_expert = unit in rules.expert_units
+    is_carried = rules.overlaps or unit in rules.averaged_deltas
+    if not is_expert and rules.shared_every == 1 and not is_carried:
+        return tokens // batch
+    text = tip.founding.text
+    dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)
+    a_round = max(tokens, dealt * rules.sequence_length) // batch
+    if not is_expert and rules.shared_every == 1:
+        return tokens // batch + a_round
+    period = rules.experts_every if is_expert else rules.shared_every
+    rounds = max(1, tip.round + 1 - tip.entries[unit].version)
+    return a_round * (rounds + period * is_carried)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_dealt_is_worked_out_once_for_all_bounds_of_a_proposal(seed, monkeypatch) -> None:
+    random = Random(seed)
+    every = random.choice([1, 3])
+    rules = make_rules(
+        experts=6, parts=4, shared_every=every, stagger=every > 1, owners_per_expert=2
+    )
+    coded = random.choice([[], sorted(rules.unit_bytes)])
+    rules = replace(
+        rules, step_bound=STEP, round_seconds=random.choice([None, 3.2]),
+        overlaps=random.random() < 0.5, unit_coding=dict.fromkeys(coded, "b2"),
+        delta_bytes=dict.fromkeys(coded, 30),
+    )  # fmt: skip
+    tip = replace(found(rules, list("ABCD")), round=random.randrange(5))
+    paced = {
+        p: replace(m, tokens_per_s=random.choice([0.0, 9.5, 1e3])) for p, m in tip.members.items()
+    }
+    tip = replace(tip, members=paced)
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> dict[PeerId, int]:
+        calls.append(1)
+        return quotas(*arguments)
+
+    monkeypatch.setattr(plausible, "quotas", counted)
+    work = {peer: random.randrange(9) * 130 for peer in "ABC"}  # D is late
+    for unit, entry in tip.entries.items():
+        sources = random.sample("ABCD", random.randint(1, 4))
+        steps = max(plain_steps(unit, peer, work.get(peer, 0), tip, rules) for peer in sources)
+        expected = bound_after(steps, entry.digest, "fp32", STEP)
+        assert update_bound(unit, sources, work, tip, rules) == expected
+    assert len(calls) == 1
+    other = replace(tip, members={**paced, "A": replace(paced["A"], tokens_per_s=1e6)})
+    assert update_bound(expert_unit(0), ["A"], work, other, rules) == bound_after(
+        plain_steps(expert_unit(0), "A", work["A"], other, rules),
+        other.entries[expert_unit(0)].digest, "fp32", STEP,
+    )  # fmt: skip
 
 
 def test_a_bound_grows_with_the_steps_and_covers_the_wire() -> None:

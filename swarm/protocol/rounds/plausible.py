@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import cast
 
 from swarm.config import Codec
@@ -27,13 +29,13 @@ def update_bound(
     entry, sources = tip.entries.get(unit), list(peers)
     if rules.step_bound is None or entry is None or not sources:
         return None
-    steps = max(_steps(unit, peer, work.get(peer, 0), tip, rules) for peer in sources)
+    steps = _steps(unit, {peer: work.get(peer, 0) for peer in sources}, tip, rules)
     codec = cast(Codec, rules.unit_codec[unit])
     return bound_after(steps, entry.digest, codec, rules.step_bound)
 
 
-def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
-    """Local steps behind a value at most.
+def _steps(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> int:
+    """Local steps behind a value at most: those of the source of `work` that may have done most.
 
     Shared tensors begin anew with each tip where all of them are due in each round. An expert's
     local progress goes on through rounds that did not count it [S2], and so does that of a part
@@ -45,12 +47,30 @@ def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -
     is_expert = unit in rules.expert_units
     is_carried = rules.overlaps or unit in rules.averaged_deltas
     if not is_expert and rules.shared_every == 1 and not is_carried:
-        return tokens // batch
-    text = tip.founding.text
-    dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)
-    a_round = max(tokens, dealt * rules.sequence_length) // batch
-    period = rules.experts_every if is_expert else rules.shared_every
+        return max(work.values()) // batch
+    dealt, length = _dealt(_Case(tip, rules)), rules.sequence_length
+    a_round = {p: max(tokens, dealt.get(p, 0) * length) // batch for p, tokens in work.items()}
     if not is_expert and rules.shared_every == 1:
-        return tokens // batch + a_round
+        return max(tokens // batch + a_round[peer] for peer, tokens in work.items())
+    period = rules.experts_every if is_expert else rules.shared_every
     rounds = max(1, tip.round + 1 - tip.entries[unit].version)
-    return a_round * (rounds + period * is_carried)
+    return max(a_round.values()) * (rounds + period * is_carried)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Asked of each source of each unit; the very same objects, so that nothing is compared."""
+
+    names: tuple[int, int] = field(init=False)
+    tip: Manifest = field(compare=False)
+    rules: Rules = field(compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", (id(self.tip), id(self.rules)))
+
+
+@lru_cache(maxsize=8)
+def _dealt(case: _Case) -> Mapping[PeerId, int]:
+    """Samples that each member may read after the tip."""
+    tip, text = case.tip, case.tip.founding.text
+    return quotas(tip.members, tip.tokens, text.windows if text else None, case.rules)
