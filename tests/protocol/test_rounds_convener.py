@@ -27,7 +27,7 @@ from swarm.protocol.rounds import collector
 from swarm.protocol.rounds import thin as thin_lines
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.rosters import offer_problem, plan_roster
-from swarm.protocol.rounds.thin import averaged_bytes, bytes_to_send, least_to_send
+from swarm.protocol.rounds.thin import Sender, averaged_bytes, bytes_to_send, least_to_send
 from tests.protocol.round_pump import (
     Pump,
     first_of,
@@ -97,9 +97,9 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
     made: Counter[str] = Counter()
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
+        def call(*arguments: object, **options: object) -> object:
             made[function.__name__] += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
@@ -118,13 +118,14 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
     for peer in (thin, *others):
         answers(peer)
     monkeypatch.setattr(collector, "plan_roster", counted(plan_roster))
-    for of_lines in (averaged_bytes, bytes_to_send, least_to_send):
+    for of_lines in (averaged_bytes, bytes_to_send, least_to_send, Sender):
         monkeypatch.setattr(thin_lines, of_lines.__name__, counted(of_lines))
     machine._succession.campaign.planned = None
     for _ in range(10):
         for peer in (thin, *others):
             answers(peer)
     assert machine.campaign.stage == "collect"
+    assert made.pop("Sender", 0) == plans * len(pump.nodes), "each once, not with each answer"
     # What is averaged is in what is sent, too.
     assert made == dict.fromkeys(made, plans) | ({"averaged_bytes": 2} if plans else {})
     assert len(made) == 4 * plans

@@ -1,16 +1,23 @@
 """Whose line is too thin for a round: what it would send, and what leaving it out is worth."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.experts import expert_unit
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds.relays import RELAYS
 from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
 from swarm.protocol.rounds.thin import (
+    LEAST_S,
+    UNEQUAL,
+    Lines,
     Sender,
     bytes_to_send,
     is_thinner,
@@ -20,24 +27,34 @@ from swarm.protocol.rounds.thin import (
 )
 from tests.protocol.round_pump import found, make_offer, make_rules
 
-FAST = [Sender(peer, 5.0, 60.0, waits=True, uplink_mbit=20) for peer in "ABC"]
+
+@dataclass(frozen=True)
+class Worker(Sender):
+    """A sender with what is lost if it is left out."""
+
+    invested_s: float = 60.0
 
 
-def thin(needs_s: float, **changes: Any) -> Sender:
-    return Sender(
-        **{
-            "peer": "D",
-            "needs_s": needs_s,
-            "invested_s": 60.0,
-            "waits": True,
-            "uplink_mbit": 1,
-            **changes,
-        }
-    )
+FAST = [Worker(peer, 5.0, waits=True, uplink_mbit=20) for peer in "ABC"]
 
 
-def left_out(*senders: Sender, free_s: float = 0.0, limit_s: float = inf) -> list[str]:
-    return sorted(too_thin(senders, free_s, limit_s))
+def thin(needs_s: float, **changes: Any) -> Worker:
+    return Worker(**{"peer": "D", "needs_s": needs_s, "waits": True, "uplink_mbit": 1, **changes})
+
+
+def invested_s(sender: Sender) -> float:
+    assert isinstance(sender, Worker)
+    return sender.invested_s
+
+
+def reasons_of(
+    senders: Sequence[Worker], free_s: float = 0.0, limit_s: float = inf
+) -> dict[str, str]:
+    return too_thin(Lines(senders), invested_s, free_s, limit_s)
+
+
+def left_out(*senders: Worker, free_s: float = 0.0, limit_s: float = inf) -> list[str]:
+    return sorted(reasons_of(senders, free_s, limit_s))
 
 
 @pytest.mark.parametrize(("needs_s", "is_out"), [(24.9, False), (25.1, True)])
@@ -45,7 +62,7 @@ def test_a_line_may_hold_the_others_up_for_as_long_as_its_work_is_worth(
     needs_s: float, is_out: bool
 ) -> None:
     """20 s more for three peers are its 60 s of work."""
-    reasons = too_thin([*FAST, thin(needs_s)], free_s=0.0)
+    reasons = reasons_of([*FAST, thin(needs_s)])
     assert list(reasons) == ["D"] * is_out
     if is_out:
         assert reasons["D"] == (
@@ -94,22 +111,94 @@ def test_those_that_are_nearly_as_fast_as_others_are_not_left_out_with_a_thin_on
 
 
 def test_keys_that_cast_no_vote_cannot_have_a_slow_voter_left_out() -> None:
-    keys = [Sender(f"k{number}", 0.1, 0.0, waits=False, uplink_mbit=9999) for number in range(50)]
+    keys = [
+        Worker(f"k{number}", 0.1, waits=False, uplink_mbit=9999, invested_s=0.0)
+        for number in range(50)
+    ]
     assert not left_out(*FAST, thin(24.9), *keys)
     assert not left_out(thin(1e6), *keys), "somebody has to be left who votes"
 
 
 def test_who_was_not_measured_is_never_left_out_and_counts_as_a_usual_line() -> None:
-    unknown = [Sender(peer, 90.0, 0.0, waits=True) for peer in "XY"]
+    unknown = [Worker(peer, 90.0, waits=True, invested_s=0.0) for peer in "XY"]
     assert not left_out(*FAST, *unknown)
     assert not left_out(*unknown, thin(90.0)), "one that is known alone is the usual one"
 
 
 def test_the_more_peers_wait_the_less_a_thin_line_is_worth() -> None:
     many = [
-        Sender(f"p{n:03}", 2.0 + n / 256, 1800.0, waits=True, uplink_mbit=20) for n in range(255)
+        Worker(f"p{n:03}", 2.0 + n / 256, waits=True, uplink_mbit=20, invested_s=1800.0)
+        for n in range(255)
     ]
     assert left_out(*many, thin(11.0, invested_s=1800.0)) == ["D"], "8 s of 255 are more than 1,800"
+
+
+def plain_too_thin(
+    senders: Sequence[Worker], free_s: float, limit_s: float
+) -> list[tuple[str, float]]:
+    """The rule of `too_thin`, with a look at everybody; who is left out, and what for."""
+    slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
+    at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
+    num_waiting, lost_s = sum(s.waits for s in senders), 0.0
+    won, out, whole_s = 0.0, 0, 0.0
+    for num, (sender, following) in enumerate(pairwise(slowest_first), 1):
+        if not sender.uplink_mbit:
+            break
+        num_waiting -= sender.waits
+        lost_s += sender.invested_s
+        usual_s = max(following.needs_s, at_least_s)
+        rest_s = max(usual_s, free_s)
+        is_thin = sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
+        gain = (slowest_first[0].needs_s - rest_s) * num_waiting - lost_s
+        if is_thin and (gain > won or sender.averaged_s > limit_s):
+            won, out, whole_s = max(gain, won), num, rest_s
+    return [(f"{sender.peer} {sender.invested_s:.1f}", whole_s) for sender in slowest_first[:out]]
+
+
+seconds = st.one_of(
+    st.sampled_from([0.0, 1.0, 1.5, 3.0, 4.0, 4.5, 9.0, 12.0, 13.5, 27.0, 40.0]),
+    st.floats(0.0, 200.0),
+)
+workers = st.builds(
+    Worker,
+    peer=st.sampled_from("ABCDEFGHIJ"),  # one of whom only experts came is late, and there twice
+    needs_s=seconds,
+    waits=st.booleans(),
+    uplink_mbit=st.sampled_from([0, 1, 20, 20, 100]),
+    averaged_s=seconds,
+    invested_s=st.one_of(st.sampled_from([0.0, 0.1]), st.floats(0.0, 2000.0)),
+)
+
+
+@given(
+    st.lists(workers, max_size=12), st.one_of(st.just(0.0), seconds), st.sampled_from([5.0, inf])
+)
+def test_a_look_at_gaps_alone_leaves_out_whom_a_look_at_everybody_would(
+    senders: list[Worker], free_s: float, limit_s: float
+) -> None:
+    asked: list[str] = []
+
+    def invested(sender: Sender) -> float:
+        asked.append(sender.peer)
+        return invested_s(sender)
+
+    lines = Lines(senders)
+    found = too_thin(lines, invested, free_s, limit_s)
+    expected = plain_too_thin(senders, free_s, limit_s)
+    assert list(found) == list(dict.fromkeys(who[0] for who, _ in expected))
+    for who, whole_s in expected:
+        assert f"{whole_s:.1f}, and its" in found[who[0]]
+    of_last = {who[0]: who[2:] for who, _ in expected}
+    assert all(f"its {of_last[peer]} s of work" in why for peer, why in found.items())
+    first_gaps = max((num for num, _ in lines.gaps), default=0)
+    assert len(asked) == first_gaps + len(expected)
+
+
+def test_where_no_line_can_be_thin_nobody_is_looked_at() -> None:
+    assert not Lines(thin(5.0 + n, peer=f"p{n}") for n in range(20)).gaps
+    assert Lines([*FAST, thin(50.0), thin(49.0, peer="E"), thin(90.0, uplink_mbit=0)]).gaps == ()
+    lines = Lines([*FAST, thin(50.0), thin(49.0, peer="E")])
+    assert lines.gaps == ((2, 5.0),) and lines.num_waiting == 5
 
 
 # ---------------------------------------------------------------- bytes and seconds

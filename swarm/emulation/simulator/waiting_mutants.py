@@ -9,7 +9,7 @@ They cost time and never agreement, so no invariant notices; the directed scenar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from swarm.emulation.simulator.mutants import Mutant
@@ -20,7 +20,7 @@ from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent, Absentees, OpenRoster
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.reformer import Reformer
-from swarm.protocol.rounds.thin import Loads, Sender
+from swarm.protocol.rounds.thin import Loads
 
 
 class _WordsIgnored(Collector):
@@ -45,7 +45,7 @@ class _AlwaysTrusted(Collector):
 
 class _ThinLinesAwaited(Collector):
     def _too_thin(
-        self, campaign: Campaign, loads: Loads, absentees: Sequence[Sender] = ()
+        self, campaign: Campaign, loads: Loads, late: Absentees | None = None
     ) -> dict[PeerId, str]:
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 
 from swarm.protocol.deadlines import SAFETY
@@ -308,7 +308,7 @@ class Collector(Role):
             self.out.explain(Topic.ROUND, f"peer {peer} left out: {reason}")
         loads = loads if len(offers) == len(loads.plan.offers) else self._loads(campaign, offers)
         campaign.plan = loads.plan
-        campaign.averaged_s = max(loads.averaged_s(campaign.uplinks).values(), default=0.0)
+        campaign.averaged_s = max(loads.averaged_s.values(), default=0.0)
         campaign.grounds.close(offers)
         campaign.results = {}
         campaign.reports = {}
@@ -332,8 +332,9 @@ class Collector(Role):
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
         follows_from = offers, unable, dict(campaign.uplinks)
         if campaign.planned is None or campaign.planned[0] != follows_from:
-            plan = plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
-            loads = Loads(plan, self.tip, self.rules)
+            uplinks, voters = follows_from[2], self.standing.electorate()
+            plan = plan_roster(self.tip, offers, self.rules, unable, uplinks)
+            loads = Loads(plan, uplinks, self.tip, self.rules, voters)
             campaign.planned = ({**offers}, *follows_from[1:]), loads
         return campaign.planned[1]
 
@@ -343,42 +344,30 @@ class Collector(Role):
         """Who is not waited for, as its line would have its offer left out, and why [D5]."""
         if campaign.quorum_offered_at is None:
             return {}
-        uplinks, voters = campaign.uplinks, self.standing.electorate()
+        uplinks = campaign.uplinks
         usual = usual_uplink(mbit for peer in campaign.offers if (mbit := uplinks.get(peer)))
         late = [peer for peer in absentees.peers if is_thinner(uplinks.get(peer, 0), usual)]
         others = Absentees([p for p in absentees.peers if p not in late], absentees.of)
         if not late or keeps_word(replace(roster, absent=others), self.timers):
             return {}  # somebody is waited for in any case
         loads = self._loads(campaign, self._kept_offers(campaign))
-        senders = []
-        for peer in late:
-            absent, mbit = absentees.of(peer), uplinks[peer]
-            invested_s = absent.invested_s + (absent.remaining_s or 0.0)
-            least_s = loads.least_s(peer, mbit)
-            senders.append(Sender(peer, least_s, invested_s, peer in voters, mbit))
-        out = self._too_thin(campaign, loads, senders)
+        out = self._too_thin(campaign, loads, Absentees(late, absentees.of))
         return {peer: out[peer] for peer in late if peer in out}
 
     def _too_thin(
-        self, campaign: Campaign, loads: Loads, absentees: Sequence[Sender] = ()
+        self, campaign: Campaign, loads: Loads, late: Absentees | None = None
     ) -> dict[PeerId, str]:
         """Who is left out since its line would hold the others up, with the reason [D5]."""
-        uplinks, voters = campaign.uplinks, self.standing.electorate()
-        waiting = {p for p in loads.plan.contributors if p in voters}
-        averaged_s = loads.averaged_s(uplinks)
-        senders = [
-            Sender(
-                peer,
-                needs_s,
-                self._worked_s(campaign, peer) + campaign.fetched.get(peer, 0.0),
-                waits=peer in waiting,
-                uplink_mbit=uplinks.get(peer, 0),
-                averaged_s=averaged_s.get(peer, 0.0),
-            )
-            for peer, needs_s in loads.seconds(uplinks).items()
-        ]
-        limit_s = 2 * self.timers.reduce_s
-        return too_thin([*senders, *absentees], self._free_s(campaign, waiting), limit_s)
+
+        def invested_s(sender: Sender) -> float:
+            if late and sender.is_late:
+                absent = late.of(sender.peer)
+                return absent.invested_s + (absent.remaining_s or 0.0)
+            return self._worked_s(campaign, sender.peer) + campaign.fetched.get(sender.peer, 0.0)
+
+        lines = loads.lines(tuple(late.peers) if late else ())
+        free_s, limit_s = self._free_s(campaign, loads.waiting), 2 * self.timers.reduce_s
+        return too_thin(lines, invested_s, free_s, limit_s)
 
     def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         """The message that says who averages what, or only that the convener is there."""

@@ -10,7 +10,7 @@ the roster, so nobody has to agree with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,14 +31,12 @@ now and then."""
 
 @dataclass(frozen=True)
 class Sender:
-    """A peer whose offer may enter a roster."""
+    """A peer whose offer may enter a roster: what does not change while the roster is open."""
 
     peer: PeerId
     needs_s: float
     """For all that it sends in the round; of a line that was not measured, what a usual one would
     need."""
-    invested_s: float
-    """What is lost if it is left out."""
     waits: bool
     """Whether it is a voter that has done its steps; the others' seconds do not count, or keys
     that offer at once would have a slow voter left out."""
@@ -46,6 +44,8 @@ class Sender:
     """0: not known. Such a peer is never left out."""
     averaged_s: float = 0.0
     """Of these seconds, for the values that others average: reducers wait for them [C4]."""
+    is_late: bool = False
+    """Whether it has yet to offer."""
 
 
 def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
@@ -108,41 +108,94 @@ def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId
     return {peer: size * 8e-6 / (uplinks.get(peer) or usual) for peer, size in sent.items()}
 
 
+class Lines:
+    """The lines of a roster in the order in which they are left out.
+
+    It follows from what they carry, and is made once; what work is worth changes with each second.
+
+    Attributes:
+        slowest_first: the senders; behind them those whose lines were not measured.
+        num_waiting: how many of them wait.
+        gaps: after how many senders the next needs so much less that these may be too thin, and how
+            long that one needs.
+    """
+
+    def __init__(self, senders: Iterable[Sender]) -> None:
+        self.slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
+        self.num_waiting = sum(sender.waits for sender in self.slowest_first)
+        self.gaps = tuple(self._found_gaps())
+
+    def _found_gaps(self) -> Iterator[tuple[int, float]]:
+        unknown = (s.needs_s for s in self.slowest_first if not s.uplink_mbit)
+        at_least_s = max(unknown, default=0.0)
+        for num, (sender, following) in enumerate(pairwise(self.slowest_first), 1):
+            usual_s = max(following.needs_s, at_least_s)
+            if sender.uplink_mbit and _is_thin(sender, usual_s, usual_s):
+                yield num, usual_s
+
+
 class Loads:
     """What the lines of a plan carry, worked out once: of 256 peers that takes a tenth of a second.
 
     Attributes:
         plan: of the roster.
+        waiting: the voters whose shared tensors are in it.
     """
 
-    def __init__(self, plan: Plan, tip: Manifest, rules: Rules) -> None:
+    def __init__(
+        self, plan: Plan, uplinks: Uplinks, tip: Manifest, rules: Rules, voters: Collection[PeerId]
+    ) -> None:
+        """Works nothing out yet.
+
+        Args:
+            plan: of the roster.
+            uplinks: Mbit/s of members, as they said; 0 or missing: not known.
+            tip: what the offers were trained from.
+            rules: of the run.
+            voters: whose seconds count.
+        """
         self.plan = plan
-        self._tip, self._rules = tip, rules
+        self.waiting = {peer for peer in plan.contributors if peer in voters}
+        self._uplinks, self._tip, self._rules, self._voters = uplinks, tip, rules, voters
         self._least: dict[PeerId, int] = {}
+        self._lines: dict[tuple[PeerId, ...], Lines] = {}
 
     @cached_property
-    def _averaged(self) -> dict[PeerId, int]:
-        return averaged_bytes(self.plan, self._rules)
-
-    @cached_property
-    def _sent(self) -> dict[PeerId, int]:
-        return bytes_to_send(self.plan, self._rules)
-
-    def seconds(self, uplinks: Uplinks) -> dict[PeerId, float]:
-        """How long each line is busy; see `seconds_to_send`."""
-        return seconds_to_send(self._sent, uplinks)
-
-    def averaged_s(self, uplinks: Uplinks) -> dict[PeerId, float]:
+    def averaged_s(self) -> dict[PeerId, float]:
         """For how long lines that were measured are busy with values that others average."""
-        sent = self._averaged
+        sent, uplinks = averaged_bytes(self.plan, self._rules), self._uplinks
         return {peer: sent[peer] * 8e-6 / uplinks[peer] for peer in sent if uplinks.get(peer)}
 
-    def least_s(self, peer: PeerId, mbit: int) -> float:
-        """For how long the line of a peer that has not offered would be busy at least."""
+    @cached_property
+    def _senders(self) -> tuple[Sender, ...]:
+        uplinks, averaged_s = self._uplinks, self.averaged_s
+        seconds = seconds_to_send(bytes_to_send(self.plan, self._rules), uplinks)
+        return tuple(
+            Sender(
+                peer,
+                needs_s,
+                waits=peer in self.waiting,
+                uplink_mbit=uplinks.get(peer, 0),
+                averaged_s=averaged_s.get(peer, 0.0),
+            )
+            for peer, needs_s in seconds.items()
+        )
+
+    def lines(self, late: tuple[PeerId, ...] = ()) -> Lines:
+        """The lines of the plan, and of peers that have yet to offer; their uplinks are known."""
+        if late not in self._lines:
+            senders = [*self._senders, *map(self._late, late)]
+            self._lines = {late: Lines(senders)}  # until others are late
+        return self._lines[late]
+
+    def _late(self, peer: PeerId) -> Sender:
+        """A peer that has not offered, whose line would be busy for so long at least."""
         if peer not in self._least:
             others = len(self.plan.offers)
             self._least[peer] = least_to_send(peer, self._tip, others, self._rules)
-        return self._least[peer] * 8e-6 / mbit
+        mbit = self._uplinks[peer]
+        needs_s = self._least[peer] * 8e-6 / mbit
+        return Sender(peer, needs_s, peer in self._voters, mbit, is_late=True)
 
 
 def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
@@ -153,35 +206,44 @@ def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
     return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
 
 
-def too_thin(senders: Sequence[Sender], free_s: float, limit_s: float = inf) -> dict[PeerId, str]:
+def too_thin(
+    lines: Lines, invested_s: Callable[[Sender], float], free_s: float, limit_s: float = inf
+) -> dict[PeerId, str]:
     """Who is left out of a roster, and why: those without whom most seconds are won.
 
     Args:
-        senders: whose offers there are.
+        lines: of those whose offers there are.
+        invested_s: what is lost if one is left out; asked only of those that may be.
         free_s: seconds from now on in which no voter waits.
         limit_s: for how long reducers may wait for a value: who needs longer is left out, whatever
             its work is worth, or the round would end without it, and later.
     """
-    slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
-    at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
-    num_waiting, invested_s = sum(s.waits for s in senders), 0.0
-    won, out, whole_s = 0.0, 0, 0.0
-    for num, (sender, following) in enumerate(pairwise(slowest_first), 1):
-        if not sender.uplink_mbit:
-            break
-        num_waiting -= sender.waits
-        invested_s += sender.invested_s
-        usual_s = max(following.needs_s, at_least_s)
+    num_waiting, lost_s = lines.num_waiting, 0.0
+    won, out, whole_s, looked_at = 0.0, 0, 0.0, 0
+    for num, usual_s in lines.gaps:
+        for each in lines.slowest_first[looked_at:num]:
+            num_waiting -= each.waits
+            lost_s += invested_s(each)
+        looked_at, sender = num, lines.slowest_first[num - 1]
         rest_s = max(usual_s, free_s)
-        is_thin = sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
-        gain = (slowest_first[0].needs_s - rest_s) * num_waiting - invested_s
-        if is_thin and (gain > won or sender.averaged_s > limit_s):
+        gain = (lines.slowest_first[0].needs_s - rest_s) * num_waiting - lost_s
+        is_won = gain > won or sender.averaged_s > limit_s
+        if is_won and _is_thin(sender, usual_s, rest_s):
             won, out, whole_s = max(gain, won), num, rest_s
-    return {sender.peer: _why(sender, whole_s) for sender in slowest_first[:out]}
+    left_out = lines.slowest_first[:out]
+    return {each.peer: _why(each, invested_s(each), whole_s) for each in left_out}
 
 
-def _why(sender: Sender, whole_s: float) -> str:
+def _is_thin(sender: Sender, usual_s: float, rest_s: float) -> bool:
+    """Whether a line needs so much longer than the next that it may be left out.
+
+    `rest_s`: how long the round would last then, `usual_s` or more.
+    """
+    return sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
+
+
+def _why(sender: Sender, invested_s: float, whole_s: float) -> str:
     return (
         f"its uplink of {sender.uplink_mbit} Mbit/s would be busy for {sender.needs_s:.1f} s, not "
-        f"{whole_s:.1f}, and its {sender.invested_s:.1f} s of work are not worth that to the others"
+        f"{whole_s:.1f}, and its {invested_s:.1f} s of work are not worth that to the others"
     )
