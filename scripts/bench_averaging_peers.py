@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swarm.codecs import Content, allocate, encode_unit, fill
+from swarm.codecs import Content, allocate, cut_from, encoded, fill
 from swarm.config import NetworkSection, RunConfig, validate_config
 from swarm.experts import UnitLayout, expert_of_unit, expert_unit
 from swarm.network.blobs import BlobStore
@@ -181,10 +181,13 @@ class OurPeer:
             if self.index in self.sources[unit.unit]:
                 yield number, unit
 
+    def _blob(self, unit: UnitLayout) -> Content:
+        return encoded(unit, cut_from(self.tensors.__getitem__))
+
     def average(self, _: int) -> None:
         units = {}
         for _, unit in self._mine():
-            digest, size = self.driver.store_value(Content.of(encode_unit(unit, self.tensors)))
+            digest, size = self.driver.store_value(self._blob(unit))
             units[unit.unit] = OfferedUnit(digest, size, self.tip.entries[unit.unit].digest)
         self.driver.offer(Offer(self.tip.digest, 1, 32, units))
         applied = self.driver.wait_for_tip(self.tip.digest, DEADLINE_S)
@@ -200,7 +203,7 @@ class OurPeer:
         for number, unit in enumerate(self.layout.units):
             peers = self.sources[unit.unit]
             expected = mean_of(round_number, peers, number, unit.num_elements)
-            result = np.frombuffer(encode_unit(unit, self.tensors), dtype=np.float32)
+            result = np.frombuffer(self._blob(unit).whole(), dtype=np.float32)
             wrong += is_wrong(result, expected)
         return wrong
 

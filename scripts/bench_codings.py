@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from swarm.codecs import DTYPES, Content, Read, encode_unit
+from swarm.codecs import DTYPES, Content, Read, cut_from, encoded
 from swarm.codings import coded_bytes
 from swarm.config import Codec, Coding
 from swarm.deltas.units import Delta, apply_delta, elements_of, encode_delta
@@ -72,7 +72,7 @@ def measured(coding: Coding, num_elements: int, repeat: int) -> dict[str, float 
     blob = content.whole()
     delta = Delta(len(blob), reader(blob))
     for codec, layout in layouts.items():
-        base = reader(encode_unit(layout, tensors))
+        base = reader(encoded(layout, cut_from(tensors.__getitem__)).whole())
         applied = apply_delta(layout, base, delta)
         spent = processor_s(lambda value=applied: value, repeat)  # type: ignore[misc]
         row[f"apply_{codec}_gb_s"] = layout.num_bytes / spent / GB

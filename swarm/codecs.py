@@ -70,11 +70,11 @@ class Content:
 
 
 def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
-    """The blob of a unit, bit for bit that of `encode_unit`.
+    """The blob of a unit. A momentum is zero.
 
     Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
-    A run of elements is read flat, of any floating dtype or device. A momentum is zero.
+    A run of elements is read flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:
@@ -138,23 +138,6 @@ def read_tensors(
     """One agreed tensor after the other of a unit of whole tensors (an expert), as `read_part`."""
     for piece in layout.slices:
         yield piece.name, read_part(layout, piece, read).view(shapes[piece.name])
-
-
-def encode_unit(layout: UnitLayout, tensors: Mapping[str, Tensor]) -> memoryview:
-    """The blob of a unit, without a momentum.
-
-    Args:
-        layout: which elements go where.
-        tensors: by full name, at least those that the layout lists; any floating dtype or device.
-
-    Cost: one allocation of `layout.value_bytes` and one pass; a tensor that is not contiguous is
-    copied first.
-    """
-    values = torch.empty(layout.num_elements, dtype=DTYPES[layout.codec])
-    for offset, piece in _places(layout):
-        flat = tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop]
-        values[offset : offset + len(flat)].copy_(flat)
-    return bytes_of(values)
 
 
 def allocate(layouts: Iterable[UnitLayout], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

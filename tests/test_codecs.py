@@ -14,6 +14,7 @@ from swarm import codecs
 from swarm.config import Codec
 from swarm.errors import BadBlob
 from swarm.experts import Shape, Slice, UnitLayout
+from tests.blobs import blob_of
 
 SHAPES: dict[str, Shape] = {"a.weight": (7, 5), "b.weight": (11,), "c.weight": (3, 2, 4)}
 
@@ -28,12 +29,10 @@ def whole(codec: Codec) -> UnitLayout:
 
 
 def content_of(layout: UnitLayout, values: torch.Tensor) -> codecs.Content:
-    return codecs.Content.of(codecs.encode_unit(layout, {"x": values}))
+    return codecs.Content.of(blob_of(layout, {"x": values}))
 
 
-def mean(
-    blobs: list[memoryview] | list[bytes], codec: Codec, weights: list[int] | None = None
-) -> bytes:
+def mean(blobs: list[bytes], codec: Codec, weights: list[int] | None = None) -> bytes:
     reads = [partial(read_in, memoryview(blob)) for blob in blobs]
     return codecs.mean_of(reads, len(blobs[0]), codec, weights).whole()
 
@@ -61,10 +60,10 @@ def _chunk_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def test_bytes_are_little_endian_without_header() -> None:
     layout = layout_of("fp32", Slice("x", 1, 3))
-    blob = codecs.encode_unit(layout, {"x": torch.tensor([[9.0, 1.5], [-2.0, 9.0]])})
-    assert bytes(blob) == struct.pack("<ff", 1.5, -2.0)
-    short = codecs.encode_unit(layout_of("bf16", Slice("x", 0, 1)), {"x": torch.tensor([1.5])})
-    assert bytes(short) == struct.pack("<f", 1.5)[2:]
+    blob = blob_of(layout, {"x": torch.tensor([[9.0, 1.5], [-2.0, 9.0]])})
+    assert blob == struct.pack("<ff", 1.5, -2.0)
+    short = blob_of(layout_of("bf16", Slice("x", 0, 1)), {"x": torch.tensor([1.5])})
+    assert short == struct.pack("<f", 1.5)[2:]
 
 
 @pytest.mark.usefixtures("_chunk_sizes")
@@ -72,7 +71,7 @@ def test_bytes_are_little_endian_without_header() -> None:
 def test_values_of_the_agreed_dtype_come_back_bit_for_bit(codec: Codec) -> None:
     before = {n: t.to(codecs.DTYPES[codec]) for n, t in tensors().items()}
     layout = whole(codec)
-    blob = codecs.encode_unit(layout, before)
+    blob = blob_of(layout, before)
     after = decode_unit(layout, SHAPES, blob)
     filled = codecs.allocate([layout], SHAPES)
     codecs.fill(filled, layout, blob)
@@ -80,14 +79,14 @@ def test_values_of_the_agreed_dtype_come_back_bit_for_bit(codec: Codec) -> None:
         for other in (after[name], filled[name]):
             assert other.dtype == tensor.dtype and other.shape == tensor.shape
             assert torch.equal(other, tensor)
-    assert bytes(codecs.encode_unit(layout, after)) == bytes(blob)
+    assert blob_of(layout, after) == blob
 
 
 def test_bf16_is_off_by_at_most_one_part_in_256() -> None:
     # Half a step of 8 significant bits: 2^-8 of the value, the bound in the module's docstring.
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 3
     layout = layout_of("bf16", Slice("x", 0, len(values)))
-    decoded = decode_unit(layout, {"x": (len(values),)}, codecs.encode_unit(layout, {"x": values}))[
+    decoded = decode_unit(layout, {"x": (len(values),)}, blob_of(layout, {"x": values}))[
         "x"
     ].float()
     relative = ((decoded - values).abs() / values.abs()).max().item()
@@ -102,7 +101,7 @@ def test_a_model_cut_into_parts_is_rebuilt_in_place() -> None:
     after = {"a.weight": torch.zeros(7, 5), "b.weight": torch.zeros(11)}
     memory = {name: tensor.data_ptr() for name, tensor in after.items()}
     for part in [*parts, rest]:
-        codecs.fill(after, part, codecs.encode_unit(part, before))
+        codecs.fill(after, part, blob_of(part, before))
     assert torch.equal(after["a.weight"], before["a.weight"])
     assert torch.equal(after["b.weight"][:4], before["b.weight"][:4])
     assert torch.equal(after["b.weight"][4:], before["b.weight"][4:].bfloat16().float())
@@ -112,7 +111,7 @@ def test_a_model_cut_into_parts_is_rebuilt_in_place() -> None:
 def test_filling_a_parameter_leaves_no_trace_in_autograd() -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     layout = layout_of("fp32", Slice("x", 0, 4))
-    codecs.fill({"x": weight}, layout, codecs.encode_unit(layout, {"x": torch.ones(4)}))
+    codecs.fill({"x": weight}, layout, blob_of(layout, {"x": torch.ones(4)}))
     assert torch.equal(weight.detach(), torch.ones(4)) and weight.is_leaf and weight.grad is None
 
 
@@ -158,7 +157,7 @@ def test_a_blob_of_another_size_is_refused(size: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_an_fp32_mean_is_the_sum_in_order_divided(count: int) -> None:
     layout = whole("fp32")
-    blobs = [codecs.encode_unit(layout, tensors(seed)) for seed in range(count)]
+    blobs = [blob_of(layout, tensors(seed)) for seed in range(count)]
     arrays = [numpy.frombuffer(blob, "<f4") for blob in blobs]
     wanted = arrays[0]
     for array in arrays[1:]:
@@ -177,17 +176,17 @@ def test_the_order_of_a_mean_is_the_callers() -> None:
 def test_a_bf16_mean_is_the_fp32_mean_rounded_once(rows: list[list[float]]) -> None:
     inputs = [torch.tensor(row).bfloat16() for row in rows]
     layout = layout_of("bf16", Slice("x", 0, 5))
-    blobs = [codecs.encode_unit(layout, {"x": row}) for row in inputs]
+    blobs = [blob_of(layout, {"x": row}) for row in inputs]
     total = inputs[0].float()
     for row in inputs[1:]:
         total = total + row.float()
-    wanted = codecs.encode_unit(layout, {"x": total / len(rows)})
-    assert mean(blobs, "bf16") == bytes(wanted)
+    wanted = blob_of(layout, {"x": total / len(rows)})
+    assert mean(blobs, "bf16") == wanted
 
 
 def test_the_largest_admitted_values_have_a_finite_mean() -> None:
     layout = layout_of("bf16", Slice("x", 0, 1))
-    largest = codecs.encode_unit(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
+    largest = blob_of(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
     codecs.check_finite(layout, codecs.Content.of(mean([largest] * 1000, "bf16")))
 
 
@@ -195,7 +194,7 @@ def test_the_largest_admitted_values_have_a_finite_mean() -> None:
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 def test_a_weighted_mean_is_the_sum_in_order_of_shares(codec: Codec) -> None:
     layout = whole(codec)
-    blobs = [codecs.encode_unit(layout, tensors(seed)) for seed in range(3)]
+    blobs = [blob_of(layout, tensors(seed)) for seed in range(3)]
     weights = [1, 2, 13]
     values = [codecs.values_in(blob, codec).float().numpy() for blob in blobs]
     wanted = numpy.zeros_like(values[0])
@@ -208,7 +207,7 @@ def test_a_weighted_mean_is_the_sum_in_order_of_shares(codec: Codec) -> None:
 
 def test_weights_whose_shares_were_rounded_up_keep_the_limit() -> None:
     layout = layout_of("fp32", Slice("x", 0, 1))
-    largest = codecs.encode_unit(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
+    largest = blob_of(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
     sums = [sum(float(numpy.float32(w / (n * w + 1))) for w in [w] * n + [1]) for n, w in CASES]
     assert max(sums) > 1, "else the test says nothing"
     for number, weight in CASES:
@@ -221,7 +220,8 @@ CASES = [(number, weight) for number in (2, 3, 5, 7, 40) for weight in (2, 3, 5,
 
 
 def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:
-    layout = whole("fp32")
-    blob = codecs.encode_unit(layout, tensors())
-    with pytest.raises(TypeError, match="read-only"):
-        blob[0] = 1
+    content = codecs.encoded(whole("fp32"), codecs.cut_from(tensors().__getitem__))
+    for piece in content:
+        assert isinstance(piece, memoryview)
+        with pytest.raises(TypeError, match="read-only"):
+            piece[0] = 1

@@ -2,11 +2,12 @@
 
 import torch
 
-from swarm.codecs import DTYPES, Buffer, Read, encode_unit
+from swarm.codecs import DTYPES, Buffer, Read
 from swarm.codings import CODE_BYTES
 from swarm.config import Codec, Coding
 from swarm.deltas.units import Delta, apply_delta, encode_delta
 from swarm.experts import Slice, UnitLayout
+from tests.blobs import blob_of
 
 BLOCKED: tuple[Coding, ...] = tuple(CODE_BYTES)
 CODINGS: tuple[Coding, ...] = ("bf16", *BLOCKED)
@@ -39,7 +40,7 @@ def base_of(layout: UnitLayout, values: torch.Tensor) -> bytes:
     whole = UnitLayout(
         "x", layout.codec, (Slice("x", 0, len(values)),), len(values), layout.num_bytes
     )
-    return bytes(encode_unit(whole, {"x": values}))
+    return blob_of(whole, {"x": values})
 
 
 def applied(layout: UnitLayout, base: Buffer, blob: Buffer) -> bytes:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.errors import NobodyReachable
 from swarm.export.facts import ExportFacts, Form
@@ -18,6 +17,7 @@ from swarm.peer.live_model import initial_contents
 from swarm.protocol.layout import layout_of
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Founding, Manifest, run_id
+from tests.blobs import blob_of
 from tests.scenarios.swarms import EXACT
 
 
@@ -47,7 +47,7 @@ def after(store: BlobStore, run: RunConfig, manifest: Manifest, rounds: int = 1)
     layout, number = layout_of(run), manifest.round + rounds
     unit = layout.by_unit["expert.0"]
     values = {s.name: torch.full(layout.shapes[s.name], float(number)) for s in unit.slices}
-    digest = store.put(encode_unit(unit, values))
+    digest = store.put(blob_of(unit, values))
     entry = dataclasses.replace(manifest.entries["expert.0"], digest=digest, version=number)
     name = manifest.run or run_id(run.run.name, run.fingerprint(), manifest.blob)
     made = dataclasses.replace(

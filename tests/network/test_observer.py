@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm.codecs import encode_unit
 from swarm.config import RunConfig, validate_config
 from swarm.errors import NobodyReachable
 from swarm.network import observer
@@ -41,6 +40,7 @@ from swarm.protocol.records import (
     validation_key,
 )
 from swarm.protocol.wire import encode
+from tests.blobs import blob_of
 from tests.network.test_heads import wait_until
 from tests.peer_records import peer_record
 
@@ -95,7 +95,7 @@ class Lonely:
         zeros = _zeros(self.layout)
         initial = {}
         for unit in self.layout.units:
-            blob = encode_unit(unit, zeros)
+            blob = blob_of(unit, zeros)
             initial[unit.unit] = (self.store.put(blob), len(blob))
         config, held_out = self.run.canonical_json(), bytes(256)
         founding = Founding(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarm.codecs import Content, encode_unit
+from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
@@ -38,6 +38,7 @@ from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.engine import Engine
 from swarm.train.options import EngineKind
 from swarm.train.resident import ResidentEngine
+from tests.blobs import blob_of
 from tests.peer.adopting import adopt_into, founded_in
 from tests.train.crews import Crews, shared_crews
 from tests.train.runs import batch, held_out, same, tiny_run
@@ -237,7 +238,7 @@ def after_round(side: Side, store: BlobStore, *, owner: str) -> Manifest:
     """The next manifest: one expert has its owner's value and belongs to another peer."""
     expert, names = mine(side), list(expert_shapes(RUN.model, mine(side)))
     unit = expert_unit(expert)
-    digest = store.put(encode_unit(LAYOUT.by_unit[unit], side.model.engine.read(names)))
+    digest = store.put(blob_of(LAYOUT.by_unit[unit], side.model.engine.read(names)))
     entries = {u: replace(entry, version=1) for u, entry in side.at.entries.items()}
     entries[unit] = replace(entries[unit], digest=digest)
     return replace(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.codecs import encode_unit, mean_of
+from swarm.codecs import mean_of
 from swarm.experts import expert_shapes, expert_unit
 from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
@@ -22,6 +22,7 @@ from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
+from tests.blobs import blob_of
 from tests.peer.adopting import adopt_into, founded_in, offered_values
 from tests.train.runs import NUM_EXPERTS, all_names, batch, held_out, same, tiny_run
 
@@ -54,7 +55,7 @@ def successor(parent: Manifest, store: BlobStore, *, kind: Kind) -> tuple[Manife
     unit = expert_unit(EXPERT)
     values = {name: torch.full(LAYOUT.shapes[name], 0.25) for name in NAMES}
     before = parent.entries[unit]
-    digest = store.put(encode_unit(LAYOUT.by_unit[unit], values))
+    digest = store.put(blob_of(LAYOUT.by_unit[unit], values))
     base = before.digest if kind is Kind.MERGE else None
     entries = {**parent.entries, unit: replace(before, digest=digest, base=base)}
     manifest = replace(
@@ -189,7 +190,7 @@ def sliced(store: BlobStore) -> tuple[LiveModel, Manifest, Manifest]:
     adopt_into(live, founded, previous="")
     live.engine.step(batch(SLICED, 0), lr=1e-2)
     part = layout.by_unit["shared.1"]
-    blob = encode_unit(part, {n: torch.full(layout.shapes[n], 0.5) for n in layout.shapes})
+    blob = blob_of(part, {n: torch.full(layout.shapes[n], 0.5) for n in layout.shapes})
     entry = replace(founded.entries["shared.1"], digest=store.put(blob), version=1)
     entries = {**founded.entries, "shared.1": entry}
     sources = {"shared.1": (("me", "mine"),)}
@@ -264,7 +265,7 @@ def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> No
     tip = founding_manifest(founding, BF16, layout, initial, {"me": 1.0, "you": 1.0})
     ones = {n: torch.ones(layout.shapes[n]) for n in NAMES}
     first = replace(
-        tip.entries[unit], digest=store.put(encode_unit(layout.by_unit[unit], ones)), version=0
+        tip.entries[unit], digest=store.put(blob_of(layout.by_unit[unit], ones)), version=0
     )
     tip = replace(tip, owners={EXPERT: ("me", "you")}, entries={**tip.entries, unit: first})
     lives = {p: LiveModel(p, BF16, ResidentEngine(BF16), Agreed(store, layout)) for p in PEERS}
@@ -313,7 +314,7 @@ def test_where_a_master_lacks_nothing_it_gets_the_agreed_bits_of_a_mean(
 ) -> None:
     unit = expert_unit(EXPERT)
     zeros = {name: torch.full(LAYOUT.shapes[name], -0.0) for name in NAMES}
-    digest = store.put(encode_unit(LAYOUT.by_unit[unit], zeros))
+    digest = store.put(blob_of(LAYOUT.by_unit[unit], zeros))
     _, value, base = next(v for v in offered_values(model, founded) if v[0] == unit)
     offered = OfferedUnit(store_content(store, value), value.num_bytes, base)
     after = replace(

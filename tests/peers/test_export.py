@@ -13,7 +13,6 @@ import transformers
 from peers import exporting
 from peers.exporting import export
 from peers.options import Options
-from swarm.codecs import encode_unit
 from swarm.config import RunConfig
 from swarm.data.training import train_tokenizer
 from swarm.errors import ConfigError, CorruptState, StateError
@@ -31,6 +30,7 @@ from swarm.protocol.layout import Layout
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.texts import TokenizerFile
+from tests.blobs import blob_of
 from tests.layout_places import places_of
 from tests.peers.exports import invoke, on_disk
 
@@ -121,7 +121,7 @@ def test_an_export_holds_model_configuration_and_tokenizer(
     tensors = dict(TensorFiles(folder))
     for unit in layout.units:
         blob = found.store.get(found.manifest.entries[unit.unit].digest)
-        assert blob is not None and bytes(encode_unit(unit, tensors)) == bytes(blob)
+        assert blob is not None and blob_of(unit, tensors) == bytes(blob)
     said = capsys.readouterr().out
     assert command(folder, run.data.sequence_length) in said
     text = (folder / "lm_eval" / "swarm_held_out.jsonl").read_text()
@@ -197,7 +197,7 @@ def test_the_newest_of_two_manifests_is_what_the_record_names(
     store = BlobStore(directory.path)
     unit = layout.by_unit["expert.0"]
     ones = {piece.name: torch.ones(layout.shapes[piece.name]) for piece in unit.slices}
-    digest = store.put(encode_unit(unit, ones))
+    digest = store.put(blob_of(unit, ones))
     entry = dataclasses.replace(manifest.entries["expert.0"], digest=digest, version=1)
     newer = dataclasses.replace(
         manifest, run="demo-0123456789abcdef", height=1, round=1, parent=manifest.digest,

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from swarm.codecs import allocate, encode_unit, fill, mean_of
+from swarm.codecs import allocate, fill, mean_of
 from swarm.experts import expert_of_unit, shared_shapes
 from swarm.model.routing import RoutingControls
 from swarm.protocol.layout import layout_of
 from swarm.train.schedule import routing_controls_at
+from tests.blobs import blob_of
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine import frozen_copy, poison
 
@@ -44,7 +45,7 @@ def test_a_round_averages_the_biases_of_all_peers():
     values = [engine.read(list(shared_shapes(SIGMOID.model))) for engine in engines]
     agreed = allocate(shared, layout.shapes)
     for unit in shared:
-        blobs = [encode_unit(unit, value) for value in values]
+        blobs = [blob_of(unit, value) for value in values]
         reads = [lambda at, length, blob=blob: blob[at : at + length] for blob in blobs]
         fill(agreed, unit, mean_of(reads, unit.num_bytes, unit.codec).whole())
     for engine in engines:
