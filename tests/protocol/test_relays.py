@@ -86,7 +86,9 @@ def ahead(uplinks: dict[str, int]) -> dict[str, dict[str, tuple[str, ...]]]:
     return {
         peer: {
             want.digest: want.sources
-            for want in wanted_ahead(roster, plan.reducers, peer, stored=(), tip=tip, rules=rules)
+            for want in wanted_ahead(
+                roster, plan.sources, plan.reducers, peer, stored=(), tip=tip, rules=rules
+            )
         }
         for peer in PEERS
     }

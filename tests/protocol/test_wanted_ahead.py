@@ -1,6 +1,8 @@
 """Experts with one writer are fetched while means are computed, before they are proposed [D2]."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,8 +11,11 @@ from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol import events
 from swarm.protocol.events import CancelFetch, Fetch, Purpose
 from swarm.protocol.messages import Ballot, Reduced, Roster
+from swarm.protocol.rounds import collector, evidence, fetching_ahead, reducer, rosters
 from swarm.protocol.rounds.fetching_ahead import wanted_ahead
 from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.rounds.reducer import Reducer
+from swarm.protocol.rounds.rosters import sources_of
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound
 from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
 
@@ -42,6 +47,31 @@ def test_a_proposal_finds_the_experts_here_and_fetches_the_means_alone() -> None
         assert proposed
         assert not any(is_expert(want) for want in proposed)
     assert all(len(pump.digests_at(height)) == 1 for height in (1, 2, 3))
+
+
+def test_whose_values_a_roster_has_is_found_once_by_each_reducer(monkeypatch) -> None:
+    """Of 256 peers that is 120,000 values, which it averages, deals out and fetches ahead by."""
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, function: str) -> None:
+        counted_one = getattr(owner, function)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[function] += 1
+            return counted_one(*arguments, **options)
+
+        monkeypatch.setattr(owner, function, call)
+
+    for module in (rosters, reducer, fetching_ahead):
+        if hasattr(module, "sources_of"):
+            counted(module, "sources_of")
+    for module in (collector, evidence):
+        counted(module, "plan_roster")
+    counted(Reducer, "_start_job")
+    pump = eager_swarm("ABC")
+    pump.run_rounds(2)
+    assert calls["_start_job"] == 6 and fetches(pump, "A", Purpose.AHEAD)
+    assert calls["sources_of"] == calls["_start_job"] + calls["plan_roster"]
 
 
 def test_a_machine_that_was_not_told_to_fetches_nothing_ahead() -> None:
@@ -95,7 +125,8 @@ def test_what_is_taken_ahead_would_be_taken_in_any_proposal(shared_every: int, t
     tip = found(rules, ["A", "B"])
     offers = {peer: make_offer(rules, peer, tip) for peer in "AB"}
     roster = Roster(Ballot(0, "A"), "roster", offers, {"A": 0, "B": 0})
-    wants = wanted_ahead(roster, {}, "A", stored=(), tip=tip, rules=rules)
+    sources = sources_of(offers)
+    wants = wanted_ahead(roster, sources, {}, "A", stored=(), tip=tip, rules=rules)
     assert wants
     for want in wants:
         proposed = update_bound(want.unit, want.sources, {"B": tokens}, tip, rules)
@@ -114,7 +145,8 @@ def test_nothing_that_is_averaged_or_here_or_own_is_wanted_and_each_begins_elsew
 
     def writers(me: str, averaged: tuple[str, ...] = (), stored: tuple[str, ...] = ()) -> str:
         reduced = dict.fromkeys(averaged, "A")
-        wants = wanted_ahead(roster, reduced, me, stored=stored, tip=tip, rules=rules)
+        sources = sources_of(offers)
+        wants = wanted_ahead(roster, sources, reduced, me, stored=stored, tip=tip, rules=rules)
         return "".join(want.sources[0] for want in wants)
 
     assert (writers("A"), writers("B"), writers("C")) == ("BCBC", "CCAA", "ABAB")

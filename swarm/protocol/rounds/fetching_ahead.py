@@ -10,12 +10,13 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Roster
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.rounds.relays import Relays, relays_among
-from swarm.protocol.rounds.rosters import sources_of
+from swarm.protocol.rounds.rosters import Sources
 from swarm.protocol.rounds.rules import Rules
 
 
 def wanted_ahead(
     roster: Roster,
+    sources: Sources,
     averaged: Mapping[Unit, PeerId],
     me: PeerId,
     *,
@@ -30,6 +31,7 @@ def wanted_ahead(
 
     Args:
         roster: sound, of the tip.
+        sources: of each unit of its offers.
         averaged: units that have a reducer, and which.
         me: whose own values are here. Peers begin at different writers.
         stored: blobs that are here.
@@ -41,7 +43,7 @@ def wanted_ahead(
         relays [D4], which the writer follows with the proposal.
     """
     relays = relays_among(averaged.values(), roster.reducers)
-    wanted = _wants(roster, averaged, tip, rules)
+    wanted = _wants(roster, sources, averaged, tip, rules)
     wants = [want for want in wanted if want.digest not in stored and want.sources != (me,)]
     after = [want for want in wants if want.sources[0] > me]
     before = [want for want in wants if want.sources[0] < me]
@@ -55,9 +57,9 @@ def _through(relays: Relays, want: BlobWanted, me: PeerId) -> BlobWanted:
 
 
 def _wants(
-    roster: Roster, averaged: Collection[Unit], tip: Manifest, rules: Rules
+    roster: Roster, sources: Sources, averaged: Collection[Unit], tip: Manifest, rules: Rules
 ) -> Iterator[BlobWanted]:
-    for unit, ((writer, value), *others) in sources_of(roster.offers).items():
+    for unit, ((writer, value), *others) in sources.items():
         if unit not in rules.expert_units or unit in averaged or others:
             continue
         delta = roster.offers[writer].units[unit].delta

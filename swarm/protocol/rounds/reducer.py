@@ -22,7 +22,7 @@ from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.fetching_ahead import wanted_ahead
 from swarm.protocol.rounds.reduction import SLOW, Job
-from swarm.protocol.rounds.rosters import assign_reducers, sources_of
+from swarm.protocol.rounds.rosters import Sources, assign_reducers, sources_of
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
@@ -73,10 +73,9 @@ class Reducer(Role):
 
     def _start_job(self, roster: Roster) -> None:
         self._cancel_job()
-        reducers = assign_reducers(
-            roster.offers, roster.reducers, self.rules.moved_bytes, self.rules.averaged_deltas
-        )
         sources = sources_of(roster.offers)
+        sizes, always = self.rules.moved_bytes, self.rules.averaged_deltas
+        reducers = assign_reducers(roster.offers, roster.reducers, sizes, always, sources)
         inputs = {unit: sources[unit] for unit, peer in reducers.items() if peer == self.me}
         if not inputs:
             return
@@ -105,13 +104,17 @@ class Reducer(Role):
             )
             self.out.emit(Fetch(Purpose.REDUCE, fetched))
         if self.peer.fetches_ahead:
-            self._fetch_ahead(job, roster, reducers)
+            self._fetch_ahead(job, roster, sources, reducers)
         self._reduce_complete_units(job)
 
-    def _fetch_ahead(self, job: Job, roster: Roster, averaged: Mapping[Unit, PeerId]) -> None:
+    def _fetch_ahead(
+        self, job: Job, roster: Roster, sources: Sources, averaged: Mapping[Unit, PeerId]
+    ) -> None:
         """Fetches what is proposed as it was offered while means are computed [D2]."""
-        stored, tip = self.blobs.stored, self.tip
-        wants = wanted_ahead(roster, averaged, self.me, stored=stored, tip=tip, rules=self.rules)
+        stored, tip, rules = self.blobs.stored, self.tip, self.rules
+        wants = wanted_ahead(
+            roster, sources, averaged, self.me, stored=stored, tip=tip, rules=rules
+        )
         if wants:
             job.ahead = frozenset(want.digest for want in wants)
             self.out.emit(Fetch(Purpose.AHEAD, wants))

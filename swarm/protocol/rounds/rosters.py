@@ -112,7 +112,7 @@ def plan_roster(
     sources = sources_of(ordered)
     willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
     able = {peer: uplinks.get(peer, 0) for peer in willing}
-    reducers = _assigned(sources, ordered, able, rules.moved_bytes, rules.averaged_deltas)
+    reducers = assign_reducers(ordered, able, rules.moved_bytes, rules.averaged_deltas, sources)
     digests = {peer: offer.digest for peer, offer in ordered.items()}
     identity = digest_of(canonical([tip.digest, digests, able]))
     return Plan(identity, ordered, sources, reducers, able)
@@ -132,6 +132,7 @@ def assign_reducers(
     reducers: Uplinks,
     unit_bytes: Mapping[Unit, int],
     always: Collection[Unit] = (),
+    sources: Sources | None = None,
 ) -> dict[Unit, PeerId]:
     """Who averages each unit that has more than one source, or whose deltas are averaged [D3, W5].
 
@@ -147,26 +148,16 @@ def assign_reducers(
             none of them offers is averaged by one of its sources all the same.
         unit_bytes: what each unit costs whoever takes its next value in.
         always: units that have a reducer even if they have one source alone.
+        sources: `sources_of` the offers, if it is known: those of 256 peers are 120,000.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
     """
-    return _assigned(sources_of(offers), offers, reducers, unit_bytes, always)
-
-
-def _assigned(
-    sources: Sources,
-    offers: Mapping[PeerId, Offer],
-    reducers: Uplinks,
-    unit_bytes: Mapping[Unit, int],
-    always: Collection[Unit],
-) -> dict[Unit, PeerId]:
-    """As `assign_reducers`, where the sources are known."""
     fan_out = max(1, len(offers) - 1)
     burden = dict.fromkeys(offers, 0.0)
     slowness = _slowness(offers, reducers)
     shared: list[tuple[int, Unit, list[PeerId]]] = []
-    for unit, values in sources.items():
+    for unit, values in (sources or sources_of(offers)).items():
         able = [peer for peer, _ in values if peer in reducers] or [peer for peer, _ in values]
         num_bytes = unit_bytes.get(unit, 0)
         if able and (len(values) > 1 or unit in always):
