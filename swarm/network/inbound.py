@@ -30,13 +30,7 @@ from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Accepted, Commit, Header, Message, Propose, Ready
 from swarm.protocol.rounds.relays import in_turn
 from swarm.protocol.trust import Foothold
-from swarm.protocol.wire import (
-    attachments_of,
-    attachments_within,
-    decode,
-    holders_of,
-    relays_named,
-)
+from swarm.protocol.wire import BareMessage, decode
 
 logger = logging.getLogger(__name__)
 
@@ -224,19 +218,22 @@ async def open_message(
     costs = costs or Costs(source, Ledger())
     shown = shown or Shown()
     blobs: dict[Digest, bytes] = {}
-    for named_by in (partial(attachments_of, payload), partial(attachments_within, payload, blobs)):
-        wanted = await costs.parsing(named_by)
+    bare = await costs.parsing(partial(BareMessage, payload))
+
+    async def bring(wanted: Sequence[tuple[Digest, int]]) -> None:
         for digest, _ in wanted:
             shown.note(digest, source)
         absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
         if absent:
             costs.fetching(sum(size for _, size in absent))
-            relays = relays_named(payload)
-            wants = _wants(source, absent, holders_of(payload, blobs), shown)
-            if relays and me not in relays:
-                wants = [_relayed(want, in_turn(relays, me), shown) for want in wants]
+            wants = _wants(source, absent, bare.holders(blobs), shown)
+            if bare.relays and me not in bare.relays:
+                wants = [_relayed(want, in_turn(bare.relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
-        blobs |= {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
+        blobs.update({digest: bytes(store.get(digest) or b"") for digest, _ in wanted})
+
+    await bring(bare.attachments)
+    await bring(await costs.parsing(partial(bare.attachments_within, blobs)))
     size = sum(map(len, blobs.values()))
     return await costs.parsing(partial(decode, payload, blobs), off_loop=size > LARGE_BYTES)
 

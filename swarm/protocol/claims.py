@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm.protocol import wire
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Header, Message, Propose, Ready, Roster
+from swarm.protocol.wire import BareMessage
 
 MAX_STRANGER_PROOF_BYTES = 2**20
 """Of 16 links at 256 members: two heads of 14 kB each, and 129 signatures of 64 bytes, which take
@@ -49,8 +49,8 @@ def claim_of(payload: Buffer) -> Claim:
     Raises:
         BadMessage: it is not of the schema, or an attachment is announced too large.
     """
-    header, kind, attachments = wire.summary_of(payload)
-    return Claim(kind, attachments, header)
+    bare = BareMessage(payload)
+    return Claim(bare.kind, bare.attachments, bare.header)
 
 
 def outline_of(message: Message) -> Claim:

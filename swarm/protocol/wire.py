@@ -165,80 +165,67 @@ def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
     return payload, beside.out
 
 
-def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
-    """Digest and size of every blob that a message refers to, to be fetched before decoding it.
+class BareMessage:
+    """A message as far as it can be read without what travels beside it: from one look at it.
 
-    Raises:
-        BadMessage: the payload is not of the schema, or a blob is announced too large.
+    Attributes:
+        header: of the message.
+        kind: its type as on the wire.
+        attachments: digest and size of every blob that it refers to, to be fetched before it is
+            decoded.
+        relays: who passes on what a PROPOSE names [D4]; nobody of any other message.
     """
-    return summary_of(payload)[2]
 
+    def __init__(self, payload: Buffer) -> None:
+        """Reads a message.
 
-def summary_of(payload: Buffer) -> tuple[Header, str, tuple[tuple[str, int], ...]]:
-    """Header and type of a message, and what `attachments_of` says of it, from one look at it.
+        Raises:
+            BadMessage: the payload is not of the schema, or a blob is announced too large.
+        """
+        beside = _Beside()
+        frame = _frame(payload, beside)
+        self.header, self.kind = frame.header, frame.message.type
+        self.attachments = tuple((blob.digest, blob.num_bytes) for blob in beside.named)
+        self.relays = frame.message.relays if isinstance(frame.message, Propose) else ()
+        self._message, self._named = frame.message, beside.named
 
-    Raises:
-        BadMessage: the payload is not of the schema, or a blob is announced too large.
-    """
-    beside = _Beside()
-    frame = _frame(payload, beside)
-    attached = tuple((blob.digest, blob.num_bytes) for blob in beside.named)
-    return frame.header, frame.message.type, attached
+    def attachments_within(self, attachments: Mapping[str, bytes]) -> tuple[tuple[str, int], ...]:
+        """Digest and size of every blob that what is beside it names in turn: a roster's offers.
 
+        Raises:
+            BadMessage: an attachment is missing or wrong, or announces a blob too large.
+        """
+        if not isinstance(self._message, SentRoster) or not self._named:
+            return ()
+        listed = decode_roster(_content(self._named[0], attachments))
+        for blob in listed.offers.values():
+            _require_size(blob, MAX_OFFER_BYTES)
+        return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
-def attachments_within(
-    payload: Buffer, attachments: Mapping[str, bytes]
-) -> tuple[tuple[str, int], ...]:
-    """Digest and size of every blob that what is beside a message names in turn: a roster's offers.
+    def holders(self, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
+        """Digest of what it needs -> peers that hold it, as far as the message tells.
 
-    Raises:
-        BadMessage: an attachment is missing or wrong, or announces a blob too large.
-    """
-    beside = _Beside()
-    if not isinstance(_frame(payload, beside).message, SentRoster) or not beside.named:
-        return ()
-    listed = decode_roster(_content(beside.named[0], attachments))
-    for blob in listed.offers.values():
-        _require_size(blob, MAX_OFFER_BYTES)
-    return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
+        Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the
+        one that made it.
 
+        `attachments`: what is here of those that it names.
 
-def relays_named(payload: Buffer) -> tuple[str, ...]:
-    """Who passes on what a PROPOSE names [D4]; nobody of any other message.
-
-    Raises:
-        BadMessage: the payload is not of the schema.
-    """
-    message = _frame(payload, _Beside()).message
-    return message.relays if isinstance(message, Propose) else ()
-
-
-def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
-    """Digest of what a message needs -> peers that hold it, as far as the message tells.
-
-    Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the one
-    that made it.
-
-    `attachments` are what is here of those that `attachments_of` names.
-
-    Raises:
-        BadMessage: the payload is not of the schema, or an attachment is not.
-    """
-    beside = _Beside()
-    message = _frame(payload, beside).message
-    named = [blob.digest for blob in beside.named]
-    if isinstance(message, Propose):
-        return dict.fromkeys(named, message.holders)
-    if isinstance(message, SentRoster) and named and named[0] in attachments:
-        listed = decode_roster(_content(beside.named[0], attachments))
-        return {blob.digest: (peer,) for peer, blob in listed.offers.items()}
-    return {}
+        Raises:
+            BadMessage: an attachment is not of its schema.
+        """
+        if isinstance(self._message, Propose):
+            return dict.fromkeys((blob.digest for blob in self._named), self._message.holders)
+        is_roster = isinstance(self._message, SentRoster) and self._named
+        if is_roster and self._named[0].digest in attachments:
+            listed = decode_roster(_content(self._named[0], attachments))
+            return {blob.digest: (peer,) for peer, blob in listed.offers.items()}
+        return {}
 
 
 def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, Message]:
     """A message from bytes that are not trusted.
 
-    The attachments are those that `attachments_of` and `attachments_within` name.
+    The attachments are those that its `BareMessage` names, and those within these.
 
     Raises:
         BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.

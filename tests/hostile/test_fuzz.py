@@ -76,11 +76,9 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.checks import proposal_problem, successor_problem
 from swarm.protocol.trust import Chain
 from swarm.protocol.wire import (
-    attachments_of,
-    attachments_within,
+    BareMessage,
     decode,
     encode,
-    holders_of,
 )
 from swarm.train.parallel.handshake import MAX_STRANGER_BYTES
 from swarm.train.parallel.roster import Node, node_of
@@ -163,9 +161,9 @@ def judge_shown_manifest(encoded: bytes) -> None:
 
 def hear_message(encoded: bytes) -> None:
     """Decodes a message with what may be beside it, and hands it to a member of the run."""
-    attachments_of(encoded)
-    attachments_within(encoded, BLOBS)
-    holders_of(encoded, BLOBS)
+    bare = BareMessage(encoded)
+    bare.attachments_within(BLOBS)
+    bare.holders(BLOBS)
     header, message = decode(encoded, BLOBS)
     machine = RoundMachine(
         "A", 1.0, RULES, Timers(), Record(TIP, None, None), stored=[], now=0.0,

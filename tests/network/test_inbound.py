@@ -22,6 +22,7 @@ from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import Inbound
 from swarm.network.ledger import LIMITS, Cost, Ledger
 from swarm.network.transfers import Transfers
+from swarm.protocol import wire
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Event, Received, Record
 from swarm.protocol.manifest import Kind, Manifest
@@ -526,3 +527,19 @@ def test_a_proposal_comes_from_its_relays(
 def test_a_proposal_without_relays_comes_from_its_convener(desk: Desk) -> None:
     proposal = Propose(Ballot(0, "A"), successor(TIP), (), None)
     assert asked_of(desk, proposal, me="X", age_s=0.0) == {("A",)}
+
+
+def test_a_message_is_read_once_before_and_once_with_what_it_names(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, frames = wire._frame, []
+
+    def counted(*arguments: Any) -> Any:
+        frames.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(wire, "_frame", counted)
+    offers = {peer: make_offer(RULES, peer, TIP) for peer in "AB"}
+    roster = Roster(Ballot(0, "A"), TIP.digest, offers, dict.fromkeys("AB", 0))
+    assert asked_of(desk, roster, me="X", age_s=0.0) and desk.downloads.asked
+    assert len(frames) == 2

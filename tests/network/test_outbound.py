@@ -8,7 +8,7 @@ from swarm.network import outbound
 from swarm.network.blobs import BlobStore
 from swarm.network.outbound import HELD_S, Outbound
 from swarm.protocol.messages import Ballot, Header, Hello, Roster
-from swarm.protocol.wire import attachments_of
+from swarm.protocol.wire import BareMessage
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 RULES = make_rules()
@@ -52,7 +52,7 @@ def test_what_a_message_refers_to_outlives_a_collection_until_its_receivers_have
     store, clock = BlobStore(), Clock()
     box = Outbound(store, clock)
     payload = box.encode(HEADER, Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0}))
-    digests = [digest for digest, _ in attachments_of(payload)]
+    digests = [digest for digest, _ in BareMessage(payload).attachments]
     assert digests
     for now_s, is_held in [(0.0, True), (HELD_S - 1, True), (HELD_S, False)]:
         clock.now_s = now_s
@@ -65,7 +65,7 @@ def test_what_is_sent_again_is_held_from_then_on() -> None:
     store, clock = BlobStore(), Clock()
     box = Outbound(store, clock)
     roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0})
-    digests = [digest for digest, _ in attachments_of(box.encode(HEADER, roster))]
+    digests = [digest for digest, _ in BareMessage(box.encode(HEADER, roster)).attachments]
     clock.now_s = HELD_S - 1
     box.encode(HEADER, roster)
     clock.now_s = 2 * HELD_S - 2

@@ -72,7 +72,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain, Foothold
-from swarm.protocol.wire import attachments_of, decode
+from swarm.protocol.wire import BareMessage, decode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 WAIT_S = 30.0
@@ -581,7 +581,8 @@ def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> 
     bench.start()
     bench.machine.chain = Chain.of(bench.machine.record)
     payload = bench.driver.heads.commit_of_tip(TIP.digest)
-    blobs = {digest: bytes(bench.store.get(digest)) for digest, _ in attachments_of(payload)}
+    named = BareMessage(payload).attachments
+    blobs = {digest: bytes(bench.store.get(digest)) for digest, _ in named}
     assert {m.blob for m in (decided, TIP)} < blobs.keys()
     header, message = decode(payload, blobs)
     assert header.tip == decided.digest

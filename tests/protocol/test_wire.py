@@ -41,11 +41,9 @@ from swarm.protocol.recording import decode_record, encode_record
 from swarm.protocol.schemas import MAX_HOLDERS, MAX_MISSING, MAX_REFORMS, MAX_RELAYS, MAX_RESULTS
 from swarm.protocol.wire import (
     MAX_MESSAGE_BYTES,
-    attachments_of,
-    attachments_within,
+    BareMessage,
     decode,
     encode,
-    holders_of,
 )
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
@@ -100,24 +98,26 @@ MESSAGES: list[Message] = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     payload, attachments = encode(HEADER, message)
-    named = dict(attachments_of(payload)) | dict(attachments_within(payload, attachments))
+    bare = BareMessage(payload)
+    named = dict(bare.attachments) | dict(bare.attachments_within(attachments))
     assert named == {d: len(blob) for d, blob in attachments.items()}
     assert decode(payload, attachments) == (HEADER, message)
 
 
 def test_a_roster_s_offers_are_named_by_the_list_beside_it() -> None:
     payload, attachments = encode(HEADER, MESSAGES[4])
-    ((listed, _),) = attachments_of(payload)
-    assert listed not in dict(attachments_within(payload, attachments))
-    assert holders_of(payload, {}) == {}, "nobody knows before the list is here"
-    assert set(holders_of(payload, attachments).values()) <= {("A",), ("B",)}
+    roster = BareMessage(payload)
+    ((listed, _),) = roster.attachments
+    assert listed not in dict(roster.attachments_within(attachments))
+    assert roster.holders({}) == {}, "nobody knows before the list is here"
+    assert set(roster.holders(attachments).values()) <= {("A",), ("B",)}
     for spoilt, reason in ((b"", "attachment_digest"), (None, "attachment_missing")):
         with pytest.raises(BadMessage) as caught:
-            attachments_within(payload, {listed: spoilt} if spoilt is not None else {})
+            roster.attachments_within({listed: spoilt} if spoilt is not None else {})
         assert caught.value.reason == reason
     heartbeat, nothing = encode(HEADER, MESSAGES[5])
-    assert not nothing and not attachments_of(heartbeat)
-    assert not attachments_within(heartbeat, {})
+    assert not nothing and not BareMessage(heartbeat).attachments
+    assert not BareMessage(heartbeat).attachments_within({})
 
 
 def test_offers_and_manifests_travel_beside_the_message() -> None:
@@ -280,13 +280,13 @@ def test_a_wrong_field_is_refused_with_a_reason(
     message: Message, path: list[object], value: object
 ) -> None:
     with pytest.raises(BadMessage) as caught:
-        attachments_of(_changed(message, path, value))
+        BareMessage(_changed(message, path, value))
     assert caught.value.reason in ("message_schema", "attachment_size")
 
 
 def test_a_message_too_large_is_refused_unread() -> None:
     with pytest.raises(BadMessage) as caught:
-        attachments_of(b" " * (MAX_MESSAGE_BYTES + 1))
+        BareMessage(b" " * (MAX_MESSAGE_BYTES + 1))
     assert caught.value.reason == "message_size"
 
 
@@ -327,7 +327,7 @@ def test_names_that_are_no_names_are_refused_in_manifests(manifest: Manifest) ->
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(payload: bytes) -> None:
     with pytest.raises(BadMessage):
-        attachments_of(payload)
+        BareMessage(payload)
     with pytest.raises(BadMessage):
         decode_offer(payload)
     with pytest.raises(BadMessage):
