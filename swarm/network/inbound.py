@@ -131,7 +131,7 @@ class Inbound:
 
     async def _receive(self, source: PeerId, payload: bytes, held: Held) -> None:
         is_member = self._ledger.is_member(source)
-        costs = Costs(source, self._ledger, self._turn)
+        costs = Costs(source, self._ledger, self._turn if is_member else None)
         try:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
                 opening = self._open if is_member else self._open_of_stranger
