@@ -208,9 +208,10 @@ class ExpertBank(nn.Module):
         """Moves rows between the storages; experts that stay where they are keep their bits.
 
         A newly owned expert's master is its frozen value in fp32; a newly frozen one is its
-        master rounded to the frozen format. Replaces the parameters, unless nothing changes.
+        master rounded to the frozen format. Replaces the parameters, unless nothing changes, or
+        memory runs out: then all is as it was.
 
-        Cost: one projection of one layer exists twice at a time.
+        Cost: one layer exists twice at a time.
         """
         if owned != self.owned_experts:
             here = (owned, self._others(owned))
@@ -225,6 +226,7 @@ class ExpertBank(nn.Module):
             arriving: the matrices of a projection of those that it does not hold yet; asked for
                 before a matrix of the projection moves.
         """
+        moved = dict[str, tuple[Tensor, FrozenStack]]()
         for projection in PROJECTIONS:
             masters = self._masters(projection)
             owned, frozen = (len(experts) for experts in here)
@@ -234,6 +236,8 @@ class ExpertBank(nn.Module):
             for experts, target in zip(here, (DenseStack(new_masters), new_frozen), strict=True):
                 for row, expert in enumerate(experts):
                     target.put(row, self._matrix(expert, projection, found))
+            moved[projection] = new_masters, new_frozen
+        for projection, (new_masters, new_frozen) in moved.items():
             self.owned[projection] = nn.Parameter(new_masters)
             self.frozen[projection] = new_frozen
 

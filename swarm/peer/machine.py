@@ -29,7 +29,8 @@ from swarm.peer.workers import (
     place_of,
 )
 from swarm.train.hardware import Machine
-from swarm.train.ladder import EnginePlan, Wishes, plan_engine
+from swarm.train.ladder import EnginePlan, Wishes, fits_here, plan_engine
+from swarm.train.options import EngineOptions
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
 
@@ -176,10 +177,12 @@ def engine_for(
     compute: ComputeSection,
     folder: Path,
     remaining_s: Callable[[], float] = lambda: inf,
+    owned: int = 0,
 ) -> SteppingEngine | ParallelEngine:
     """The fastest engine that fits this machine, with those below it; says which and why.
 
-    Planned for an equal share of the experts; an ownership that needs more steps down.
+    Planned for an equal share of the experts, or for those that this peer owns already if they are
+    more; an ownership that needs more steps down.
 
     Args:
         run: what is trained.
@@ -187,8 +190,9 @@ def engine_for(
         folder: the run's; frozen experts may be mapped from files in it.
         remaining_s: seconds until this peer has to go, however few workers are there, and however
             slowly they start.
+        owned: experts of this peer in the newest manifest that it knows.
     """
-    owned = owned_per_peer(run, run.run.peers)
+    owned = max(owned, owned_per_peer(run, run.run.peers))
     machine, plan = plan_here(run, owned, compute, folder / "frozen")
     logger.log(
         logging.INFO if plan.fits else logging.WARNING,
@@ -203,13 +207,17 @@ def engine_for(
         place = place_of(run, compute, machine, workers)
         nodes = nodes_of(compute, plan, folder, place, remaining_s)
         return parallel_engine(run, plan, folder, place, nodes, remaining_s=remaining_s)
-    return _with_threads(run, plan, compute, folder)
+    return _with_threads(run, plan, machine, compute, folder)
 
 
 def _with_threads(
-    run: RunConfig, plan: EnginePlan, compute: ComputeSection, folder: Path
+    run: RunConfig, plan: EnginePlan, machine: Machine, compute: ComputeSection, folder: Path
 ) -> SteppingEngine:
     """The planned engine, with the threads asked for or with those that it finds to be best."""
+
+    def fits(options: EngineOptions, num_owned: int) -> bool:
+        return fits_here(run, num_owned, options, machine)
+
     if compute.threads:
         reason = "as asked for"
     elif plan.options.device != "cpu":
@@ -220,9 +228,9 @@ def _with_threads(
         torch.set_num_threads(1)
         reason = "the run is exact, more would change the order of sums; --threads sets another"
     else:
-        return ThreadedEngine(run, plan, folder, cores=torch.get_num_threads())
+        return ThreadedEngine(run, plan, folder, fits, cores=torch.get_num_threads())
     logger.info("threads: %d (%s)", torch.get_num_threads(), reason)
-    return SteppingEngine(run, plan.options, plan.below, folder)
+    return SteppingEngine(run, plan.options, plan.below, folder, fits)
 
 
 def _host_bytes() -> float:

@@ -95,7 +95,8 @@ class Peer:
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
         place = host.config.compute, started.directory.path
-        self._engine = engine_for(run, *place, lambda: self._stop.remaining_s)
+        owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
+        self._engine = engine_for(run, *place, lambda: self._stop.remaining_s, owned)
         self.status.engine_of = self._engine.describe
         threads = UnitThreads(host.config.compute.threads or usable_cores())
         model = LiveModel(self.peer_id, run, self._engine, self._agreed, threads)

@@ -21,7 +21,7 @@ from swarm.data.masks import Masks
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import StepStats
 from swarm.train.ladder import EnginePlan
-from swarm.train.stepping import SteppingEngine
+from swarm.train.stepping import Fits, SteppingEngine
 from swarm.train.threads import (
     PASSES,
     StepWatch,
@@ -77,13 +77,14 @@ class ThreadedEngine(SteppingEngine):
         run: RunConfig,
         plan: EnginePlan,
         folder: Path | None = None,
+        fits: Fits = lambda *_: True,
         *,
         cores: int,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Makes the engine of a plan; at the first step it measures with 1 to `cores` threads."""
-        super().__init__(run, plan.options, plan.below, folder)
+        super().__init__(run, plan.options, plan.below, folder, fits)
         self._clock, self._cpu_clock = clock, cpu_clock
         self._numbers = candidates(cores)
         self._steps = run.round.local_steps

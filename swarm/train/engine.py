@@ -123,7 +123,10 @@ class Engine(Protocol):
 
     @property
     def intact(self) -> bool:
-        """Whether all masters are those after a whole number of steps, also after an error."""
+        """Whether all masters are those after a whole number of steps, also after an error.
+
+        And whether state and values are those of the experts in `owned`.
+        """
 
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.

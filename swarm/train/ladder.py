@@ -208,6 +208,11 @@ def plan_engine(
     )
 
 
+def fits_here(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> bool:
+    """Whether one engine is predicted to fit a machine; see `fits`."""
+    return _rung(run, num_owned, options, machine).fits
+
+
 def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> Rung:
     workers = machine.fabric.size
     need = need_of(run, num_owned, options, workers)

@@ -67,7 +67,7 @@ class ResidentEngine:
         self._optimizer = self._adamw(options)
         self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
         self._guard = Guard(options.compute)
-        self._intact = True
+        self._owned, self._intact = self._model.owned, True
         self._wait: Callable[[], None] = lambda: None
 
     def _adamw(self, options: EngineOptions) -> OwnedAdamW:
@@ -76,7 +76,7 @@ class ResidentEngine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        return self._model.owned
+        return self._owned
 
     @property
     def skipped(self) -> int:
@@ -87,9 +87,13 @@ class ResidentEngine:
         return self._intact
 
     def own(self, experts: Sequence[int]) -> None:
-        if tuple(sorted(experts)) != self.owned:
-            self._model.own(sorted(experts))
+        wanted = tuple(sorted(set(experts)))
+        if wanted != self.owned:
+            # Where memory runs out in this, the optimizer has every master and moment of before.
+            self._model.own(wanted)
+            self._intact = False
             self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
+            self._owned, self._intact = wanted, True
 
     def count_from(self, updates: int) -> None:
         self._optimizer.count_from(updates)
@@ -219,8 +223,7 @@ class ResidentEngine:
         state.require(self._run)
         self.own(state.owned)
         self._optimizer.load(state.tensors)
-        biases = self._biases()
-        self._model.write({name: state.tensors[f"master.{name}"] for name in biases})
+        self._model.write({name: state.tensors[f"master.{name}"] for name in self._biases()})
         self._optimizer.count_from(state.updates)
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 

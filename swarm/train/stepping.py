@@ -30,6 +30,8 @@ from swarm.train.tensor_file import TensorFile
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+Fits = Callable[[EngineOptions, int], bool]
+"""Whether an engine that owns so many experts is predicted to fit."""
 
 
 def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
@@ -79,6 +81,7 @@ class SteppingEngine:
         options: EngineOptions,
         below: Sequence[EngineOptions] = (),
         folder: Path | None = None,
+        fits: Fits = lambda *_: True,
     ) -> None:
         """Makes the first engine.
 
@@ -88,12 +91,13 @@ class SteppingEngine:
             below: of those that may follow, in order.
             folder: its disk has room for a state on its way down; None for the system's
                 folder for temporary files.
+            fits: what is predicted; asked before more experts are owned.
 
         Raises:
             OutOfMemory: not even the last one fits.
         """
         self._run, self._below, self._folder = run, list(below), folder
-        self.options = options
+        self.options, self._fits = options, fits
         self._wait: Callable[[], None] = lambda: None
         self._engine: Engine | None = None
         while self._engine is None:
@@ -123,6 +127,7 @@ class SteppingEngine:
         return self._now.intact
 
     def own(self, experts: Sequence[int]) -> None:
+        self._make_room(len(set(experts)))
         self._ask(lambda engine: engine.own(experts))
 
     def count_from(self, updates: int) -> None:
@@ -189,6 +194,7 @@ class SteppingEngine:
         return self._now.state_dict()
 
     def load_state_dict(self, state: EngineState) -> None:
+        self._make_room(len(state.owned))
         self._ask(lambda engine: engine.load_state_dict(state))
 
     def close(self) -> None:
@@ -202,6 +208,14 @@ class SteppingEngine:
     def _now(self) -> Engine:
         assert self._engine is not None
         return self._engine
+
+    def _make_room(self, num_owned: int) -> None:
+        """Steps down before experts move where more of them are predicted not to fit."""
+        if num_owned <= len(self.owned) or not self._below or self._fits(self.options, num_owned):
+            return
+        while len(self._below) > 1 and not self._fits(self._below[0], num_owned):
+            self._below.pop(0)
+        self._step_down(f"{num_owned} owned experts are predicted to need more")
 
     def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
         while True:
@@ -217,7 +231,7 @@ class SteppingEngine:
         self._wait()  # for who reads the engine that has to go
         if not self._now.intact:
             raise OutOfMemory(
-                f"memory ran out in the middle of an update: {found}",
+                f"memory ran out in the middle of an update or of a change of experts: {found}",
                 hint="start again: the state directory is good; --engine streaming needs less",
             )
         state, frozen = self._carry()

@@ -4,10 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from swarm.config import ComputeSection
+from swarm.config import ComputeSection, RunConfig
 from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
-from swarm.peer.machine import described_machine, this_machine, wishes_of
+from swarm.peer import machine
+from swarm.peer.machine import described_machine, engine_for, plan_here, this_machine, wishes_of
+from swarm.train.hardware import Machine
+from swarm.train.ladder import EnginePlan
+from swarm.train.stepping import SteppingEngine
+from tests.train.runs import tiny_run
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,28 @@ def test_frozen_experts_are_mapped_only_where_that_is_allowed(tmp_path: Path) ->
     assert wishes_of(ComputeSection(map_frozen=False), tmp_path).folder is None
     asked = wishes_of(ComputeSection(engine="streaming", moments="int8"), None)
     assert (asked.engine, asked.moments) == ("streaming", "int8")
+
+
+def test_an_engine_is_planned_for_the_experts_that_are_owned_if_they_are_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it knows by its machine whether more of them fit."""
+    planned: list[int] = []
+
+    def watched(
+        run: RunConfig, owned: int, compute: ComputeSection, folder: Path
+    ) -> tuple[Machine, EnginePlan]:
+        planned.append(owned)
+        return plan_here(run, owned, compute, folder)
+
+    monkeypatch.setattr(machine, "plan_here", watched)
+    run, enough = tiny_run(run={"peers": 2}), ComputeSection(device="cpu", threads=1)
+    for owned in (0, 1, 3):
+        engine = engine_for(run, enough, tmp_path, owned=owned)
+    assert planned == [2, 2, 3]
+    assert isinstance(engine, SteppingEngine) and engine._fits(engine.options, 4)
+    engine.close()
+    little = ComputeSection(device="cpu", threads=1, host_memory_gb=0.1)
+    engine = engine_for(run, little, tmp_path)
+    assert isinstance(engine, SteppingEngine) and not engine._fits(engine.options, 1)
+    engine.close()

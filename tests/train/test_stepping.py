@@ -1,17 +1,21 @@
+import itertools
 import logging
 
 import pytest
 import torch
 
 from swarm.errors import OutOfMemory
+from swarm.model import moe
 from swarm.model.initialise import initial_tensors
+from swarm.model.moe import ExpertBank
 from swarm.model.transformer import Transformer
 from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, rungs
+from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineKind
 from swarm.train.stepping import SteppingEngine
 from swarm.train.streaming.device import DeviceSide
-from swarm.train.streaming.units import HostUnit
+from swarm.train.streaming.units import FrozenUnit, HostUnit
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
 OWNED = [1, 3]
@@ -67,6 +71,119 @@ def test_an_engine_that_cannot_be_made_is_passed_over(monkeypatch):
     assert engine.options.kind is EngineKind.STREAMING
     assert engine.owned == tuple(OWNED)
     engine.close()
+
+
+def once(monkeypatch, holder, name, *, after=0):
+    """Memory runs out in one call of a method, after so many that go well."""
+    method, calls = getattr(holder, name), itertools.count()
+
+    def sometimes(*args, **named):
+        return full() if next(calls) == after else method(*args, **named)
+
+    monkeypatch.setattr(holder, name, sometimes)
+
+
+def two_streaming(run, folder):
+    machine = Machine("cpu", 0, 8e9, 1e9, cores=3)
+    wishes = Wishes(engine="streaming", moments="fp32", folder=folder)
+    return rungs(run, machine, wishes)
+
+
+@pytest.mark.parametrize(
+    ("holder", "method", "after", "engine_kind"),
+    [
+        pytest.param(DeviceSide, "_new_place", 0, "streaming", id="first place"),
+        pytest.param(DeviceSide, "_add_head", 0, "streaming", id="head"),
+        pytest.param(DeviceSide, "_accumulator", 1, "streaming", id="gradients"),
+        pytest.param(ExpertBank, "own", 0, "auto", id="first layer"),
+        pytest.param(ExpertBank, "own", 1, "auto", id="second layer"),
+        pytest.param(moe, "empty_stack", 4, "auto", id="middle of the second layer"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("run", "then"), [(RUN, [1, 3]), (BF16, [0, 2])], ids=["one more", "others, bf16"]
+)
+def test_experts_that_do_not_fit_are_owned_by_the_engine_below(
+    monkeypatch, tmp_path, holder, method, after, engine_kind, run, then
+):
+    if engine_kind == "streaming":
+        first, *below = two_streaming(run, tmp_path)
+    else:
+        first, *below = rungs(run, Machine("cpu", 0, 8e9, 1e9, cores=3), Wishes(moments="fp32"))
+    engine, straight = SteppingEngine(run, first, below), new_engine(run, [1])
+    engine.write(initial_tensors(run, all_names(run)))
+    engine.own([1])
+    for step in range(2):
+        assert engine.step(batch(run, step), lr=1e-2) == straight.step(batch(run, step), lr=1e-2)
+    straight.own(then)
+    with monkeypatch.context() as patched:
+        once(patched, holder, method, after=after)
+        engine.own(then)
+    assert engine.options == below[0] and engine.owned == tuple(then)
+    assert same(engine.read(all_names(run)), straight.read(all_names(run)))
+    for step in range(2, 4):
+        assert engine.step(batch(run, step), lr=1e-2) == straight.step(batch(run, step), lr=1e-2)
+    assert same(engine.read(all_names(run)), straight.read(all_names(run)))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("holder", "method", "after", "kind"),
+    [
+        pytest.param(HostUnit, "hold", 0, "streaming", id="masters of the first layer"),
+        pytest.param(HostUnit, "hold", 1, "streaming", id="masters of the second layer"),
+        pytest.param(FrozenUnit, "_new_arena", 0, "streaming", id="frozen experts, first layer"),
+        pytest.param(FrozenUnit, "_new_arena", 1, "streaming", id="frozen experts, second layer"),
+        pytest.param(OwnedAdamW, "_new_moments", 0, "auto", id="moments"),
+        pytest.param(OwnedAdamW, "_new_moments", 1, "streaming", id="moments on the host"),
+    ],
+)
+def test_experts_that_have_moved_half_way_end_the_peer(monkeypatch, holder, method, after, kind):
+    engine = stepping(RUN, engine=kind)
+    once(monkeypatch, holder, method, after=after)
+    with pytest.raises(OutOfMemory, match="of a change of experts: CUDA out of memory"):
+        engine.own([0, 1, 3])
+    assert not engine.intact
+    engine.close()
+
+
+def test_more_experts_than_are_predicted_to_fit_are_owned_by_an_engine_below(caplog):
+    """Without a try, which might fail half way; as many or fewer experts change nothing."""
+    machine, asked = Machine("cpu", 0, 8e9, 1e9, cores=3), []
+
+    def fits(options, num_owned):
+        asked.append(num_owned)
+        return num_owned < 3 or options.kind is EngineKind.STREAMING
+
+    first, *below = rungs(RUN, machine, Wishes(moments="fp32"))
+    assert below[0].kind is EngineKind.RESIDENT
+    engine, straight = SteppingEngine(RUN, first, below, fits=fits), new_engine(RUN, OWNED)
+    engine.write(initial_tensors(RUN, all_names(RUN)))
+    engine.own(OWNED)
+    assert engine.step(batch(RUN, 0), lr=1e-2) == straight.step(batch(RUN, 0), lr=1e-2)
+    assert engine.options == first
+    engine.own([0, 1, 3])
+    straight.own([0, 1, 3])
+    assert engine.options.kind is EngineKind.STREAMING
+    assert "(3 owned experts are predicted to need more)" in caplog.text
+    assert engine.step(batch(RUN, 1), lr=1e-2) == straight.step(batch(RUN, 1), lr=1e-2)
+    assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
+    asked.clear()
+    engine.own([0, 1, 3])
+    engine.own([0])
+    assert not asked
+    engine.close()
+
+
+def test_a_state_of_more_experts_than_are_predicted_to_fit_is_taken_by_an_engine_below():
+    first, *below = rungs(RUN, Machine("cpu", 0, 8e9, 1e9, cores=3), Wishes(moments="fp32"))
+    never = SteppingEngine(RUN, first, below, fits=lambda *_: False)
+    straight = new_engine(RUN, OWNED)
+    never.load_state_dict(straight.state_dict())
+    assert never.options == below[-1], "the one that needs least"
+    never.write(initial_tensors(RUN, all_names(RUN)))
+    assert same(never.read(all_names(RUN)), straight.read(all_names(RUN)))
+    never.close()
 
 
 def test_the_last_rung_has_nothing_below(monkeypatch):

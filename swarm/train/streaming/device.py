@@ -21,6 +21,8 @@ from swarm.train.streaming.places import Place, Places, Source, layer_place
 from swarm.train.streaming.store import HostStore
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_BUILT = ("_places", "_head", "_table", "_norm", "ends", "head_gradients")
+"""Attributes that `release` takes away."""
 
 
 class DeviceSide:
@@ -53,6 +55,7 @@ class DeviceSide:
         """Takes device memory for the experts owned now."""
         store, options = self._store, self._options
         layers = self._run.model.num_hidden_layers
+        self.buffers: Buffers | None = None
         self._accumulators: list[Accumulator] = []
         sources = {
             name: Source(
@@ -63,19 +66,19 @@ class DeviceSide:
         resident = layers if options.resident_layers is None else options.resident_layers
         self._places = Places(self.bus, sources, self._new_place, layers, min(resident, layers))
         self._add_head()
-        self.buffers: Buffers | None = None
         if not self._masters:
             self._add_gradients()
 
     def release(self) -> None:
-        """Gives the memory back; `build` takes it again."""
-        self._places.close()
+        """Gives the memory back, as far as `build` has taken it; `build` takes it again."""
+        places: Places | None = vars(self).get("_places")
+        if places is not None:
+            places.close()
         self.bus.settle()
         if self.buffers is not None:
             self.buffers.close()
-        del self._places, self._head, self._table, self._norm
-        if not self._masters:
-            del self.ends, self.head_gradients
+        for name in _BUILT:
+            vars(self).pop(name, None)
         self.buffers, self._accumulators = None, []
 
     @property

@@ -117,7 +117,9 @@ class StreamingEngine:
         if owned != self.owned:
             self._drain()
             self._device.release()
+            self._whole = False
             self._store.own(owned)
+            self._whole = True  # also where the device lacks memory for what follows
             self._device.build()
 
     def count_from(self, updates: int) -> None:
