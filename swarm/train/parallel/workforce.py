@@ -80,6 +80,7 @@ class Workforce:
         self._crew: Crew | None = None
         self.size = 0
         self._longest_s: dict[str, float] = {}
+        self._stood_s, self._losses = 0.0, 0
         self.ask({"do": "count_from", "updates": 0})
 
     @property
@@ -116,24 +117,22 @@ class Workforce:
     def until_it_stands(self) -> None:
         """Returns when all workers have computed the products of a step that was begun.
 
-        Raises as `tell`; workers that need too long are lost, and others begin the step.
+        Raises as `tell`, of all that are asked in turn as of one command; workers that need too
+        long are lost, and others begin the step.
         """
-        message = {"do": "stands"}
+        message, losses = {"do": "stands"}, self._losses
         within_s = self._patience.within_s(message, self._longest_s, 0)
         asked: dict[Crew, float] = {}
 
         def stands(crew: Crew) -> bool:
             began_s = asked.setdefault(crew, time.monotonic())
-            if all(answer["stands"] for answer in self._timed(crew, message, None)):
-                return True
-            if time.monotonic() > began_s + within_s:
-                late = f"no end of a step within {within_s:.0f} s"
-                if len(asked) >= TRIES:
-                    raise WorkersFailed(f"the workers come to {late}", hint=HINT)
-                raise Lost(late)
-            return False
+            is_there = all(answer["stands"] for answer in self._timed(crew, message, None))
+            self._stood_s = time.monotonic() - began_s
+            if not is_there and self._stood_s > within_s:
+                raise Lost(f"no end of a step within {within_s:.0f} s")
+            return is_there
 
-        while not self._until_done(stands):
+        while not self._until_done(stands, losses):
             time.sleep(STANDS_EVERY_S)
 
     def read(self, message: Message) -> TensorFile:
@@ -158,15 +157,16 @@ class Workforce:
 
     # ------------------------------------------------ again and again
 
-    def _until_done(self, work: Callable[[Crew], Answer]) -> Answer:
-        tries = 0
+    def _until_done(self, work: Callable[[Crew], Answer], before: int | None = None) -> Answer:
+        """`before`: the losses before the command, where this is a part of it."""
+        before = self._losses if before is None else before
         while True:
             with self._lock:
                 try:
                     return self._once(work)
                 except Lost as lost:
-                    tries += not lost.is_memory
-                    self._judge(lost, tries)
+                    self._losses += not lost.is_memory
+                    self._judge(lost, self._losses - before)
 
     def _once(self, work: Callable[[Crew], Answer]) -> Answer:
         try:
@@ -240,6 +240,10 @@ class Workforce:
         within_s = self._patience.within_s(message, self._longest_s, num_bytes)
         answers = crew.ask(message, file, within_s)
         kind, seconds = message["do"], time.monotonic() - began_s
+        if kind == "begin_step":
+            self._stood_s = 0.0
+        elif kind == "finish_step":
+            kind, seconds = "step", self._stood_s + seconds
         if kind in COMPUTES:
             self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
         return answers

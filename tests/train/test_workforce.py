@@ -1,0 +1,137 @@
+"""Workers that are asked and started again, without processes: deadlines, and when it is enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarm.errors import WorkersFailed
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Crew, Lost, Place
+from swarm.train.parallel.exchange import Message
+from swarm.train.parallel.history import Command, History, Saved
+from swarm.train.parallel.workforce import TRIES, Patience, Workforce
+from swarm.train.tensor_file import TensorFile
+from tests.train.runs import tiny_run
+
+RUN = tiny_run()
+BEGIN, FINISH = Command({"do": "begin_step"}), Command({"do": "finish_step"})
+Act = Callable[[Message], Message]
+
+
+class FakeCrew(Crew):
+    """Answers as it is told, and knows how long it was given."""
+
+    may_grow = False
+
+    def __init__(self, act: Act) -> None:
+        self.place, self.pids, self.is_starting = Place(1), (1,), True
+        self.act, self.given_s = act, dict[str, float]()
+
+    def ask(self, message: Message, file: TensorFile | None, within_s: float) -> list[Message]:
+        self.given_s[message["do"]] = within_s
+        return [self.act(message)]
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
+def force_of(make: Callable[[], Act], **options: Any) -> tuple[Workforce, list[FakeCrew]]:
+    """Workers that do what `make` gives, and all of them that were started."""
+    started: list[FakeCrew] = []
+
+    def start() -> Crew:
+        assert len(started) < 50, "workers are started for ever"
+        started.append(FakeCrew(make()))
+        return started[-1]
+
+    history, below = History(None, Saved.at(None)), replace(EngineOptions.of(RUN), **options)
+    return Workforce(RUN, [EngineOptions.of(RUN), below], start, history, Patience()), started
+
+
+def test_workers_that_end_in_each_begun_step_end_the_peer() -> None:
+    """Although each of them answers once that it is still computing."""
+
+    def make() -> Act:
+        asked: list[Message] = []
+
+        def act(message: Message) -> Message:
+            if message["do"] == "stands":
+                asked.append(message)
+                if len(asked) > 1:
+                    raise Lost("worker 0 was killed")
+            return {"stands": False}
+
+        return act
+
+    force, started = force_of(make)
+    force.tell(BEGIN)
+    with pytest.raises(WorkersFailed, match="3 times in a row, the last time: worker 0 was killed"):
+        force.until_it_stands()
+    assert len(started) == TRIES
+    assert not force.pids
+
+
+def test_workers_that_never_come_to_the_end_of_a_begun_step_end_the_peer() -> None:
+    class Impatient(Patience):
+        def within_s(self, *_: Any) -> float:
+            return -1.0
+
+    force, started = force_of(lambda: lambda _: {"stands": False})
+    force._patience = Impatient()
+    force.tell(BEGIN)
+    with pytest.raises(WorkersFailed, match="3 times in a row, the last time: no end of a step"):
+        force.until_it_stands()
+    assert len(started) == TRIES
+
+
+def test_a_level_that_needs_less_is_no_loss_of_a_begun_step() -> None:
+    made: list[int] = []
+
+    def make() -> Act:
+        made.append(1)
+
+        def act(message: Message) -> Message:
+            if message["do"] == "stands" and len(made) == 1:
+                raise Lost("worker 0: no memory", is_memory=True)
+            if message["do"] == "stands" and len(made) < TRIES + 1:
+                raise Lost("worker 0 was killed")
+            return {"stands": True}
+
+        return act
+
+    force, started = force_of(make, recompute="routing")
+    force.tell(BEGIN)
+    force.until_it_stands()
+    assert len(started) == TRIES + 1
+    assert force.options.recompute == "routing"
+
+
+def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products and its end, but not what the controller does between these."""
+    clock = {"now_s": 100.0}
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now_s"])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    polls: list[Message] = []
+
+    def act(message: Message) -> Message:
+        if message["do"] == "stands":
+            polls.append(message)
+            clock["now_s"] += 4.0
+        if message["do"] == "finish_step":
+            clock["now_s"] += 2.0
+        return {"stands": len(polls) == 3}
+
+    patience = Patience()
+    force, started = force_of(lambda: act)
+    force.tell(BEGIN)
+    force.until_it_stands()
+    clock["now_s"] += 1000.0
+    force.tell(FINISH)
+    assert started[0].given_s["stands"] == started[0].given_s["finish_step"] == patience.first_s
+    force.tell(BEGIN)
+    assert started[0].given_s["begin_step"] == patience.least_s + patience.times * 14.0
