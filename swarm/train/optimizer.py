@@ -21,6 +21,7 @@ from swarm.train.adam_moments import (
     update_piece,
     update_tensors,
 )
+from swarm.train.tensor_file import Form, forms_of
 
 PIECE = 2**21
 """Elements that a thread of the CPU updates at once: some 5 ms, against 0.1 ms in which Python
@@ -214,33 +215,38 @@ class OwnedAdamW:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over masters and moments under the names of `state`, in whatever format.
 
-        `tensors` may read a tensor whenever it is asked for: of those of one name, twice.
+        `tensors` may read a tensor whenever it is asked for, which is once.
 
         Raises:
             CorruptState: a tensor is missing or of another shape; nothing was changed then.
         """
-        for name, master in self.masters().items():
-            stored_moments(tensors, name)
-            if tensors[f"master.{name}"].shape != master.shape:
-                raise CorruptState(f"the private state belongs to another model: {name}")
-        for name, master in self.masters().items():
+        forms, masters = forms_of(tensors), self.masters()
+        for name, master in masters.items():
+            require_stored(forms, name, master.shape)
+        for name, master in masters.items():
             master.copy_(tensors[f"master.{name}"])
         for name, moments in self._moments.items():
             for row, of_row in enumerate(stacked_tensors(name, self._owned) or (name,)):
-                moments.copy_row(row, stored_moments(tensors, of_row), 0)
+                moments.copy_row(row, stored_moments(tensors, forms, of_row), 0)
 
 
-def stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:
-    """Moments of one tensor as a private state has them; raises CorruptState."""
-    forms: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
-    parts = {}
-    for kind in (*KINDS, *(kind + SCALE for kind in KINDS)):
-        if (part := tensors.get(f"{kind}.{name}")) is not None:
-            parts[kind] = part.reshape(1, -1)
-    whole = math.prod(tensors[f"master.{name}"].shape) if f"master.{name}" in tensors else -1
-    sizes = {kind: parts[kind].numel() for kind in KINDS if kind in parts}
-    form = forms[parts["exp_avg"].element_size()] if "exp_avg" in parts else "fp32"
-    missing = form == "int8" and any(kind + SCALE not in parts for kind in KINDS)
-    if missing or sizes != dict.fromkeys(KINDS, whole):
+def require_stored(forms: Mapping[str, Form], name: str, shape: Sequence[int]) -> None:
+    """Raises CorruptState unless a private state of these forms has a tensor of this shape."""
+    found = [forms.get(f"{kind}.{name}") for kind in ("master", *KINDS)]
+    scales = [f"{kind}{SCALE}.{name}" in forms for kind in KINDS if is_coded(forms, name)]
+    if not all(scales) or any(each is None or each[1] != tuple(shape) for each in found):
         raise CorruptState(f"the private state belongs to another model: {name}")
-    return Moments(form, parts)
+
+
+def is_coded(forms: Mapping[str, Form], name: str) -> bool:
+    """Whether a private state has int8 moments of a tensor, so that scales belong to them."""
+    dtype, _ = forms.get(f"{KINDS[0]}.{name}", (torch.float32, ()))
+    return dtype.itemsize == 1
+
+
+def stored_moments(tensors: Mapping[str, Tensor], forms: Mapping[str, Form], name: str) -> Moments:
+    """Moments of one tensor as a private state has them, see `require_stored`."""
+    formats: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
+    kinds = [*KINDS, *(kind + SCALE for kind in KINDS if is_coded(forms, name))]
+    parts = {kind: tensors[f"{kind}.{name}"].reshape(1, -1) for kind in kinds}
+    return Moments(formats[parts[KINDS[0]].element_size()], parts)

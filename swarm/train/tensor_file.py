@@ -172,6 +172,9 @@ class TensorFile(LazyTensors):
             view, offset = view[count:], offset + count
         return flat.view(place.dtype).view(place.shape)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # a mapping would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -196,6 +199,9 @@ class JoinedFiles(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file_of[name][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

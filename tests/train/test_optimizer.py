@@ -1,10 +1,19 @@
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from swarm.config import OptimizerConfig
+from swarm.errors import CorruptState
 from swarm.experts import expert_tensor, owned_stack
 from swarm.train.optimizer import OwnedAdamW
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.sharded import ShardedEngine
+from swarm.train.tensor_file import JoinedFiles, TensorFile
+from tests.train.runs import batch, new_engine, new_streaming, tiny_run
 
 SETTINGS = OptimizerConfig(lr=0.1)
 NORM, STACK = "model.norm.weight", owned_stack(0, "gate")
@@ -155,3 +164,49 @@ def test_a_joiner_counts_from_the_runs_step():
     assert optimizer.updates == 10_001
     change = named[NORM].detach() - before * (1 - 0.1 * 0.1)
     torch.testing.assert_close(change, torch.full((4,), -0.1 * 0.1 / 0.05**0.5))
+
+
+def sharded_engine(run, **options):
+    """The only rank of an engine whose state is cut."""
+    return ShardedEngine(
+        run, replace(EngineOptions.of(run), **options), Ranks(0, 1, torch.device("cpu"))
+    )
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("make", [new_engine, new_streaming, sharded_engine])
+def test_each_tensor_of_a_state_is_read_from_its_file_once(monkeypatch, make, form):
+    """Also where it is looked up whether there is one, and of which form."""
+    run = tiny_run()
+    source = new_engine(run, [1, 3], moments=form)
+    source.step(batch(run, 0), lr=1e-2)
+    state, files = source.state_dict(), [TensorFile.temporary(None) for _ in range(3)]
+    for number, name in enumerate(state.tensors):
+        files[number % 3].append(name, state.tensors[name])
+    read, look_up = [], TensorFile.__getitem__
+
+    def watched(file, name):
+        read.append(name)
+        return look_up(file, name)
+
+    monkeypatch.setattr(TensorFile, "__getitem__", watched)
+    stored = JoinedFiles(files)
+    assert "master.model.norm.weight" in stored and "master.nothing" not in stored
+    assert all("master.nothing" not in file for file in files)
+    with closing(make(run, moments=form)) as target:
+        target.load_state_dict(replace(state, tensors=stored))
+        assert sorted(read) == sorted(state.tensors)
+        found = target.state_dict().tensors
+        assert all(torch.equal(found[name], state.tensors[name]) for name in state.tensors)
+
+
+@pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
+def test_a_state_of_another_shape_changes_nothing(kind):
+    optimizer, _ = trained((1, 2))
+    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    wrong = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+    name = f"{kind}.{gate(2)}"
+    for other in (wrong | {name: torch.ones(2, 3)}, {n: t for n, t in wrong.items() if n != name}):
+        with pytest.raises(CorruptState, match=f"another model: {gate(2)}"):
+            optimizer.load(other)
+        assert all(torch.equal(state[name], each) for name, each in optimizer.state().items())

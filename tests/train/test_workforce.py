@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from swarm.errors import WorkersFailed
+from swarm.train.engine import EngineState
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.exchange import Message
-from swarm.train.parallel.history import Command, History, Saved
+from swarm.train.parallel.history import Command, History, Saved, load_commands
 from swarm.train.parallel.workforce import TRIES, Patience, Workforce
-from swarm.train.tensor_file import TensorFile
+from swarm.train.tensor_file import JoinedFiles, TensorFile
 from tests.train.runs import tiny_run
 
 RUN = tiny_run()
@@ -109,6 +111,19 @@ def test_a_level_that_needs_less_is_no_loss_of_a_begun_step() -> None:
     force.until_it_stands()
     assert len(started) == TRIES + 1
     assert force.options.recompute == "routing"
+
+
+def test_a_state_of_several_files_may_take_as_long_as_all_of_them_take_to_be_read() -> None:
+    """Workers read what came before with the last one."""
+    files = [TensorFile.temporary(None) for _ in range(3)]
+    for number, file in enumerate(files):
+        file.append(f"master.{number}", torch.zeros(1000 * (3 - number)))
+    force, started = force_of(lambda: lambda _: {})
+    for command in load_commands(EngineState(JoinedFiles(files), (), 0, 0, 0)):
+        force.tell(command)
+    patience = Patience()
+    wanted = patience.least_s + 4 * 6000 / patience.bytes_per_s
+    assert started[0].given_s["load"] == pytest.approx(wanted, abs=1e-9)
 
 
 def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ there are whole tensors only: they are put together from the ranks to be read, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -17,8 +18,9 @@ from swarm.errors import BadBlob
 from swarm.experts import Slice, shared_shapes
 from swarm.train.adam_moments import KINDS, SCALE, MomentsFormat
 from swarm.train.guard import square_sum
-from swarm.train.optimizer import OwnedAdamW, stored_moments
+from swarm.train.optimizer import OwnedAdamW, is_coded, stored_moments
 from swarm.train.parallel.ranks import Ranks
+from swarm.train.tensor_file import Form, LazyTensors, forms_of
 
 DIMENSIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 """Of each matrix that is cut: rows or columns."""
@@ -154,28 +156,38 @@ class HeadsAdamW(OwnedAdamW):
         super().load(_Parts(self._heads, tensors))
 
 
-class _Parts(Mapping[str, Tensor]):
+class _Parts(LazyTensors):
     """A private state of whole tensors, of which each look-up gives this rank's part."""
 
     def __init__(self, heads: Heads, tensors: Mapping[str, Tensor]) -> None:
-        self._heads, self._tensors = heads, tensors
+        self._heads, self._tensors, self._whole = heads, tensors, forms_of(tensors)
+
+    def forms(self) -> dict[str, Form]:
+        """See `LazyTensors`; coded moments that are cut are fp32 here."""
+        found = dict[str, Form]()
+        for name in self:
+            (dtype, shape), base = self._whole[name], _base(name)
+            if self._heads.cuts(base):
+                dtype = torch.float32 if dtype.itemsize == 1 else dtype
+                shape = tuple(self._heads.part(base, torch.empty(shape, device="meta")).shape)
+            found[name] = dtype, shape
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
-        base = _base(name)
+        kind, _, base = name.partition(".")
         if not self._heads.cuts(base):
             return self._tensors[name]
-        kind = name.partition(".")[0]
         if kind.endswith(SCALE):
             raise KeyError(name)
-        whole = self._tensors[name]
-        if kind in KINDS and f"{kind}{SCALE}.{base}" in self._tensors:
-            moments = stored_moments(self._tensors, base)
-            values = moments.load(0, slice(0, whole.numel()))
-            whole = values[KINDS.index(kind)].view(whole.shape)
-        return self._heads.part(base, whole)
+        if kind not in KINDS or not is_coded(self._whole, base):
+            return self._heads.part(base, self._tensors[name])
+        shape = self._whole[name][1]
+        moments = stored_moments(self._tensors, self._whole, base)
+        values = moments.load(0, slice(0, math.prod(shape)))
+        return self._heads.part(base, values[KINDS.index(kind)].view(shape))
 
     def __iter__(self) -> Iterator[str]:
-        for name in self._tensors:
+        for name in self._whole:
             if not (name.partition(".")[0].endswith(SCALE) and self._heads.cuts(_base(name))):
                 yield name
 

@@ -20,7 +20,8 @@ from swarm.experts import expert_of
 from swarm.train.checkpoint import load_newest, peek_counts
 from swarm.train.engine import Counts, EngineState, StandIn
 from swarm.train.parallel.exchange import Message, state_message
-from swarm.train.tensor_file import JoinedFiles, TensorFile
+from swarm.train.parallel.parts import num_bytes_of
+from swarm.train.tensor_file import JoinedFiles, TensorFile, forms_of
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +203,9 @@ def _expert(name: str) -> int:
 
 
 def load_commands(state: EngineState) -> list[Command]:
-    """Has workers take over a private state, file by file."""
+    """Has workers take over a private state, whose files are all read with the last of them."""
     tensors = state.tensors
     *parts, last = tensors.files if isinstance(tensors, JoinedFiles) else (tensors,)
-    message = {"do": "load", "parts": len(parts), **state_message(state)}
+    size = sum(map(num_bytes_of, forms_of(tensors).values()))
+    message = {"do": "load", "parts": len(parts), "bytes": size, **state_message(state)}
     return [*(Command({"do": "part"}, each) for each in parts), Command(message, last)]

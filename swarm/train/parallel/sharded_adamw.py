@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
-from swarm.errors import CorruptState
 from swarm.experts import stacked_tensors
 from swarm.train.adam_moments import (
     KINDS,
@@ -28,11 +27,11 @@ from swarm.train.adam_moments import (
     seed_of,
     update_tensors,
 )
-from swarm.train.optimizer import PIECE, PIECE_GPU, OwnedAdamW, stored_moments
+from swarm.train.optimizer import PIECE, PIECE_GPU, OwnedAdamW, require_stored, stored_moments
 from swarm.train.parallel.held import MASTER, Held, Row, places, take
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.shards import Cut, is_compute_copy
-from swarm.train.tensor_file import LazyTensors
+from swarm.train.tensor_file import LazyTensors, forms_of
 
 
 class ShardedAdamW(OwnedAdamW):
@@ -245,17 +244,15 @@ class ShardedAdamW(OwnedAdamW):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """See `OwnedAdamW`."""
+        forms, views = forms_of(tensors), self.masters()
         for name, row in self._rows_by_name.items():
-            stored_moments(tensors, name)
-            if tensors[f"{MASTER}.{name}"].shape != row.shape:
-                raise CorruptState(f"the private state belongs to another model: {name}")
-        views = self.masters()
+            require_stored(forms, name, row.shape)
         for name, row in self._rows_by_name.items():
             master, cut = tensors[f"{MASTER}.{name}"], self._cuts[row.name]
             views[name].copy_(master)
             self.write(name, 0, master)
             whole = self._zeros(cut.size, views[name].device)
-            whole.copy_row(0, stored_moments(tensors, name), 0)
+            whole.copy_row(0, stored_moments(tensors, forms, name), 0)
             take(self._held[row.name], cut, row.index, whole.parts)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:

@@ -236,6 +236,7 @@ class Workforce:
 
     def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> list[Message]:
         num_bytes = sum(place.num_bytes for place in file.places.values()) if file else 0
+        num_bytes = message.get("bytes", num_bytes)
         began_s = time.monotonic()
         within_s = self._patience.within_s(message, self._longest_s, num_bytes)
         answers = crew.ask(message, file, within_s)
