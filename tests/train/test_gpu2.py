@@ -4,12 +4,15 @@ The tests are those of gloo, with its tolerances; `--gpu2-on-cpu` runs them ther
 as far as the kernels add up in the same order each time.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from swarm.peer.gpu_bus import slowest_copy
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
-from tests.train.runs import new_engine, tiny_run
+from tests.train.runs import batch, new_engine, new_streaming, tiny_run
 from tests.train.test_expert_parallel import assert_as_one_process
 from tests.train.test_parallel import (
     BF16,
@@ -97,3 +100,21 @@ def test_the_measured_bus_is_one(device):
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     assert 1 < slowest_copy(devices) < 1000
+
+
+def stream_on_the_second() -> None:
+    """A step as of rank 1, in a process of its own, which leaves the first GPU alone."""
+    torch.cuda.set_device(1)
+    engine = new_streaming(RUN, OWNED, device="cuda")
+    engine.step(batch(RUN, 0), lr=1e-2)
+    engine.read(["model.norm.weight"])  # the updates have ended
+    assert torch._C._cuda_hasPrimaryContext(1)
+    assert not torch._C._cuda_hasPrimaryContext(0), "0.5 GB of another rank's GPU"
+    engine.close()
+
+
+def test_a_rank_that_streams_takes_no_memory_of_the_first_gpu(device):
+    if device == "cpu":
+        pytest.skip("there is no context")
+    code = f"from {__name__} import {stream_on_the_second.__name__} as run; run()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

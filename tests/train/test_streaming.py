@@ -1,3 +1,4 @@
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from swarm.errors import StateError
 from swarm.experts import expert_of, expert_shapes, shared_shapes
 from swarm.train.options import ActivationCheckpoints
 from swarm.train.streaming.arena import ALIGNMENT, Packing
+from swarm.train.streaming.bus import Bus
 from swarm.train.streaming.units import HostUnit
 from tests.train.runs import all_names, batch, bits, new_engine, new_streaming, same, tiny_run
 
@@ -331,6 +333,28 @@ def test_a_packing_is_exact_up_to_alignment():
     assert int(buffer.view(torch.int16).count_nonzero()) == 7
     wider = packing.as_type(torch.float32)
     assert [replace(f, offset=0).num_bytes for f in wider.fields] == [60, 28]
+
+
+def test_threads_that_wait_for_the_device_enter_it_first(engines, monkeypatch):
+    entered = []
+    monkeypatch.setattr(Bus, "enter", lambda _: entered.append(threading.current_thread().name))
+    engine = engines(tiny_run(), OWNED)
+    engine.step(batch(tiny_run(), 0), lr=1e-2)
+    # Places are made anew when other experts are owned.
+    assert set(entered) == {"swarm-host", "swarm-fetch_0"}
+
+
+def test_to_enter_a_gpu_makes_it_that_of_the_thread(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    Bus(torch.device("cpu")).enter()
+    assert chosen == []
+    bus = Bus(torch.device("cuda"))
+    bus._in = "a stream"
+    bus.enter()
+    assert chosen == [torch.device("cuda", 1)]
 
 
 @pytest.mark.gpu

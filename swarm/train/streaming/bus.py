@@ -37,6 +37,15 @@ class Bus:
         self._in = torch.cuda.Stream(device) if cuda else None
         self._out = torch.cuda.Stream(device) if cuda else None
 
+    def enter(self) -> None:
+        """Makes the device the current one of the calling thread, for all that it does.
+
+        A thread begins with the first GPU. To wait for an event, or to leave the stream of a copy,
+        would make a context there, some 0.5 GB of a GPU that another rank computes on.
+        """
+        if self._in is not None:
+            torch.cuda.set_device(self.device)
+
     def mark(self) -> Mark:
         """A mark behind all that the device has been given to compute so far."""
         if self._in is None:

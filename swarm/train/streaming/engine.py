@@ -79,7 +79,7 @@ class StreamingEngine:
         self._checkpoints = ActivationCheckpointStore(
             self._device.bus, options.activation_checkpoints
         )
-        self._host = HostOptimizer(options.host_threads)
+        self._host = HostOptimizer(options.host_threads, self._device.bus.enter)
         self._guard = Guard(options.compute)
         self._updates = 0
         self._early, self._whole = run.optimizer.clip == "unit", True

@@ -92,8 +92,10 @@ class HostOptimizer:
         failed: whether an update did, so that some masters are half updated.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, begin: Callable[[], None]) -> None:
+        """Starts the threads; `begin` is called first by the one that waits for gradients."""
         self._jobs: list[_Job] = []
+        self._begin = begin
         self._changed = threading.Condition()
         self._closed = self.failed = False
         self._pool = ThreadPoolExecutor(num_threads, "swarm-update", _one_thread)
@@ -125,6 +127,7 @@ class HostOptimizer:
         self._pool.shutdown()
 
     def _work(self) -> None:
+        self._begin()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)

@@ -121,7 +121,7 @@ class Places:
         self._own = {f"layer.{layer}": new_place() for layer in range(resident_layers)}
         num_shared = min(2, num_layers - resident_layers)
         self._shared = [new_place() for _ in range(num_shared)]
-        self._fetcher = ThreadPoolExecutor(1, "swarm-fetch")
+        self._fetcher = ThreadPoolExecutor(1, "swarm-fetch", bus.enter)
         self._staging: list[Arena] = []
 
     def add(self, name: str, place: Place) -> None:
