@@ -249,9 +249,13 @@ class SteppingEngine:
 
     def _made_from(self, state: EngineState, frozen: Mapping[str, Tensor]) -> Engine:
         engine = make_engine(self._run, self.options)
-        engine.load_state_dict(state)
-        for name in frozen:
-            engine.write({name: frozen[name]})
+        try:
+            engine.load_state_dict(state)
+            for name in frozen:
+                engine.write({name: frozen[name]})
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     def _carry(self) -> tuple[EngineState, TensorFile]:

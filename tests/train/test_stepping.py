@@ -1,5 +1,7 @@
 import itertools
 import logging
+import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from swarm.train.ladder import Wishes, rungs
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineKind
 from swarm.train.stepping import SteppingEngine
+from swarm.train.streaming.arena import Arena, HostMemory
 from swarm.train.streaming.device import DeviceSide
+from swarm.train.streaming.store import HostStore
 from swarm.train.streaming.units import FrozenUnit, HostUnit
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
@@ -221,3 +225,64 @@ def test_other_errors_are_no_reason_to_step_down(monkeypatch):
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         engine.step(batch(RUN, 0), lr=1e-2)
     assert engine.options.kind is EngineKind.RESIDENT
+
+
+class Pages:
+    """What CUDA knows of the host's memory: the addresses that are pinned."""
+
+    def __init__(self):
+        self.pinned = set()
+
+    def cudaHostRegister(self, address, _num_bytes, _flags):
+        if address in self.pinned:
+            return 712
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.pinned.remove(address)
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """All host memory of streaming engines is pinned, as for a GPU."""
+    pages = Pages()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
+
+    def take(_, num_bytes, *, pinned=False, file=None):
+        return Arena(num_bytes, pinned=file is None)
+
+    monkeypatch.setattr(HostMemory, "take", take)
+    return pages
+
+
+def test_an_engine_that_cannot_be_made_pins_no_memory(monkeypatch, pages, tmp_path):
+    first, *below = two_streaming(RUN, tmp_path)
+    with monkeypatch.context() as patched:
+        once(patched, DeviceSide, "__init__")
+        engine = SteppingEngine(RUN, first, below)
+    assert engine.options == below[0]
+    of_one = len(pages.pinned)
+    engine.close()
+    assert not pages.pinned
+    SteppingEngine(RUN, below[0]).close()
+    with closing(SteppingEngine(RUN, below[0])):
+        assert len(pages.pinned) == of_one
+    assert not pages.pinned
+
+
+def test_an_engine_that_cannot_take_over_a_state_leaves_nothing(monkeypatch, pages, tmp_path):
+    def threads():
+        return [thread.name for thread in threading.enumerate()].count("swarm-host")
+
+    (first, last), before = two_streaming(RUN, tmp_path), threads()
+    engine, straight = SteppingEngine(RUN, first, [last, last]), new_engine(RUN, OWNED)
+    engine.write(initial_tensors(RUN, all_names(RUN)))
+    engine.own(OWNED)
+    with monkeypatch.context() as patched:
+        once(patched, HostStore, "load")
+        once(patched, DeviceSide, "take_layer")
+        assert engine.step(batch(RUN, 0), lr=1e-2) == straight.step(batch(RUN, 0), lr=1e-2)
+    assert threads() == before + 1
+    engine.close()
+    assert not pages.pinned

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,6 @@ class Arena:
 
     Attributes:
         buffer: uint8 [num_bytes].
-        pinned: whether copies to a GPU need no staging.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> None:
@@ -85,7 +85,7 @@ class Arena:
             StateError: the file cannot be made.
             MemoryError: the memory cannot be pinned.
         """
-        self.pinned = False
+        self._unpin: Callable[[], object] = lambda: None
         if file is not None:
             self.buffer = _mapped_file(file, num_bytes)
         elif pinned and num_bytes:
@@ -108,13 +108,14 @@ class Arena:
         code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(code) != 0:
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
-        self.pinned = True
+        # An engine that could not be made is closed by nobody.
+        unpin = weakref.finalize(self, _unregister, address)
+        unpin.atexit = False
+        self._unpin = unpin
 
     def close(self) -> None:
         """Unpins the memory; to be called before the last view goes."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-            self.pinned = False
+        self._unpin()
 
 
 class HostMemory:
@@ -161,6 +162,10 @@ class HostMemory:
 
     def wait_until(self, counts_R: Tensor, least: int) -> None:
         """Returns once each process has counted so far in its element of some of this memory."""
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _mapped_file(file: Path, num_bytes: int) -> Tensor:
