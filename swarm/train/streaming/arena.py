@@ -107,6 +107,7 @@ class Arena:
         address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
         code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(code) != 0:
+            _take_error()
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
         # An engine that could not be made is closed by nobody.
         unpin = weakref.finalize(self, _unregister, address)
@@ -166,6 +167,12 @@ class HostMemory:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _take_error() -> None:
+    """Takes the error of a call that has failed, which CUDA keeps for the next launch to raise."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _mapped_file(file: Path, num_bytes: int) -> Tensor:
