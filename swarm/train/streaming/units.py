@@ -193,10 +193,10 @@ class HostUnit:
 
     def wait(self) -> None:
         """As `settle`; an error is raised once."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-        self._memory.wait_until(self._finished_R, self._decided)
+        try:
+            self.settle()
+        finally:
+            self.pending = None
 
     def own(self, shared: Mapping[str, Shape], owned: Sequence[int], frozen: FrozenUnit) -> None:
         """Trains these experts besides its shared tensors; `frozen` gives values of new ones."""
