@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from hivemind.dht.node import DHTNode
@@ -74,11 +75,15 @@ class Dht:
         return frozenset(peer.to_base58() for peer in peers)
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes one's own value; its expiration strictly grows, else holders keep the old."""
+        """Publishes one's own value; its expiration strictly grows, else holders keep the old.
+
+        Raises:
+            NobodyReachable: the DHT did not answer in time.
+        """
         assert len(value) <= MAX_VALUE_BYTES, f"record of {len(value)} bytes"
         expiration = max(dht_clock()() + ttl_s, self._expirations.get(key, 0.0) + 0.001)
         self._expirations[key] = expiration
-        async with asyncio.timeout(_CALL_S):
+        async with _answered():
             stored = await self._node.store(
                 key,
                 value,
@@ -90,7 +95,7 @@ class Dht:
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
         """For each key the records by the peer id of their owner; see `Node.get_many`."""
-        async with asyncio.timeout(_CALL_S):
+        async with _answered():
             found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         return {key: self._owned(found[key].value if found[key] else None) for key in keys}
 
@@ -118,6 +123,16 @@ class Dht:
     async def close(self) -> None:
         """Takes the node out of service; waits for the daemon."""
         await self._node.shutdown()
+
+
+@asynccontextmanager
+async def _answered() -> AsyncIterator[None]:
+    """Bounds a call to the DHT: nodes near a key may answer pings, and no question."""
+    try:
+        async with asyncio.timeout(_CALL_S):
+            yield
+    except TimeoutError as error:
+        raise NobodyReachable(f"the DHT did not answer within {_CALL_S:g} s") from error
 
 
 async def open_dht(

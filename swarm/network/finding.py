@@ -19,7 +19,7 @@ from swarm.errors import BadRecord, HostileInput, NobodyReachable, RunMismatch, 
 from swarm.network.fetch import Downloads, Want
 from swarm.network.foreign import check_announcement, decode_config
 from swarm.network.node import Node
-from swarm.network.records import fetch_records
+from swarm.network.records import fetch_records, heard
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Manifest, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState, decode_record, runs_keys
@@ -85,7 +85,12 @@ async def _run_of(node: Node, peer: PeerId) -> RunRecord | None:
 
 
 async def announced_runs(node: Node) -> list[Announced]:
-    """All runs in the DHT, running ones first, then by number of publishers."""
+    """All runs in the DHT, running ones first, then by number of publishers.
+
+    Raises:
+        NobodyReachable: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
     return _sound(node, await fetch_records(node, RunRecord, runs_keys()))
 
 
@@ -158,7 +163,7 @@ async def find_run(
         try:
             await asyncio.wait([asking], timeout=ALONE_S)
             told = meant(asking.result()) if asking.done() else []
-            rumours = [] if told else meant(await announced_runs(node))
+            rumours = [] if told else meant(await heard(announced_runs(node), []))
             several = len({run.record.run for run in rumours}) > 1
             # Of several runs that of the given addresses is meant, unless another was named.
             if not rumours or asking.done() or (several and not is_named):
@@ -183,7 +188,7 @@ async def find_run(
 
 async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConfig]]:
     """Id and configuration of each run that is announced here and proves true."""
-    found = [*await runs_of(node, node.entrances), *await announced_runs(node)]
+    found = [*await runs_of(node, node.entrances), *await heard(announced_runs(node), [])]
     return [
         (opened.announced.record.run, opened.run)
         for opened in await _open_each(node, downloads, found)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from swarm.config import RunConfig
-from swarm.errors import NetworkDown, NobodyReachable
+from swarm.errors import NobodyReachable
 from swarm.network.finding import POLL_S, Announced, announced_runs, runs_of
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
-from swarm.network.records import publish
+from swarm.network.records import heard, publish
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
@@ -96,9 +96,8 @@ async def gather(
     """Announces a run that is about to begin and waits for its peers; returns their capacities."""
     said_s = 0.0
     while True:
-        await publish(node, runs_key(node.peer_id), announcement)
-        await publish_peer(node, announcement.run, mine())
-        present = await present_peers(node, announcement.run)
+        await heard(_announce(node, announcement, mine), None)
+        present = await heard(present_peers(node, announcement.run), {})
         present[node.peer_id] = mine()
         if len(present) >= announcement.wait_for_peers:
             kept = [node.peer_id, *sorted(present.keys() - {node.peer_id})]
@@ -116,12 +115,13 @@ async def keep_gathering(
 ) -> None:
     """Goes on announcing a run that has gathered its peers, until it is cancelled."""
     while True:
-        try:
-            await publish(node, runs_key(node.peer_id), announcement)
-            await publish_peer(node, announcement.run, mine())
-        except NetworkDown as error:  # the daemon is started again
-            logger.debug("not announced: %s", error)
+        await heard(_announce(node, announcement, mine), None)
         await asyncio.sleep(POLL_S)
+
+
+async def _announce(node: Node, announcement: RunRecord, mine: Callable[[], PeerRecord]) -> None:
+    await publish(node, runs_key(node.peer_id), announcement)
+    await publish_peer(node, announcement.run, mine())
 
 
 async def await_founding(
@@ -138,8 +138,9 @@ async def await_founding(
     """
     last_seen_s, gathers_as = time.monotonic(), gathering.run
     while True:
-        await publish_peer(node, gathers_as, mine())
-        told = await runs_of(node, [gathering.founder]) or await announced_runs(node)
+        await heard(publish_peer(node, gathers_as, mine()), None)
+        told = await heard(runs_of(node, [gathering.founder]), [])
+        told = told or await heard(announced_runs(node), [])
         announced = [run for run in told if _is_of(run, gathering)]
         if announced and announced[0].record.state is RunState.RUNNING:
             return announced[0]

@@ -266,6 +266,10 @@ class Node:
         Returns:
             Whether any holder took it. The DHT says True also when the network is gone and only
             this node holds it: judge by seeing one's own record through others.
+
+        Raises:
+            NobodyReachable: the DHT did not answer within 15 s.
+            NetworkDown: the daemon is dead.
         """
         await self._back()
         return await self._living().dht.store(key, value, ttl_s)
@@ -278,7 +282,8 @@ class Node:
         """`get` for several keys at once; at most 1,024 records a key, first those of members.
 
         Raises:
-            TimeoutError: the DHT did not answer within 15 s.
+            NobodyReachable: the DHT did not answer within 15 s.
+            NetworkDown: the daemon is dead.
         """
         await self._back()
         return await self._living().dht.get_many(keys)

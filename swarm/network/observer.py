@@ -248,7 +248,7 @@ class Observer:
             await asyncio.sleep(RENEW_S)
             try:
                 await publish(self._node, key, record)
-            except (TimeoutError, NetworkDown) as error:
+            except (NobodyReachable, NetworkDown) as error:
                 logger.warning("the scores were not repeated, which is tried again: %s", error)
 
     def _within(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
-from swarm.errors import BadRecord
+from swarm.errors import BadRecord, NetworkDown, NobodyReachable
 from swarm.network.node import Node
 from swarm.protocol.records import (
     EVENT_TTL_S,
@@ -22,12 +23,31 @@ from swarm.protocol.records import (
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
+
+async def heard(call: Awaitable[Answer], otherwise: Answer) -> Answer:
+    """What the DHT answers, or something else if it does not, or while the daemon is dead.
+
+    It is for those who look again, or can do without: nothing may end because liars, or nodes that
+    do not answer, are nearest to a key.
+
+    Args:
+        call: such as `publish` or `fetch_records`.
+        otherwise: what is returned where nothing was heard.
+    """
+    try:
+        return await call
+    except (NobodyReachable, NetworkDown) as error:
+        logger.info("nothing was heard: %s", error)
+        return otherwise
+
 
 async def publish(node: Node, key: str, record: DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the one before; see `Node.store`.
 
     Raises:
-        TimeoutError: the DHT did not answer.
+        NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
     once = isinstance(record, MergeRecord | ValidationRecord | ScoreRecord)
@@ -40,7 +60,7 @@ async def fetch_records(
     """All valid records under the keys, by the peer that signed them; see `fetch_dated`.
 
     Raises:
-        TimeoutError: the DHT did not answer.
+        NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
     dated = await fetch_dated(node, kind, keys)
@@ -56,7 +76,7 @@ async def fetch_dated(
     keys, the one that expires last counts.
 
     Raises:
-        TimeoutError: the DHT did not answer.
+        NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
     newest: dict[str, tuple[float, AnyRecord]] = {}

@@ -29,6 +29,7 @@ from swarm.network.finding import (
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.record_file import RecordFile
+from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
@@ -268,7 +269,7 @@ class Starter:
         downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded, *kept):
             store.put(blob)
-        present = self.wait_for(present_peers(self.node, record.run))
+        present = self.wait_for(heard(present_peers(self.node, record.run), {}))
         peers = set(whom_to_ask(self.node, announced, present))
         trust = Trust(self.wanted.vouched or founding.digest)
         if gathered and self.node.peer_id in founding.members:

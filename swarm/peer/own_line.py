@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from swarm.errors import SwarmError
+from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.full_line import agreed_mbit
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
@@ -158,7 +158,7 @@ class OwnLine:
         try:
             async with asyncio.timeout(MEASURED_WITHIN_S):
                 await _measure_with(self._node, self._run_id, members)
-        except TimeoutError:
+        except (NobodyReachable, TimeoutError):
             logger.debug("the line was not measured in time")
         finally:
             up.hold(before)

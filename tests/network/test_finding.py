@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from swarm.config import RunConfig, parse_config
-from swarm.errors import RunMismatch
+from swarm.errors import NetworkDown, NobodyReachable, RunMismatch, SwarmError
 from swarm.network import finding
 from swarm.network.fetch import Downloads
 from swarm.network.finding import Announced, Opened, find_run, runs_here
@@ -37,6 +37,8 @@ class Swarms:
     rumours: tuple[Announced, ...] = (ENTRANCE, OTHER)
     answers_after_s = 0.0
     looks = 0
+    silent: SwarmError | None = None
+    """What the DHT raises the first time."""
 
     async def runs_of(self, *_: object) -> list[Announced]:
         await asyncio.sleep(self.answers_after_s)
@@ -44,6 +46,8 @@ class Swarms:
 
     async def announced_runs(self, _: object) -> list[Announced]:
         self.looks += 1
+        if self.silent and self.looks == 1:
+            raise self.silent
         return list(self.rumours)
 
     async def open_run(self, announced: Announced, *_: object, **__: object) -> Opened:
@@ -73,6 +77,20 @@ def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms:
     swarms.answers_after_s = 0.1
     opened = find()
     assert opened and opened.announced.record.run == "mine-1"
+
+
+@pytest.mark.parametrize("error", [NobodyReachable("no answer"), NetworkDown("it is dead")])
+def test_a_dht_that_does_not_answer_keeps_nobody_from_a_run(
+    swarms: Swarms, error: SwarmError
+) -> None:
+    """Who was asked directly answers a little later than the DHT is given up."""
+    swarms.silent, swarms.answers_after_s = error, 0.1
+    opened = find()
+    assert opened and opened.announced.record.run == "mine-1" and swarms.looks == 1
+    swarms.looks, swarms.told = 0, ()
+    assert [name for name, _ in asyncio.run(runs_here(NODE, cast(Downloads, None)))] == []
+    opened = find(wanted="other-2")
+    assert opened and opened.announced.record.run == "other-2"
 
 
 def test_of_two_runs_that_others_announce_one_has_to_be_named(swarms: Swarms) -> None:

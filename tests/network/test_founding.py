@@ -1,11 +1,13 @@
-"""A founder is heard of until manifest 0 is there, however long that takes to make."""
+"""A founder is heard of until manifest 0 is there, and heard, however slow the DHT is."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from swarm.errors import NetworkDown
+from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network import founding
+from swarm.protocol.records import RunState
 from tests.peer_records import peer_record
 
 
@@ -38,3 +40,51 @@ def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its_daemo
 
     asyncio.run(scene())
     assert said[:5] == ["run", "run", "peer in gathering-1", "run", "peer in gathering-1"]
+
+
+class SlowDht:
+    """Each kind of call fails the first time: the DHT does not answer, or the daemon is dead."""
+
+    def __init__(self, monkeypatch, answers, error):
+        self.answers, self.error, self.asked = answers, error, []
+        for name in answers:
+            monkeypatch.setattr(founding, name, self.call(name))
+        monkeypatch.setattr(founding, "POLL_S", 0.0)
+
+    def call(self, name):
+        async def answer(*_):
+            is_first = name not in self.asked
+            self.asked.append(name)
+            if is_first:
+                raise self.error
+            return self.answers[name]
+
+        return answer
+
+
+FAULTS = [NobodyReachable("the DHT did not answer"), NetworkDown("it is being started again")]
+NODE = SimpleNamespace(peer_id="QmA")
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=["silent", "down"])
+def test_a_founder_gathers_its_peers_though_the_dht_did_not_answer_at_once(monkeypatch, error):
+    answers = {"publish": True, "publish_peer": None, "present_peers": {"QmB": peer_record("QmB")}}
+    dht = SlowDht(monkeypatch, answers, error)
+    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2)
+    gathered = asyncio.run(founding.gather(NODE, announcement, lambda: peer_record("QmA")))
+    assert sorted(gathered) == ["QmA", "QmB"]
+    assert {"publish", "publish_peer"} <= set(dht.asked)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=["silent", "down"])
+def test_a_run_begins_for_a_peer_whose_dht_did_not_answer_at_once(monkeypatch, error):
+    record = SimpleNamespace(
+        founder="QmB", name="mine", fingerprint="f", config="c", run="mine-1",
+        state=RunState.RUNNING,
+    )  # fmt: skip
+    announced = SimpleNamespace(record=record, publishers=("QmB",))
+    answers = {"publish_peer": None, "runs_of": [], "announced_runs": [announced]}
+    dht = SlowDht(monkeypatch, answers, error)
+    found = asyncio.run(founding.await_founding(NODE, record, lambda: peer_record("QmA")))
+    assert found is announced
+    assert dht.asked.count("announced_runs") == 2, "it has looked again"

@@ -23,6 +23,7 @@ from swarm.errors import (
     Unreachable,
 )
 from swarm.network import daemon
+from swarm.network import dht as dht_module
 from swarm.network import node as node_module
 from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_CALL_BYTES, _Payload
@@ -242,6 +243,22 @@ def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
     assert client.addresses == ()
     assert client.port is None
     assert first.num_neighbours == 0
+
+
+def test_a_dht_that_does_not_answer_is_an_error_that_callers_know(peers, monkeypatch):
+    """Nodes near a key may answer pings and no question: the search then takes too long."""
+    node = peers.node()
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.sleep(WAIT_S)
+
+    monkeypatch.setattr(dht_module, "_CALL_S", 0.02)
+    for name in ("get_many", "store"):
+        monkeypatch.setattr(node._dht._node, name, never)
+    with pytest.raises(NobodyReachable, match=r"did not answer within 0\.02 s"):
+        node.run(node.get_many(["key"]), WAIT_S)
+    with pytest.raises(NobodyReachable, match="did not answer"):
+        node.run(node.store("key", b"value", 60), WAIT_S)
 
 
 def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, caplog):
