@@ -27,7 +27,7 @@ from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control, seen_at
 from swarm.network.daemon import Address
-from swarm.network.dht import Dht, StoredValue
+from swarm.network.dht import StoredValue
 from swarm.network.handlers import Handlers as Handlers
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.lines import Lines
@@ -274,12 +274,11 @@ class Node:
         await self._back()
         return await self._living().dht.store(key, value, ttl_s)
 
-    async def get(self, key: str) -> dict[str, StoredValue]:
-        """All records of a key, by the peer id of the owner who signed them."""
-        return (await self.get_many([key]))[key]
-
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
-        """`get` for several keys at once; at most 1,024 records a key, first those of members.
+        """For each key the records by the peer id of the owner who signed them.
+
+        Returns:
+            At most 1,024 records a key, first those of members.
 
         Raises:
             NobodyReachable: the DHT did not answer within 15 s.
@@ -314,14 +313,6 @@ class Node:
                 await self.heal()
 
     # ------------------------------------------------ the daemon's lives
-
-    @property
-    def _p2p(self) -> P2P | None:
-        return self._substrate.p2p if self._substrate else None
-
-    @property
-    def _dht(self) -> Dht | None:
-        return self._substrate.dht if self._substrate else None
 
     def _living(self) -> Substrate:
         if self.failure or self._substrate is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.network.identity import Identity
@@ -64,8 +65,8 @@ def store(
     expiration = get_dht_time() + life_s
     for first in range(0, len(values), IN_ONE_CALL):
         part = values[first : first + IN_ONE_CALL]
-        call = node._dht._node.protocol.call_store(
-            holder._p2p.peer_id,
+        call = node._substrate.dht._node.protocol.call_store(
+            PeerID.from_base58(holder.peer_id),
             keys=[DHTID.generate(source=key)] * len(part),
             values=[who.signed(key, value, expiration) for who, value in part],
             expiration_time=[expiration] * len(part),

@@ -32,7 +32,6 @@ from typing import Any
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
@@ -195,7 +194,7 @@ class Attack:
     def at_each(self, act: Callable[[Any, PeerId], int]) -> None:
         """Does something to each member and counts what landed; that it is refused is no news."""
         for peer in self.liar.members:
-            holder = SimpleNamespace(_p2p=SimpleNamespace(peer_id=PeerID.from_base58(peer)))
+            holder = SimpleNamespace(peer_id=peer)
             try:
                 self.landed += act(holder, peer)
             except P2PHandlerError:

@@ -103,8 +103,12 @@ def store(stranger: Node, victim: Node, subkey: bytes, value: bytes) -> list[boo
     )
 
     async def call() -> list[bool]:
-        to, name = victim._p2p.peer_id, "DHTProtocol.rpc_store"
-        answer = await stranger._p2p.call_protobuf_handler(to, name, request, dht_pb2.StoreResponse)
+        p2p, to, name = (
+            stranger._substrate.p2p,
+            victim._substrate.p2p.peer_id,
+            "DHTProtocol.rpc_store",
+        )
+        answer = await p2p.call_protobuf_handler(to, name, request, dht_pb2.StoreResponse)
         return list(answer.store_ok)
 
     return stranger.run(call(), WAIT_S)
@@ -134,13 +138,14 @@ def test_a_nested_subkey_is_never_decoded(victim, stranger) -> None:
 def test_a_value_that_is_no_byte_string_is_refused_though_its_owner_signed_it(
     victim, stranger, value: bytes
 ) -> None:
-    protocol = stranger._dht._node.protocol
+    protocol = stranger._substrate.dht._node.protocol
     key_id, subkey = DHTID.generate(source=KEY), protocol.record_validator.subkey
     expiration = get_dht_time() + 60
     subkey_bytes = MSGPackSerializer.dumps(subkey)
     record = DHTRecord(key_id.to_bytes(), subkey_bytes, value, expiration)
     signed = protocol.record_validator.sign_value(record)
-    call = protocol.call_store(victim._p2p.peer_id, [key_id], [signed], [expiration], [subkey])
+    to = victim._substrate.p2p.peer_id
+    call = protocol.call_store(to, [key_id], [signed], [expiration], [subkey])
     assert stranger.run(call, WAIT_S) == [False]
     assert victim.traffic.refused == {"record_nesting": 1}
     assert_it_lives(victim, stranger)
@@ -150,9 +155,9 @@ def test_a_nested_answer_blinds_nobody(victim, stranger, monkeypatch) -> None:
     """The asked peer answers with the bomb; the one that asks refuses it and finds the rest."""
     assert stranger.run(publish(stranger, KEY, HONEST), WAIT_S)
     monkeypatch.setattr(DictionaryDHTValue, "packb", lambda self: BOMB)
-    find = victim._dht._node.protocol.call_find
+    find = victim._substrate.dht._node.protocol.call_find
     key_id = DHTID.generate(source=KEY)
-    assert victim.run(find(stranger._p2p.peer_id, [key_id]), WAIT_S) is None
+    assert victim.run(find(stranger._substrate.p2p.peer_id, [key_id]), WAIT_S) is None
     assert victim.traffic.refused == {"record_nesting": 1}
     monkeypatch.undo()
     assert_it_lives(victim, stranger)

@@ -85,7 +85,7 @@ def test_however_large_the_records_are_the_run_and_its_peers_are_seen(
     assert set(present) == {lonely.node.peer_id, honest.peer_id}
     seen = run_program(lonely)
     assert seen["run_id"] == lonely.id and len(seen["peers"]) == 2
-    assert lonely.node._dht._node.protocol.storage.num_bytes <= MAX_HELD_BYTES
+    assert lonely.node._substrate.dht._node.protocol.storage.num_bytes <= MAX_HELD_BYTES
 
 
 def test_whoever_stores_is_known_and_pays(
@@ -93,7 +93,7 @@ def test_whoever_stores_is_known_and_pays(
 ) -> None:
     """Over real nodes: however many keys it has made, one sender has a bound."""
     sender = lasting_peers.node(network=NetworkSection(client_mode=True))
-    storage = lonely.node._dht._node.protocol.storage
+    storage = lonely.node._substrate.dht._node.protocol.storage
     before = lonely.node.traffic.refused["records_of_stranger"]
     flood = [(who, b"x" * LARGEST) for who in crowd]
     kept = store(sender, lonely.node, peers_key(lonely.id, 0), flood)
@@ -122,7 +122,7 @@ def test_who_has_an_address_needs_no_record_to_find_the_run(
 ) -> None:
     lonely.told = encode_record(lonely.record())
     for node in (lonely.node, honest, attacker):
-        monkeypatch.setattr(node._dht._node.protocol.storage, "get", lambda _: None)
+        monkeypatch.setattr(node._substrate.dht._node.protocol.storage, "get", lambda _: None)
     assert not attacker.run(announced_runs(attacker), WAIT_S)
     guest = Observer.start(lonely.node.addresses, BlobStore(), WAIT_S)
     try:

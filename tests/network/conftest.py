@@ -12,12 +12,18 @@ from swarm.config import NetworkSection
 from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
+from swarm.network.dht import StoredValue
 from swarm.network.fetch import Downloads
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 
 LOOPBACK = NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",))
 START_S = 30.0
+
+
+def records_of(node: Node, key: str) -> dict[str, StoredValue]:
+    """All records of a key, by the peer id of the owner who signed them."""
+    return node.run(node.get_many([key]), 2 * START_S)[key]
 
 
 class Peers:
@@ -58,7 +64,7 @@ class Peers:
         return node, Downloads(node, store, **options)
 
     def stop(self) -> None:
-        pids = [node._p2p._child.pid for node in self.nodes]
+        pids = [node._substrate.p2p._child.pid for node in self.nodes]
         for node in reversed(self.nodes):
             node.stop(5.0)
         assert not set(pids) & set(daemons()), "a daemon outlived its node"

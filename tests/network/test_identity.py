@@ -45,7 +45,7 @@ def test_a_key_is_made_once_and_only_its_owner_may_read_it(tmp_path):
 
 def test_the_peer_id_is_the_one_that_libp2p_derives(peers):
     node = peers.node()
-    assert node._p2p.peer_id.to_base58() == node.identity.peer_id
+    assert node._substrate.p2p.peer_id.to_base58() == node.identity.peer_id
 
 
 def test_peer_id_and_public_key_follow_from_each_other(tmp_path):

@@ -30,6 +30,7 @@ from swarm.network.control import MAX_CALL_BYTES, _Payload
 from swarm.network.daemon import connection_fault, is_identity_taken
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
+from tests.network.conftest import records_of
 
 WAIT_S = 30.0
 
@@ -87,8 +88,8 @@ def test_refused_messages_are_counted_by_reason(two):
     with pytest.raises(Unreachable, match="no such message"):
         sender.run(sender.post(receiver.peer_id, b"nonsense"), WAIT_S)
     too_large = _Payload(bytes(MAX_CALL_BYTES + 1))
-    peer = receiver._p2p.peer_id
-    call = sender._p2p.call_protobuf_handler(peer, "swarm.message", too_large, _Payload)
+    peer = receiver._substrate.p2p.peer_id
+    call = sender._substrate.p2p.call_protobuf_handler(peer, "swarm.message", too_large, _Payload)
     with pytest.raises(Exception, match="refused"):
         sender.run(call, WAIT_S)
     assert receiver.traffic.refused == {"message_schema": 1, "message_size": 1}
@@ -238,7 +239,7 @@ def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
     client = peers.node(
         identity_path=None, network=NetworkSection(client_mode=True), known_peers=first.addresses
     )
-    records = client.run(client.get("key"), WAIT_S)
+    records = records_of(client, "key")
     assert {peer: record.value for peer, record in records.items()} == {first.peer_id: b"value"}
     assert client.addresses == ()
     assert client.port is None
@@ -254,7 +255,7 @@ def test_a_dht_that_does_not_answer_is_an_error_that_callers_know(peers, monkeyp
 
     monkeypatch.setattr(dht_module, "_CALL_S", 0.02)
     for name in ("get_many", "store"):
-        monkeypatch.setattr(node._dht._node, name, never)
+        monkeypatch.setattr(node._substrate.dht._node, name, never)
     with pytest.raises(NobodyReachable, match=r"did not answer within 0\.02 s"):
         node.run(node.get_many(["key"]), WAIT_S)
     with pytest.raises(NobodyReachable, match="did not answer"):
@@ -267,7 +268,7 @@ def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, c
     node = peers.node(inbox.handlers)
     first.run(first.store("key", b"value", 60), WAIT_S)
     before = (node.peer_id, node.addresses)
-    os.kill(node._p2p._child.pid, signal.SIGKILL)
+    os.kill(node._substrate.p2p._child.pid, signal.SIGKILL)
     end_s = time.monotonic() + WAIT_S
     while node.failure is None and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -275,7 +276,7 @@ def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, c
     assert node.alive, "it is being started again"
     with pytest.raises(NetworkDown, match="status -9"):
         node.run(node.post(first.peer_id, b"x"), WAIT_S)
-    assert set(node.run(node.get("key"), WAIT_S)) == {first.peer_id}, "waits until it is back"
+    assert set(records_of(node, "key")) == {first.peer_id}, "waits until it is back"
     assert (node.peer_id, node.addresses) == before
     assert node.failure is None
     while time.monotonic() < end_s:
@@ -294,13 +295,13 @@ def test_a_daemon_that_does_not_start_again_is_given_up_with_the_reason(peers, m
         raise NetworkDown("no more processes")
 
     monkeypatch.setattr(node_module, "open_substrate", fails)
-    os.kill(node._p2p._child.pid, signal.SIGKILL)
+    os.kill(node._substrate.p2p._child.pid, signal.SIGKILL)
     end_s = time.monotonic() + WAIT_S
     while node.alive and time.monotonic() < end_s:
         time.sleep(0.01)
     assert not node.alive
     with pytest.raises(NetworkDown, match="status -9"):
-        node.run(node.get("key"), WAIT_S)
+        records_of(node, "key")
     assert caplog.text.count("no more processes") == 2
 
 
@@ -321,13 +322,13 @@ def test_dhts_that_formed_apart_become_one_by_themselves(peers):
     for half in halves:
         half[0].run(half[0].store("key", b"value", 60), WAIT_S)
     (left, _), (right, far) = halves
-    assert set(far.run(far.get("key"), WAIT_S)) == {right.peer_id}
+    assert set(records_of(far, "key")) == {right.peer_id}
     left.loop.call_soon_threadsafe(left.remember, right.addresses)
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s:
         for node in (left, right):  # as heartbeats do
             node.run(node.store("key", b"value", 60), WAIT_S)
-        if set(far.run(far.get("key"), WAIT_S)) == {left.peer_id, right.peer_id}:
+        if set(records_of(far, "key")) == {left.peer_id, right.peer_id}:
             return
         time.sleep(0.2)
     pytest.fail("the halves did not find each other")
@@ -359,7 +360,7 @@ def test_stopping_is_quick_clean_and_may_be_repeated(peers, living_daemons, capl
 
 def test_the_daemon_has_a_session_of_its_own(peers):
     node = peers.node()
-    assert os.getsid(node._p2p._child.pid) != os.getsid(0), "else Ctrl+C reaches it first"
+    assert os.getsid(node._substrate.p2p._child.pid) != os.getsid(0), "else Ctrl+C reaches it first"
 
 
 def test_a_failed_start_leaves_nothing_behind(tmp_path, living_daemons):

@@ -13,6 +13,7 @@ from swarm.network.identity import load_or_create_identity
 from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S, SignedRecords
 from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
+from tests.network.conftest import records_of
 
 WAIT_S = 60.0
 
@@ -42,7 +43,7 @@ def key(request) -> str:
 
 def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]:
     """Sends a record straight to `target`, past the sender's own checks."""
-    inner = node._dht._node
+    inner = node._substrate.dht._node
     fields = {
         "subkey": inner.protocol.record_validator.subkey,
         "expiration": get_dht_time() + 60,
@@ -53,7 +54,7 @@ def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]
     record = dht_record(key_id, fields["subkey"], value, fields["expiration"])
     signed = inner.protocol.record_validator.sign_value(record) if fields["sign"] else value
     call = inner.protocol.call_store(
-        target._p2p.peer_id,
+        target._substrate.p2p.peer_id,
         keys=[key_id],
         values=[signed],
         expiration_time=[fields["expiration"]],
@@ -80,7 +81,7 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
         assert node.run(fetch_records(node, ValidationRecord, [key]), WAIT_S) == expected
     # A shorter life does not bring the older record back: expirations only grow.
     assert first.run(first.store(key, b"{}", ttl_s=1), WAIT_S)
-    records = second.run(second.get(key), WAIT_S)
+    records = records_of(second, key)
     assert records[first.peer_id].value == b"{}"
 
 
@@ -88,11 +89,11 @@ def test_records_are_gone_when_they_expire(pair, key):
     first, second = pair
     for ttl_s in (0.5, 2.0, 8.0, 32.0):  # a busy machine may look too late
         first.run(first.store(key, b"x", ttl_s=ttl_s), WAIT_S)
-        if found := second.run(second.get(key), WAIT_S):
+        if found := records_of(second, key):
             break
     expiration = found[first.peer_id].expiration
     time.sleep(max(0.0, expiration - get_dht_time()) + 0.05)
-    assert second.run(second.get(key), WAIT_S) == {}
+    assert records_of(second, key) == {}
 
 
 def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair):
@@ -121,7 +122,7 @@ def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):
 def test_a_record_under_the_key_of_another_is_ignored(pair, key):
     victim, liar = pair
     victim.run(publish(victim, key, validation(1)), WAIT_S)
-    subkey = victim._dht._validator.subkey
+    subkey = victim._substrate.dht._validator.subkey
     assert hostile_store(liar, victim, key, packed(b"forged"), subkey=subkey) == [False]
     found = liar.run(fetch_records(liar, ValidationRecord, [key]), WAIT_S)
     assert found == {victim.peer_id: validation(1)}
@@ -157,7 +158,7 @@ def test_what_is_too_large_too_long_or_unsigned_is_refused_and_counted(
     holder, liar = pair
     assert hostile_store(liar, holder, key, value, **changes) == [False]
     assert holder.traffic.refused == {reason: 1}
-    assert holder.run(holder.get(key), WAIT_S) == {}
+    assert records_of(holder, key) == {}
 
 
 def test_nothing_is_kept_in_the_cache_that_would_hide_all_other_records(pair, key):
@@ -170,7 +171,7 @@ def test_nothing_is_kept_in_the_cache_that_would_hide_all_other_records(pair, ke
 
 def test_one_owner_has_one_record_per_key(pair, key):
     holder, liar = pair
-    own = liar._dht._validator.subkey
+    own = liar._substrate.dht._validator.subkey
     assert hostile_store(liar, holder, key, packed(b"x")) == [True]
     assert hostile_store(liar, holder, key, packed(b"x"), subkey=b"2" + own[1:] + b"2") == [False]
     assert hostile_store(liar, holder, key, packed(b"x"), subkey=own + own) == [False]
@@ -182,7 +183,7 @@ def test_the_number_of_records_read_is_bounded(pair, key, monkeypatch):
     first.run(publish(first, key, validation(0)), WAIT_S)
     monkeypatch.setattr(dht, "MAX_RECORDS_PER_KEY", 1)
     second.run(second.store(key, b"lives longer", 900), WAIT_S)
-    assert set(first.run(first.get(key), WAIT_S)) == {first.peer_id}, "known before long-lived"
+    assert set(records_of(first, key)) == {first.peer_id}, "known before long-lived"
     assert first.traffic.refused == {"record_count": 1}
 
 

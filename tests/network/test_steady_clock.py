@@ -9,7 +9,7 @@ import pytest
 
 from swarm.network import steady_clock
 from swarm.network.steady_clock import SteadyClock
-from tests.network.conftest import Peers
+from tests.network.conftest import Peers, records_of
 
 WAIT_S = 60.0
 real_time = time.time
@@ -24,9 +24,9 @@ def test_records_outlive_jumps_of_the_clock(peers: Peers, monkeypatch) -> None:
             monkeypatch.setattr(module, "get_dht_time", lambda: time.time())
     for jump_s in (600.0, -600.0):
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real_time() + jump_s)
-        assert set(first.run(first.get("key"), WAIT_S)) == {second.peer_id}
+        assert set(records_of(first, "key")) == {second.peer_id}
         second.run(second.store("key", f"{jump_s}".encode(), 60), WAIT_S)
-        (record,) = first.run(first.get("key"), WAIT_S).values()
+        (record,) = records_of(first, "key").values()
         assert record.value == f"{jump_s}".encode()
         left_s = record.expiration - real_time()
         assert 30 < left_s < 65, "others must not take it for expired, nor keep it for ever"
