@@ -29,23 +29,34 @@ from swarm.protocol.manifest import (
     Unit,
 )
 from swarm.protocol.records import (
+    NUM_SHARDS,
     PeerRecord,
     RunRecord,
     peers_key,
-    peers_keys,
     shard_of,
 )
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.3
 STUCK_S = 10.0
 """A state of which nothing came for so long may have been collected everywhere."""
 
 
-async def present_peers(node: Node, run: str) -> dict[PeerId, PeerRecord]:
-    """Records of the peers that are in a run now."""
-    return await fetch_records(node, PeerRecord, peers_keys(run))
+async def present_peers(
+    node: Node, run: str, shards: Iterable[int] = range(NUM_SHARDS)
+) -> dict[PeerId, PeerRecord]:
+    """Records of the peers that are in a run now.
+
+    Args:
+        node: that asks.
+        run: its id.
+        shards: whose peers are looked for; all together cost a large run's reader megabytes.
+
+    Raises:
+        NobodyReachable: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
+    return await fetch_records(node, PeerRecord, [peers_key(run, shard) for shard in shards])
 
 
 async def publish_peer(node: Node, run: str, record: PeerRecord) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
-from swarm.network.joining import present_peers, publish_peer
+from swarm.network.joining import publish_peer
 from swarm.network.node import Node
+from swarm.network.presence import Presence
 from swarm.network.records import publish
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.status import PeerStatus
@@ -55,13 +56,13 @@ class Publisher:
             status: what there is to tell.
             run: what every member repeats of the run.
             state: remembers addresses.
-            on_present: told who else is in the run, now and then.
+            on_present: told who is in the run, some of the peers at a time; see `Presence`.
             beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
         """
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._looked_s = 0.0
+        self._presence = Presence(node, run.run)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
 
@@ -117,9 +118,7 @@ class Publisher:
             await publish(self.node, validation_key(run, me), status.validation)
         if self._merge:
             await publish(self.node, merges_key(run, me), self._merge)
-        if time.monotonic() - self._looked_s > HEARTBEAT_S:
-            self._looked_s = time.monotonic()
-            present = await present_peers(self.node, run)
+        if present := await self._presence.look():
             self.node.remember([a for record in present.values() for a in record.addresses])
             self._on_present(sorted(present))
 

@@ -164,7 +164,7 @@ class LeaveAsked:
 
 @dataclass(frozen=True)
 class Discovered:
-    """Peers of this run that the DHT lists, whatever chain they are on; they get greeted.
+    """Some of the peers of this run that the DHT lists, whatever chain they are on; to be greeted.
 
     Without it two parts of a swarm that forgot each other would never meet again.
     """

@@ -1,0 +1,48 @@
+"""What a publication asks of the DHT."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.network import joining
+from swarm.network.presence import Presence
+from swarm.peer import publisher
+from swarm.peer.publisher import Publisher
+from swarm.protocol.records import NUM_SHARDS
+from tests.peer_records import peer_record
+
+BEATS = 20
+
+
+def test_a_steady_publication_reads_one_key_of_presence(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = sorted(f"Qm{first}{second}" for first in "abcdef" for second in "123456789")
+    others = {name: peer_record(name, addresses=(f"/of/{name}",)) for name in names}
+    asked: list[int] = []
+    remembered: list[str] = []
+    present: list[list[str]] = []
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    async def fetch_records(_: object, __: object, keys: list[str]) -> dict[str, Any]:
+        asked.append(len(keys))
+        return others
+
+    for name in ("publish", "publish_peer"):
+        monkeypatch.setattr(publisher, name, nothing)
+    monkeypatch.setattr(joining, "fetch_records", fetch_records)
+    node: Any = SimpleNamespace(peer_id="Qm9", remember=remembered.extend)
+    status: Any = SimpleNamespace(record=lambda: peer_record("Qm9"), validation=None)
+    run: Any = SimpleNamespace(run="run")
+    state: Any = None
+    publishing = Publisher(node, status, run, state, on_present=present.append, beside=nothing)
+    now = 0.0
+    publishing._presence = Presence(node, "run", clock=lambda: now)
+    for _ in range(BEATS):
+        asyncio.run(publishing._publish())
+        asyncio.run(publishing._publish())  # something has changed meanwhile
+        now += 8.0
+    assert asked == [NUM_SHARDS] + [1] * (BEATS - 1)
+    assert present == [names] * BEATS and remembered[:2] == ["/of/Qma1", "/of/Qma2"]
