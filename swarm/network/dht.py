@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
@@ -29,6 +29,8 @@ MAX_RECORDS_PER_KEY = 1024
 ROOM_BYTES = 256
 """Of a record in a holder besides its value: the owner's key, the signature and the rest."""
 _CALL_S = 15.0
+_LOW_BITS = 2**32 - 1
+"""Of the 160 of an id; that two nodes differ in no others is next to impossible."""
 _REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
 
 
@@ -61,6 +63,7 @@ class Dht:
         held = HeldRecords(me, ledger, locate, traffic.refuse, limits)
         held.take_over(node.protocol.storage)  # since it was reached by others
         node.protocol.storage, node.protocol.cache = held, NoCache()
+        node.find_nearest_nodes = _beside(node.find_nearest_nodes)
         self._expirations: dict[str, float] = {}
 
     @property
@@ -123,6 +126,32 @@ class Dht:
     async def close(self) -> None:
         """Takes the node out of service; waits for the daemon."""
         await self._node.shutdown()
+
+
+def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Hivemind's search for the nodes that are to store, which asks for a place beside the key.
+
+    Whoever is asked for a key sends all records of it along: hundreds of kB from its holders, at
+    each heartbeat. The same nodes are nearest to a place that differs in low bits alone; it is
+    drawn by lot, so that nobody can have filled it.
+    """
+
+    async def search(
+        queries: Collection[DHTID],
+        *,
+        found_callback: Callable[..., Awaitable[Any]] | None = None,
+        **more: Any,
+    ) -> Any:
+        if found_callback is None:  # it is no store
+            return await find(queries, **more)
+        tell, keys = found_callback, {DHTID(q ^ random.randint(1, _LOW_BITS)): q for q in queries}
+
+        async def found(place: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
+            await tell(keys[place], nearest, visited)
+
+        return await find(list(keys), found_callback=found, **more)
+
+    return search
 
 
 @asynccontextmanager

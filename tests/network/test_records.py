@@ -85,6 +85,19 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
     assert records[first.peer_id].value == b"{}"
 
 
+def test_who_stores_is_not_sent_what_others_have_stored_there(pair, key, monkeypatch):
+    """In a run of 256 that would be 16 records from each of five holders, at every heartbeat."""
+    first, second = pair
+    assert second.run(second.store(key, b"of the holder", 60), WAIT_S)
+    storage, asked = second._substrate.dht._node.protocol.storage, []
+    held = storage.get
+    monkeypatch.setattr(storage, "get", lambda place: (asked.append(place), held(place))[1])
+    assert first.run(first.store(key, b"mine", 60), WAIT_S)
+    assert asked and DHTID.generate(source=key) not in asked
+    values = {peer: stored.value for peer, stored in records_of(second, key).items()}
+    assert values == {first.peer_id: b"mine", second.peer_id: b"of the holder"}
+
+
 def test_records_are_gone_when_they_expire(pair, key):
     first, second = pair
     for ttl_s in (0.5, 2.0, 8.0, 32.0):  # a busy machine may look too late
