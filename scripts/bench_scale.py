@@ -50,6 +50,7 @@ from swarm.protocol import wire
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
 from swarm.protocol.events import Received, Record
+from swarm.protocol.figures import routing_figures
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
@@ -81,8 +82,10 @@ from swarm.protocol.messages import (
     accept_statement,
 )
 from swarm.protocol.ownership import assign
+from swarm.protocol.presence import look_every_s, shards_at_once
 from swarm.protocol.records import (
     HEARTBEAT_S,
+    NUM_SHARDS,
     PeerRecord,
     PeerState,
     RunRecord,
@@ -106,6 +109,11 @@ ROUND_S = 60.0
 ROUNDS = 3
 REPLICAS = 5
 """Peers at which hivemind stores a value, if it is not told otherwise."""
+VISITED = 20
+"""Peers that a search of hivemind asks for one key; each names as many others."""
+ASK_BYTES = 70
+NEIGHBOUR_BYTES = 62
+"""Of a search: the key and who asks; an id in the DHT, a peer id, and their heads in protobuf."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature beside each record."""
 OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "taken in", "half late")
@@ -463,10 +471,10 @@ def sourcing_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
-    """The two records that every member repeats, and what of them a peer holds and sends.
+    """The two records that every member repeats, and what they cost it, by formula.
 
-    Each is stored at `REPLICAS` peers every `HEARTBEAT_S`; who reads the run gets all of them. A
-    reader takes 256 records a key, and an answer has at most 4 MiB.
+    Each is stored at `REPLICAS` peers every `HEARTBEAT_S`; who reads a key gets all of its records
+    from each of these. What a peer asks for others answer, so all send as much as they get.
     """
     owned = tuple(e for e, owners in swarm.tip.owners.items() if swarm.peers[-1] in owners)
     values: dict[str, Any] = dict.fromkeys(PeerRecord.__dataclass_fields__, 0)
@@ -485,7 +493,16 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "reason": "round 7 (height 7, quorum) applied: everybody contributed",
         "version": "1.0",
         "moments_reason": "",
-        "routing": None,
+        "routing": routing_figures(
+            {
+                "max_load": 1.234567,
+                "idle_experts": 0,
+                "dropped": 0.0,
+                "similarity": 0.123456,
+                "shares": [max(1, 1000 // len(swarm.tip.owners))] * len(swarm.tip.owners),
+                "pairs": [(expert, expert + 1, 0.123) for expert in range(16)],
+            }
+        ),
         "grad_norm": 0.123456,
         "engine": "resident",
         "trouble": "",
@@ -502,11 +519,28 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "RunRecord, signed": run_bytes,
         "all RunRecords (4 keys)": swarm.num_peers * run_bytes,
         "all PeerRecords (16 keys)": swarm.num_peers * peer_bytes,
-        "a peer sends, per second": REPLICAS * (peer_bytes + run_bytes) / HEARTBEAT_S,
+        **dht_rates(swarm.num_peers, peer_bytes, run_bytes),
     }
     return [
         {"peers": swarm.num_peers, "record": name, "bytes": size} for name, size in figures.items()
     ]
+
+
+def dht_rates(num_peers: int, peer_bytes: int, run_bytes: int) -> dict[str, float]:
+    """Bytes a second each way of a peer that publishes both records and looks for the others."""
+    holders = min(REPLICAS, num_peers - 1)
+    search = min(VISITED, num_peers - 1) * (
+        ASK_BYTES + min(VISITED, num_peers - 2) * NEIGHBOUR_BYTES
+    )
+    stores = 2 * search + holders * (peer_bytes + run_bytes)
+    look = search + holders * peer_bytes * num_peers / NUM_SHARDS
+    return {
+        "to publish, bytes/s each way": stores / HEARTBEAT_S,
+        "to look for others, bytes/s each way": (
+            shards_at_once(num_peers) * look / look_every_s(num_peers)
+        ),
+        "a look at all keys": NUM_SHARDS * look,
+    }
 
 
 class _Counting(World):

@@ -15,6 +15,7 @@ from hivemind.p2p import P2P, PeerID
 
 from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.bounded_msgpack import BoundedSerializer, guard_hivemind
+from swarm.network.counted_dht import CountedP2P
 from swarm.network.daemon import Address
 from swarm.network.holder import HeldRecords, NoCache
 from swarm.network.ledger import Ledger
@@ -185,7 +186,7 @@ async def open_dht(
     guard_stores()
     try:
         node = await DHTNode.create(
-            p2p=p2p,
+            p2p=CountedP2P(p2p, traffic),
             initial_peers=[address.text for address in peers] or None,
             record_validator=validator,
             client_mode=client_mode,

@@ -12,7 +12,7 @@ from swarm.network.throttle import Throttle
 
 @dataclass
 class Traffic:
-    """Counters since the node started; the DHT's own traffic is in none of them.
+    """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
@@ -26,6 +26,7 @@ class Traffic:
         moments_bytes_sent: contents of moments blobs, which are in no other figure.
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
             in `blob_bytes_received` too.
+        dht_bytes: the DHT's questions and answers, both ways together.
         refused: how often bytes of others were refused, by reason.
         up: cap on what is sent.
         down: cap on what is received.
@@ -41,6 +42,7 @@ class Traffic:
     moments_bytes_received: int = 0
     blob_bytes_received: int = 0
     relayed_bytes: int = 0
+    dht_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     up: Throttle = field(default_factory=Throttle)
     down: Throttle = field(default_factory=Throttle)

@@ -28,8 +28,8 @@ from swarm.progress import duration
 logger = logging.getLogger(__name__)
 
 OVERHEAD = 1.05
-"""Headers of TCP and IP are 40 of 1,500 bytes, acknowledgements half of that the other way; the
-DHT, retransmissions and encryption have the rest."""
+"""Headers of TCP and IP are 40 of 1,500 bytes, acknowledgements half of that the other way;
+retransmissions and encryption have the rest."""
 WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
@@ -49,6 +49,7 @@ def bytes_moved(traffic: Traffic) -> int:
         + traffic.control_bytes_sent
         + traffic.control_bytes_received
         + 2 * traffic.relayed_bytes
+        + traffic.dht_bytes
     )
     return round(moved * OVERHEAD)
 

@@ -98,6 +98,20 @@ def test_who_stores_is_not_sent_what_others_have_stored_there(pair, key, monkeyp
     assert values == {first.peer_id: b"mine", second.peer_id: b"of the holder"}
 
 
+def test_what_the_dht_moves_is_counted_on_both_sides(pair, key):
+    first, second = pair
+
+    def moved(act) -> list[int]:
+        before = [node.traffic.dht_bytes for node in pair]
+        act()
+        return [node.traffic.dht_bytes - b for node, b in zip(pair, before, strict=True)]
+
+    stored = moved(lambda: second.run(second.store(key, bytes(10_000), 60), WAIT_S))
+    assert all(10_000 < num_bytes < 13_000 for num_bytes in stored), stored
+    read = moved(lambda: records_of(first, key))
+    assert all(10_000 < num_bytes < 13_000 for num_bytes in read), read
+
+
 def test_records_are_gone_when_they_expire(pair, key):
     first, second = pair
     for ttl_s in (0.5, 2.0, 8.0, 32.0):  # a busy machine may look too late

@@ -81,6 +81,8 @@ def test_all_kinds_of_bytes_count_once_and_those_passed_on_twice() -> None:
         relayed_bytes=1_000_000,
     )
     assert bytes_moved(traffic) == round(2_054_321 * OVERHEAD)
+    traffic.dht_bytes = 7_000_000
+    assert bytes_moved(traffic) == round(9_054_321 * OVERHEAD)
 
 
 def test_a_peer_is_warned_once_at_each_mark_and_leaves_while_it_still_can(
