@@ -46,7 +46,7 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
 from swarm.progress import fetching
-from swarm.protocol.abstaining import without_record
+from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
@@ -210,9 +210,11 @@ class Starter:
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
-        if repaired.record is not record:
-            file.write(repaired.record, repaired.path)
-        return repaired.record
+        if repaired.record is record:
+            return record
+        newer = moved_on(record, repaired.record)
+        file.write(newer, repaired.path)
+        return newer
 
     # ------------------------------------------------ join
 
@@ -272,7 +274,7 @@ class Starter:
         present = self.wait_for(heard(present_peers(self.node, record.run), {}))
         peers = set(whom_to_ask(self.node, announced, present))
         trust = Trust(self.wanted.vouched or founding.digest)
-        if gathered and self.node.peer_id in founding.members:
+        if is_new := gathered and self.node.peer_id in founding.members:
             shown = Shown(Record(founding, None, None))
         else:
             question = newest_tip(self.node, downloads, record, peers, trust)
@@ -284,7 +286,6 @@ class Starter:
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
-            shown = replace(shown, record=self._without_old_votes(shown.record))
         recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
             fetch_newest_state(
@@ -299,9 +300,11 @@ class Starter:
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
-        RecordFile(directory.record_path).write(shown.record, shown.path)
+        # Only now is it known which tip that is: the one that was shown first may be gone.
+        mine = shown.record if is_new else self._without_old_votes(shown.record)
+        RecordFile(directory.record_path).write(mine, shown.path)
         self.state.current_run = record.run
-        return Started(record.run, run, layout, directory, store, shown.record, self.text.shards)
+        return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
         """The run, once its founder announces it; meanwhile this peer measures its line."""

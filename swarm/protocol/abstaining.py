@@ -43,6 +43,16 @@ def without_record(me: PeerId, shown: Record) -> Record:
     return replace(shown, abstain_until_height=UNTIL_IT_CONTRIBUTES)
 
 
+def moved_on(before: Record, shown: Record) -> Record:
+    """The record of a peer that takes up a newer tip which others showed, not its own rounds.
+
+    It abstains as before: nothing of what it was shown says where its last vote was.
+    """
+    return replace(
+        shown, abstain_until_height=before.abstain_until_height, regained=before.regained
+    )
+
+
 def _abstaining(record: Record, until_height: int) -> Record:
     until_height = max(record.abstain_until_height, until_height)
     return replace(record, abstain_until_height=until_height, regained=None)

@@ -1,0 +1,123 @@
+"""What a peer that enters a run keeps of what it knew, and of what it cannot know."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.network.finding import Opened
+from swarm.network.record_file import RecordFile
+from swarm.network.tips import Shown
+from swarm.peer import entering
+from swarm.peer.entering import Starter
+from swarm.protocol.abstaining import UNTIL_IT_CONTRIBUTES, abstains, without_record
+from swarm.protocol.events import Record, Regained
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.messages import Ballot, Certificate, Link
+from tests.protocol.round_pump import found, make_rules
+
+FOUNDING = found(make_rules(), ["A", "B", "C"])
+CERTIFICATE = Certificate(Ballot(0, "A"), {})
+
+
+def after(parent: Manifest) -> Manifest:
+    height = parent.height + 1
+    return replace(parent, height=height, round=height, parent=parent.digest)
+
+
+OWN, NEWER = after(FOUNDING), after(after(FOUNDING))
+PATH = (Link(FOUNDING.head), Link(OWN.head, CERTIFICATE), Link(NEWER.head, CERTIFICATE))
+
+
+ANY: Any = SimpleNamespace()
+
+
+class Entering(Starter):
+    """Peer A, whose tip the others no longer have when it has fetched for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.state: Any
+        self.host: Any
+        self.wanted: Any
+        self.text: Any
+        self.node: Any = SimpleNamespace(peer_id="A")
+        self.observer: Any = SimpleNamespace(on_fetched=None)
+        self.path = folder / "record"
+        directory = SimpleNamespace(record_path=self.path, read_founding=lambda: FOUNDING)
+        self.started: Any = SimpleNamespace(
+            run=None, run_id="run", layout=None, directory=directory, store=None
+        )
+        for name in ("recompute_initial", "announcement"):
+            monkeypatch.setattr(entering, name, lambda *_: None)
+        monkeypatch.setattr(entering, "fetch_newest_state", self.fetch)
+
+    async def fetch(self, *_: object, **__: object) -> Shown:
+        return Shown(Record(NEWER, CERTIFICATE, OWN), PATH)
+
+    def wait_for(self, coroutine: Any) -> Any:
+        return asyncio.run(coroutine)
+
+    def repaired(self, record: Record) -> Record:
+        RecordFile(self.path).write(record, PATH[:2])
+        self.started.record = record
+        return self._repair(self.started, ANY)
+
+
+def test_a_peer_that_must_not_vote_must_not_once_the_others_have_given_it_a_newer_tip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It lost its record, joined again, and then values of its tip were damaged [P5]."""
+    peer = Entering(monkeypatch, tmp_path)
+    record = without_record("A", Record(OWN, CERTIFICATE, FOUNDING))
+    assert abstains(record)
+    repaired = peer.repaired(record)
+    assert repaired.tip == NEWER and abstains(repaired)
+    assert repaired.abstain_until_height == UNTIL_IT_CONTRIBUTES
+    assert RecordFile(peer.path).read() == repaired
+
+
+def test_a_peer_that_votes_again_still_does_after_a_repair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = replace(
+        without_record("A", Record(OWN, CERTIFICATE, FOUNDING)),
+        regained=Regained(OWN.generation, OWN.height),
+    )
+    assert not abstains(record)
+    assert not abstains(Entering(monkeypatch, tmp_path).repaired(record))
+
+
+def test_a_member_without_its_record_must_not_vote_on_the_tip_that_it_has_fetched_at_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others went on while it fetched the tip that it was shown first."""
+    peer = Entering(monkeypatch, tmp_path)
+
+    async def shows(*_: object) -> Shown:
+        return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
+
+    async def nothing(*_: object) -> dict[str, Any]:
+        return {}
+
+    for name in ("present_peers", "measure_line"):
+        monkeypatch.setattr(entering, name, nothing)
+    monkeypatch.setattr(entering, "newest_tip", shows)
+    for name in ("layout_of", "require_admission"):
+        monkeypatch.setattr(entering, name, lambda *_: None)
+    monkeypatch.setattr(entering, "whom_to_ask", lambda *_: ["B"])
+    monkeypatch.setattr(peer, "_open_text", lambda *_: [])
+    folder = SimpleNamespace(path=tmp_path, record_path=peer.path, read_text_folder=lambda: None)
+    monkeypatch.setattr(peer, "new_directory", lambda *_: folder)
+    peer.state = SimpleNamespace(run=lambda _: folder, current_run=None)
+    peer.host = SimpleNamespace(serve=lambda _: None)
+    peer.wanted = SimpleNamespace(vouched=None, invitation=None)
+    peer.text = SimpleNamespace(shards=None)
+    record = SimpleNamespace(run="run")
+    run: Any = SimpleNamespace(canonical_json=lambda: b"{}")
+    announced: Any = SimpleNamespace(record=record, publishers=("B",))
+    started = peer._join_opened(Opened(announced, run, FOUNDING), ANY)
+    assert started.record.tip == NEWER and abstains(started.record)
+    assert RecordFile(peer.path).read() == started.record
