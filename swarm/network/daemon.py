@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -25,6 +26,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkDown
 from swarm.network.identity import public_key_of
+from swarm.protocol.records import MAX_ADDRESSES
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +155,23 @@ def _listening_fault(protocol: str, host: str, port: int) -> str | None:
 
 
 def dialable(visible: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to hand out: loopback only if there is nothing else."""
+    """The addresses to hand out: loopback only if there is nothing else.
+
+    Of more than a record may have, as of a machine with many container networks, private ones are
+    left out first.
+    """
     ordered = sorted(set(visible))
     outside = [text for text in ordered if not is_loopback(text)]
-    return tuple(outside or ordered)
+    kept = sorted(outside or ordered, key=_is_private)[:MAX_ADDRESSES]
+    if left_out := len(outside or ordered) - len(kept):
+        logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
+    return tuple(sorted(kept))
+
+
+def _is_private(text: str) -> bool:
+    """Whether the address is a number that means nothing on the internet."""
+    _, protocol, host, *_ = text.split("/")
+    return protocol in ("ip4", "ip6") and not ip_address(host).is_global
 
 
 def is_loopback(text: str) -> bool:

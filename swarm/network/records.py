@@ -19,6 +19,7 @@ from swarm.protocol.records import (
     ValidationRecord,
     decode_record,
     encode_record,
+    read_record,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ async def publish(node: Node, key: str, record: DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the one before; see `Node.store`.
 
     Raises:
+        BadRecord: every reader would refuse it, and say so where nobody looks.
         NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
+    encoded = encode_record(record)
+    read_record(type(record), encoded)
     once = isinstance(record, MergeRecord | ValidationRecord | ScoreRecord)
-    return await node.store(key, encode_record(record), EVENT_TTL_S if once else RECORD_TTL_S)
+    return await node.store(key, encoded, EVENT_TTL_S if once else RECORD_TTL_S)
 
 
 async def fetch_records(

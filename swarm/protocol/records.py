@@ -53,6 +53,8 @@ MAX_RECORD_BYTES = 20_000
 MAX_RUN_RECORD_BYTES = 3_000
 MAX_VALIDATION_BYTES = 9_000
 MAX_SCORE_BYTES = 9_000
+MAX_ADDRESSES = 16
+"""That a peer tells of itself."""
 MAX_SCORES = 24
 """That one peer tells at a time."""
 NUM_SHARDS = 16
@@ -121,7 +123,7 @@ class PeerRecord(Strict):
 
     peer_id: Id
     name: Word
-    addresses: Annotated[tuple[Address, ...], Field(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], Field(max_length=MAX_ADDRESSES)]
     """Multiaddresses that others can dial; empty in client mode."""
     state: PeerState
     capacity: Annotated[float, Field(gt=0, le=MAX_REAL, allow_inf_nan=False)]
@@ -266,15 +268,24 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
     Raises:
         BadRecord: reason `record_size` or `record_schema`.
     """
+    record = read_record(kind, encoded)
+    assert isinstance(record, kind)
+    return record
+
+
+def read_record(kind: type[DhtRecord], encoded: Buffer) -> DhtRecord:
+    """The same where it is not known beforehand of which kind it is, as of an own record.
+
+    Raises:
+        BadRecord: reason `record_size` or `record_schema`.
+    """
     if len(encoded) > _LIMITS[kind]:
         raise BadRecord("record_size", f"a {kind.__name__} of {len(encoded)} bytes is too large")
     try:
-        record = _SCHEMAS[kind].validate_json(bytes(encoded))
+        return _SCHEMAS[kind].validate_json(bytes(encoded))
     except ValidationError as error:
         why = f"{kind.__name__} {refusal(error)}"[:MAX_REASON]
         raise BadRecord("record_schema", why) from error
-    assert isinstance(record, kind)
-    return record
 
 
 def shortened(reason: str, most: int = MAX_REASON) -> str:

@@ -8,12 +8,14 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
+from swarm.errors import BadRecord
 from swarm.network import dht
 from swarm.network.identity import load_or_create_identity
 from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S, SignedRecords
-from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
+from swarm.protocol.records import EVENT_TTL_S, MAX_ADDRESSES, MergeRecord, ValidationRecord
 from tests.network.conftest import records_of
+from tests.peer_records import peer_record
 
 WAIT_S = 60.0
 
@@ -85,6 +87,13 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
     assert records[first.peer_id].value == b"{}"
 
 
+def test_a_record_that_no_reader_takes_is_an_error_of_its_writer(pair, key):
+    first, _ = pair
+    record = peer_record(first.peer_id, addresses=("/ip4/10.0.0.7/tcp/1",) * (MAX_ADDRESSES + 1))
+    with pytest.raises(BadRecord, match=r"PeerRecord.*addresses"):
+        first.run(publish(first, key, record), WAIT_S)
+
+
 def test_who_stores_is_not_sent_what_others_have_stored_there(pair, key, monkeypatch):
     """In a run of 256 that would be 16 records from each of five holders, at every heartbeat."""
     first, second = pair
@@ -140,7 +149,7 @@ def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair)
 def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):
     first, second = pair
     first.run(first.store(key, b"{", 60), WAIT_S)
-    merge = MergeRecord("g", 0, 0, 0, 0.0, {})
+    merge = MergeRecord("0", 0, 0, 0, 0.0, {})
     second.run(publish(second, key, merge), WAIT_S)
     assert first.run(fetch_records(first, ValidationRecord, [key]), WAIT_S) == {}
     assert first.traffic.refused == {"record_schema": 2}
