@@ -158,7 +158,9 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 
     Blobs of the newest manifest, of the one before and of an accepted one; those on offer;
     three private states (masters and moments), since the newest and the one before are kept while
-    the next one is written, or an engine's state with its frozen experts while it steps down.
+    the next one is written, or an engine's state with its frozen experts while it steps down. Where
+    local progress of shared tensors outlives a round, it is put aside in fp32 for as long as the
+    held-out loss is measured.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
@@ -166,7 +168,9 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
     trained = trained_per_peer(run, num_peers)
     private = 3 * PRIVATE_BYTES * trained
     frozen = ELEMENT_BYTES[run.train.frozen] * (counted.total - trained)
-    return 3 * (shared + experts) + offered + private + frozen
+    outlives = run.wire.shared_coding != "none" or run.round.shared_every > 1
+    aside = ELEMENT_BYTES["fp32"] * counted.shared if outlives else 0
+    return 3 * (shared + experts) + offered + private + frozen + aside
 
 
 def forward_flops_per_token(run: RunConfig) -> int:

@@ -35,7 +35,7 @@ from swarm.model.initialise import initial_tensors
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
 from swarm.peer.live_deltas import difference, follow, rebase
-from swarm.peer.putting_aside import put_aside
+from swarm.peer.putting_aside import Patiently, put_aside
 from swarm.peer.unit_threads import ONE_THREAD, OneAtATime, UnitThreads
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
@@ -318,14 +318,21 @@ class LiveModel:
 
     # ------------------------------------------------ looking at agreed states
 
-    def evaluate(self, manifest: Manifest, held_out: HeldOut) -> float:
+    def evaluate(
+        self,
+        manifest: Manifest,
+        held_out: HeldOut,
+        patiently: Patiently = lambda work: work(),
+    ) -> float:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
         The agreed values of owned experts come from the store matrix by matrix; see
-        `Engine.evaluate` for what is held.
+        `Engine.evaluate` for what is held. Local progress of shared tensors is put aside on the
+        disk meanwhile; `patiently` calls what writes it.
 
         Raises:
             BlobGone: the manifest is no longer the newest.
+            StateError: see `put_aside`.
         """
 
         def agreed(name: str) -> Tensor:
@@ -343,6 +350,7 @@ class LiveModel:
             self.local_parts,
             begin_anew,
             threads=self.threads,
+            patiently=patiently,
         )
         with self.agreed.held(manifest.entries[u].digest for u in units), aside:
             return held_out.mean(

@@ -14,6 +14,8 @@ from swarm.peer.unit_threads import Parts, UnitThreads
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Unit
 
+Patiently = Callable[[Callable[[], Digest]], Digest]
+
 
 @contextmanager
 def put_aside(
@@ -24,6 +26,7 @@ def put_aside(
     begin_anew: Callable[[Unit], None],
     *,
     threads: UnitThreads,
+    patiently: Patiently,
 ) -> Iterator[None]:
     """Has the agreed values of these units in the engine for as long as it lasts.
 
@@ -34,13 +37,18 @@ def put_aside(
         units: with values in the engine that are not the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
         threads: to do that.
+        patiently: writes progress into the store, again where that may help.
+
+    Raises:
+        StateError: progress could not be written, and all of it is in the engine, or not be read
+            again, and the engine is of no use any more.
     """
     aside: dict[Unit, Digest] = {}
     elements = sum(layout.by_unit[unit].num_elements for unit in units)
 
     def put(unit: Unit) -> None:
         local = encoded(_in_fp32(layout.by_unit[unit]), engine.read_part)
-        aside[unit] = write(store.draft(local.num_bytes), local)
+        aside[unit] = patiently(lambda: write(store.draft(local.num_bytes), local))
         begin_anew(unit)
 
     def put_back(unit: Unit) -> None:

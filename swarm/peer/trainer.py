@@ -388,7 +388,11 @@ class Trainer(TrainingShell):
     def validate(self, manifest: Manifest) -> None:
         try:
             with self.status.phases.within("validating"):
-                val_loss = self.model.evaluate(manifest, self.held_out)
+                val_loss = self.model.evaluate(
+                    manifest,
+                    self.held_out,
+                    lambda work: patiently(work, "progress put aside", self._pause),
+                )
         except BlobGone as error:
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return

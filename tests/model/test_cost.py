@@ -209,6 +209,23 @@ def test_disk_holds_three_manifests_an_offer_three_private_states_and_a_step_dow
     assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 3 * private + frozen
 
 
+@pytest.mark.parametrize(
+    ("wire", "rounds"),
+    [({"shared_coding": "b2"}, {}), ({}, {"shared_every": 4, "stagger": True})],
+)
+def test_progress_that_outlives_a_round_is_put_aside_in_fp32(
+    wire: dict[str, object], rounds: dict[str, object]
+) -> None:
+    run = spes("1b")
+    lasting = run.model_copy(
+        update={
+            "wire": run.wire.model_copy(update=wire),
+            "round": run.round.model_copy(update=rounds),
+        }
+    )
+    assert disk_bytes(lasting, 4) - disk_bytes(run, 4) == 4 * parameters(run.model).shared
+
+
 def test_a_hand_over_has_masters_where_the_wire_rounds_them() -> None:
     elements = 4 * parameters(spes("1b").model).per_expert
     assert handover_bytes(spes("1b"), 4) == 8 * elements

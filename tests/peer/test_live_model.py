@@ -1,19 +1,26 @@
 """Moving a live engine to an agreed state whose blobs may be collected meanwhile."""
 
+import errno
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from swarm.codecs import mean_of
+from swarm.errors import StateError
 from swarm.experts import expert_shapes, expert_unit
 from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, reader, store_content
+from swarm.network.draft import Draft
 from swarm.network.founding import founding_manifest
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.trainer import Trainer
 from swarm.protocol.adoption import Action, adopt
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
@@ -248,6 +255,35 @@ def test_the_agreed_state_is_measured_without_local_progress_which_comes_back_in
     assert fresh.evaluate(renewed, text) == found
     live.local_parts = frozenset()
     assert live.evaluate(renewed, text) != found
+
+
+def test_a_disk_that_is_full_while_the_agreed_state_is_measured_is_waited_for(
+    sliced: tuple[LiveModel, Manifest, Manifest],
+    store: BlobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live, founded, renewed = sliced
+    adopt_sliced(live, founded, renewed)
+    before, text = live.engine.read(all_names(SLICED)), held_out(SLICED)
+    undisturbed = live.evaluate(renewed, text)
+    draft, measured, paused = store.draft, list[float](), list[float]()
+
+    def draft_once_there_is_room(num_bytes: int) -> Draft:
+        if not paused:
+            raise StateError("the disk is full") from OSError(errno.ENOSPC, "no space")
+        return draft(num_bytes)
+
+    monkeypatch.setattr(store, "draft", draft_once_there_is_room)
+    trainer: Any = object.__new__(Trainer)
+    trainer.model, trainer.held_out = live, text
+    trainer.status = SimpleNamespace(
+        phases=SimpleNamespace(within=lambda _: nullcontext()),
+        validated=lambda manifest, val_loss, _: measured.append(val_loss),
+    )
+    trainer._pause = paused.append
+    trainer.validate(renewed)
+    assert measured == [undisturbed] and len(paused) == 1
+    assert same(live.engine.read(all_names(SLICED)), before)
 
 
 BF16 = tiny_run(wire={"experts": "bf16"})
