@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from swarm.errors import CorruptState, OutOfMemory, StateError, SwarmError, lacks_memory
 from swarm.protocol.backoff import backoff_s
@@ -41,13 +41,13 @@ _NO_THREAD = "can't start new thread"
 _MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
 Result = TypeVar("Result")
-_waiting: dict[str, str] = {}
+_waiting: dict[_Tries, str] = {}
 """What is tried again now, and why it failed; of the whole process, like disk and memory."""
 
 
 def awaited() -> str:
     """What this process waits for a person to mend; "" for nothing."""
-    return "; ".join(f"{what}: {why}" for what, why in sorted(_waiting.items()))
+    return "; ".join(sorted({*_waiting.copy().values()}))
 
 
 @dataclass(frozen=True)
@@ -123,43 +123,48 @@ def patiently(
         StateError: it does not pass by itself, or not in half an hour.
         OutOfMemory: memory stays short for a minute.
     """
-    attempt, began_s = 0, time.monotonic()
-    while True:
-        try:
-            result = write()
-        except _MAY_PASS as error:
-            pause_s = _told(error, what, attempt, time.monotonic() - began_s)
-        else:
-            _waiting.pop(what, None)
-            return result
-        sleep(pause_s)
-        attempt += 1
+    with _Tries(what) as tries:
+        while True:
+            try:
+                return write()
+            except _MAY_PASS as error:
+                pause_s = tries.pause_s(error)
+            sleep(pause_s)
 
 
 async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> Result:
     """The same in a loop."""
-    attempt, began_s = 0, time.monotonic()
-    while True:
-        try:
-            result = await write()
-        except _MAY_PASS as error:
-            pause_s = _told(error, what, attempt, time.monotonic() - began_s)
-        else:
-            _waiting.pop(what, None)
-            return result
-        await asyncio.sleep(pause_s)
-        attempt += 1
+    with _Tries(what) as tries:
+        while True:
+            try:
+                return await write()
+            except _MAY_PASS as error:
+                pause_s = tries.pause_s(error)
+            await asyncio.sleep(pause_s)
 
 
-def _told(error: Exception, what: str, attempt: int, waited_s: float) -> float:
-    if isinstance(error, RuntimeError) and not is_memory(error):
-        raise error  # a bug
-    pause = after_failure(error, attempt, waited_s)
-    if pause.seconds is None:
-        _waiting.pop(what, None)
-        kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
-        raise kind(f"{what}: {pause.reason}") from error
-    number = _number(error)  # no path: others read it
-    _waiting[what] = f"{os.strerror(number)} ({MENDED_BY[number]})"
-    logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
-    return pause.seconds
+class _Tries:
+    """The tries of one call, which waits for nothing any more when it ends, however it does."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._attempt, self._began_s = what, 0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _waiting.pop(self, None)
+
+    def pause_s(self, error: Exception) -> float:
+        """Seconds until the next try; raises what `patiently` says where there is none."""
+        if isinstance(error, RuntimeError) and not is_memory(error):
+            raise error  # a bug
+        pause = after_failure(error, self._attempt, time.monotonic() - self._began_s)
+        if pause.seconds is None:
+            kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
+            raise kind(f"{self._what}: {pause.reason}") from error
+        number = _number(error)  # no path: others read it
+        _waiting[self] = f"{self._what}: {os.strerror(number)} ({MENDED_BY[number]})"
+        logger.error("%s: %s; tried again in %.1f s", self._what, pause.reason, pause.seconds)
+        self._attempt += 1
+        return pause.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 
 import pytest
@@ -14,7 +15,9 @@ from swarm.network.patience import (
     MENDED_BY,
     PATIENCE_S,
     after_failure,
+    awaited,
     patiently,
+    patiently_async,
 )
 
 
@@ -96,3 +99,39 @@ def test_a_write_that_cannot_succeed_is_a_state_error_at_once() -> None:
 
     with pytest.raises(StateError, match="record: "):
         patiently(write, "record", lambda _: pytest.fail("not waited for"))
+
+
+FULL = "No space left on device (free some space)"
+
+
+def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
+    """As a fetch of which a newer manifest makes nothing useful; the disk has room by then."""
+
+    async def write() -> None:
+        raise failure(errno.ENOSPC)
+
+    async def scene() -> None:
+        fetching = asyncio.create_task(patiently_async(write, "blobs"))
+        while not awaited():
+            await asyncio.sleep(0)
+        assert awaited() == f"blobs: {FULL}"
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        assert fetching.cancelled() and awaited() == ""
+
+    asyncio.run(scene())
+
+
+def test_a_call_that_comes_to_its_end_leaves_what_others_wait_for() -> None:
+    failures, inner = [failure(errno.ENOSPC)], list[str]()
+
+    def write() -> None:
+        if failures:
+            raise failures.pop()
+
+    def meanwhile(_: float) -> None:
+        patiently(lambda: None, "blobs")
+        inner.append(awaited())
+
+    patiently(write, "blobs", meanwhile)
+    assert inner == [f"blobs: {FULL}"] and awaited() == ""
