@@ -136,8 +136,8 @@ class Host:
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        With a run on disk the peer starts even when nobody answers. Its name and addresses are
-        those of an earlier start, where `config` leaves them open.
+        With a run on disk the peer starts even when nobody answers. What `kept_settings.py` lists
+        is as at an earlier start, where `config` leaves it open.
 
         Args:
             config: of this machine.
@@ -157,8 +157,8 @@ class Host:
             undo.callback(state.close)
             if check:
                 check(state)
-            require_quota(config.network, state)
             config = with_kept(config, state.settings_path)
+            require_quota(config.network, state)
             network = config.network
             identity = network.identity_path
             node = Node.start(

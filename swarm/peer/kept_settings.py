@@ -19,14 +19,19 @@ KEPT = (
     ("network", "host_maddrs"),
     ("network", "announce_maddrs"),
     ("network", "client_mode"),
+    ("network", "direct_port"),
+    ("network", "max_upload_mbit"),
+    ("network", "max_download_mbit"),
+    ("network", "data_quota_gb"),
 )
-"""Section and field: what others know this peer by, and where it is for them, if anywhere."""
+"""Section and field: what others know this peer by, where it is for them, if anywhere, and what its
+line may carry, since a person who forgets that at a later start pays for it."""
 
 
 def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     """The configuration with what an earlier start was given and this one was not.
 
-    What is given now is kept for later starts.
+    What is given now is kept for later starts. One line of the log says what comes from earlier.
 
     Args:
         config: of this start.
@@ -50,6 +55,9 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     except ConfigError as error:
         logger.warning("kept settings are passed over: %s", error)
         return config
+    if earlier := {key: value for key, value in kept.items() if key not in given}:
+        said = ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(earlier.items()))
+        logger.info("settings kept from an earlier start: %s", said)
     if given and {**kept, **given} != before:
         durable.write_file(path, json.dumps({**kept, **given}).encode())
     return whole

@@ -6,7 +6,7 @@ STATE_DIR/
 ├── port                the port chosen first, used again
 ├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
-├── settings            its name and addresses, kept for later starts
+├── settings            its name, addresses and limits, kept for later starts
 ├── line                what was found out about its uplink, and when
 ├── workers.key         what machines with workers for this peer must hold (0600)
 ├── data_used           bytes moved this month, with --data-quota

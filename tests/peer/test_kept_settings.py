@@ -1,14 +1,20 @@
 """A peer that is started again listens where it did and is called what it was."""
 
+import logging
+import time
 from pathlib import Path
 
 import pytest
 
 from swarm.config import PeerConfig, parse_config
+from swarm.errors import DataQuotaSpent
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite
+from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation, with_kept
-from swarm.peer.state_directory import RunDirectory
+from swarm.peer.observing import UNOBSERVED
+from swarm.peer.quota import count_of
+from swarm.peer.state_directory import RunDirectory, StateDirectory
 
 
 def given(*settings: str) -> PeerConfig:
@@ -29,7 +35,7 @@ def test_what_was_given_once_need_not_be_repeated(path: Path) -> None:
     assert first.network.host_maddrs == again.network.host_maddrs == ("/ip4/127.0.0.1/tcp/0",)
     assert again.peer.name == "alice"
     assert again.peer.linger_s == 0.0
-    assert again.peer.capacity == 1.0, "only name and addresses are kept"
+    assert again.peer.capacity == 1.0, "what it computes with is not kept"
 
 
 def test_what_is_given_now_wins_and_is_kept_from_then_on(path: Path) -> None:
@@ -60,6 +66,33 @@ def test_a_peer_that_only_dialled_out_does_so_again_until_it_is_told_where_to_li
     assert with_kept(given("peer.name=home"), path).network.client_mode
     assert not with_kept(given(LOOPBACK), path).network.client_mode
     assert not with_kept(given(), path).network.client_mode
+
+
+def test_what_its_line_may_carry_holds_for_later_starts_too_and_is_said(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    limits = {"data_quota_gb": 200.0, "max_upload_mbit": 20.0, "max_download_mbit": 100.0}
+    ports = {"direct_port": 31_400}
+    with_kept(given(*(f"network.{key}={value}" for key, value in (limits | ports).items())), path)
+    assert not caplog.text, "all of it is of this start"
+    again = with_kept(given("network.max_upload_mbit=10.0"), path).network
+    assert again.model_dump(include={*limits, *ports}) == {
+        **limits, **ports, "max_upload_mbit": 10.0,
+    }  # fmt: skip
+    kept = "network.data_quota_gb=200.0, network.direct_port=31400, network.max_download_mbit=100.0"
+    assert caplog.messages == [f"settings kept from an earlier start: {kept}"]
+
+
+def test_a_quota_of_an_earlier_start_is_looked_at_before_anything_is_moved(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+    with_kept(given("network.data_quota_gb=1.0"), state.settings_path)
+    count = count_of(state)
+    count.add(2 * 10**9, time.time())
+    count.write()
+    state.close()
+    with pytest.raises(DataQuotaSpent, match="2 of 1 GB"):
+        Host.open(given("network.client_mode=true"), tmp_path, UNOBSERVED)
 
 
 def test_a_member_that_comes_back_has_its_invitation_still(tmp_path: Path) -> None:
