@@ -97,7 +97,6 @@ class PeerStatus:
         self._counted: list[tuple[Code, int]] = []
         """Own tokens in manifests that were applied, as long as these may be rolled back."""
         self.missed = 0
-        """Rounds in a row that went on without what this peer had trained."""
         """Rounds in a row that this peer trained in and that went on without it."""
         self._round_s = time.monotonic()
         self._at_round_start = self._round_traffic = self.traffic()
