@@ -27,14 +27,16 @@ from swarm.protocol.printable import printable
 if TYPE_CHECKING:  # loads hivemind and torch
     from swarm.peer.looking import History
 
-REFRESH_S = 2.0
-
 
 class Source(Protocol):
     """What shows a run: one that lives, or one that is over."""
 
     before: Snapshot | None
     """The last look; None before the first."""
+
+    @property
+    def refresh_s(self) -> float:
+        """Seconds from one look to the next."""
 
     def look(self) -> Snapshot:
         """The newest snapshot; a `SwarmError` when there is none now."""
@@ -93,7 +95,7 @@ def main(
     if http:
         from peers.monitor_page import page_at  # starlette and uvicorn: only for the page
 
-        show = page_at(http, REFRESH_S)
+        show = page_at(http)
     elif once:
         show = functools.partial(_show, in_json=given.as_json)
     elif follow or given.as_json or not Console().is_terminal:
@@ -175,7 +177,7 @@ def _follow(source: Source, in_json: bool) -> None:
         if in_json or line != said:
             click.echo(printable(line, len(line)))
         said = line
-        time.sleep(REFRESH_S)
+        time.sleep(source.refresh_s)
 
 
 def _lost(before: Snapshot | None, reason: str) -> str:
@@ -212,7 +214,7 @@ def _live(source: Source) -> None:
             else:
                 height, width = console.height, console.width
                 live.update(render(snapshot, width=width, height=height), refresh=True)
-            time.sleep(REFRESH_S)
+            time.sleep(source.refresh_s)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ class Earlier:
 
 
 class Replay:
-    """`--replay STATE_DIR`: one manifest a look; the last one stays."""
+    """`--replay STATE_DIR`: one manifest a look, every `refresh_s` seconds; the last one stays."""
+
+    refresh_s = 2.0
 
     def __init__(self, folder: Path, *, to_end: bool = False) -> None:
         """Reads the histories below a peer's state directory, or below that of swarm-local.

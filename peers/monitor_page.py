@@ -30,6 +30,10 @@ LOCAL = "127.0.0.1"
 class Looks(Protocol):
     """What shows a run."""
 
+    @property
+    def refresh_s(self) -> float:
+        """Seconds from one look to the next."""
+
     def look(self) -> Snapshot:
         """The newest snapshot; a `SwarmError` when there is none now."""
 
@@ -52,20 +56,19 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def page_at(address: str, refresh_s: float) -> Callable[[Looks], None]:
+def page_at(address: str) -> Callable[[Looks], None]:
     """What serves a page at `HOST:PORT`, until the process is told to end.
 
     Args:
         address: is taken at once, so that a port in use is told before anything else starts.
-        refresh_s: between two looks.
 
     Raises:
         ConfigError: the address cannot be had.
     """
-    return functools.partial(_show_page, bound_to(address), refresh_s)
+    return functools.partial(_show_page, bound_to(address))
 
 
-def _show_page(bound: socket.socket, refresh_s: float, source: Looks) -> None:
+def _show_page(bound: socket.socket, source: Looks) -> None:
     feed, stopping = Feed(MAX_LISTENERS), threading.Event()
 
     def watch() -> None:
@@ -74,7 +77,7 @@ def _show_page(bound: socket.socket, refresh_s: float, source: Looks) -> None:
                 feed.show(as_json(source.look()))
             except (SwarmError, OSError) as error:
                 feed.lose(printable(str(error)))
-            stopping.wait(refresh_s)
+            stopping.wait(source.refresh_s)
 
     # It may be in the middle of a look when the server ends, and holds nothing then.
     watcher = threading.Thread(target=watch, name="watcher", daemon=True)

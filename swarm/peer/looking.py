@@ -10,6 +10,7 @@ from swarm.errors import NobodyReachable
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.network.blobs import BlobStore
+from swarm.network.dht import MAX_RECORDS_PER_KEY
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Digest, Manifest
@@ -19,6 +20,10 @@ START_S = 8.0
 LOOK_S = 4.0
 """Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
 TIP_S = 2.5
+REFRESH_S = 2.0
+PEERS_A_SECOND = 16
+"""All that 256 peers say of themselves are 3 MB, and peers say it every 8 s: in larger runs looks
+take longer, and there are fewer."""
 
 
 class History(Protocol):
@@ -52,10 +57,10 @@ class Watch:
         """
         if self.announced is None or self.announced.record.state is RunState.GATHERING:
             self.announced = self.observer.find(self.wanted, LOOK_S)
-        run = self.announced.record.run
-        seen = self.observer.look(run, LOOK_S)
+        run, deadline_s = self.announced.record.run, LOOK_S + self._all_said_s / 2
+        seen = self.observer.look(run, deadline_s)
         if not seen.peers:  # who has just arrived on a slow line misses records that come too late
-            seen = self.observer.look(run, LOOK_S)
+            seen = self.observer.look(run, deadline_s)
         had_tip = self.tip is not None
         if self._is_stale(seen):
             self._renew_tip(seen)
@@ -85,6 +90,19 @@ class Watch:
         if self.history and self.tip:
             self.history.keep(self.before)
         return self.before
+
+    @property
+    def refresh_s(self) -> float:
+        """Seconds from one look to the next."""
+        return max(REFRESH_S, self._all_said_s)
+
+    @property
+    def _all_said_s(self) -> float:
+        """For how long a look at all peers is one's share of what the DHT moves."""
+        if self.tip:  # the first look goes by what somebody announces
+            return len(self.tip.members) / PEERS_A_SECOND
+        announced = self.announced.record.wait_for_peers if self.announced else 0
+        return min(announced, MAX_RECORDS_PER_KEY) / PEERS_A_SECOND
 
     def _is_stale(self, seen: Seen) -> bool:
         """Whether any peer has a tip other than the one known here."""

@@ -1,8 +1,8 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
-import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -54,13 +54,17 @@ class Guest:
         self.seen = Seen(
             {"QmA": peer_record("QmA", manifest_digest=manifest(1).digest, round=1)}, {}, {}
         )
+        self.deadlines_s: list[float] = []
+        self.announced_peers = 1
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
         self.asked.append(f"find {wanted}")
-        return Announced(run_record(self.state), ("QmA",))
+        record = replace(run_record(self.state), wait_for_peers=self.announced_peers)
+        return Announced(record, ("QmA",))
 
     def look(self, run: str, deadline_s: float) -> Seen:
         self.asked.append("look")
+        self.deadlines_s.append(deadline_s)
         return self.seen
 
     def tip(self, announced: Announced, peers: object, deadline_s: float) -> Manifest:
@@ -94,6 +98,27 @@ def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
     guest.show(2)
     assert watch.look().experts[0].version == 2
     assert guest.asked[-2:] == ["look", "tip"]
+
+
+def test_who_watches_many_peers_looks_for_longer_and_less_often(guest: Guest, watch: Watch) -> None:
+    """What 256 peers say of themselves is 3 MB: at first as announced, then by the manifest."""
+    assert watch.refresh_s == 2.0
+    guest.announced_peers = 256
+    tip = manifest(2)
+    members = {f"QmA{number}": Member(0, 1.0) for number in range(255)}
+    watch.look()
+    guest.tip_now = replace(tip, members={**tip.members, **members})
+    guest.seen = Seen({"QmA": record_at(guest.tip_now)}, {}, {})
+    few = watch.refresh_s
+    watch.look()
+    watch.look()
+    num_members = len(guest.tip_now.members)
+    assert guest.deadlines_s[0] == 4.0 + 256 / 32 and few == 2.0
+    assert guest.deadlines_s[-1] == 4.0 + num_members / 32
+    assert watch.refresh_s == num_members / 16
+    guest.announced_peers, again = 2**62, Watch(cast(Observer, guest), BlobStore(), None)
+    again.look()
+    assert guest.deadlines_s[-1] == 4.0 + 1024 / 32
 
 
 def test_who_sees_nobody_looks_once_more_before_it_says_so(guest: Guest, watch: Watch) -> None:
@@ -143,9 +168,7 @@ def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remember
     watch = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
     guest.show(2)
     forged = ValidationRecord(10**6, "0" * 64, 0.001, 64, 128, ((1, 9.0),))
-    guest.seen = dataclasses.replace(
-        guest.seen, validations={**guest.seen.validations, "QmX": forged}
-    )
+    guest.seen = replace(guest.seen, validations={**guest.seen.validations, "QmX": forged})
     guest.tip_now = None
     for _ in range(2):
         assert watch.look().losses == ((1, 9.0), (2, 3.0), (10**6, 0.001))
@@ -239,7 +262,7 @@ def test_a_line_counts_no_strangers(guest: Guest, watch: Watch) -> None:
     before = _line(watch.look())
     assert " peers=1 equal=1 " in before
     stranger = peer_record("QmX", manifest_digest=manifest(1).digest)
-    guest.seen = dataclasses.replace(guest.seen, peers={**guest.seen.peers, "QmX": stranger})
+    guest.seen = replace(guest.seen, peers={**guest.seen.peers, "QmX": stranger})
     assert _line(watch.look()) == before
 
 
