@@ -52,7 +52,7 @@ CAUGHT_BY_SCHEDULE = {
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:127",
     "promise_not_recorded": "C:33",
-    "lowest_accepted": "A:201",
+    "lowest_accepted": "A:933",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
