@@ -205,7 +205,8 @@ class Downloads:
             self._remove(download)
 
     def _remove(self, download: Incoming) -> None:
-        if self._downloads.pop(download.key, None):
+        if self._downloads.get(download.key) is download:
+            del self._downloads[download.key]
             self.store.unpin([download.digest])
 
     def _pump_soon(self) -> None:
@@ -339,6 +340,7 @@ class Downloads:
                 await self._finish(download, content, verdicts)
         except StateError as error:
             self._give_up(download, error)
+        self._tidy(download)
         self._arrivals += 1
         if self._arrivals % YIELD_EVERY == 0:
             await asyncio.sleep(0)

@@ -347,6 +347,40 @@ def test_a_cancelled_download_soon_stops(swarm):
     assert client.run(briefly(), WAIT_S) - before <= 16 * MIB
 
 
+def test_a_cancelled_download_of_several_pieces_ends_and_holds_nothing(swarm, monkeypatch):
+    (source, _), (server, _), client = swarm
+    blob = content(0, 12 * PIECE_BYTES)
+    want = Want(source.put(blob), len(blob), (server.peer_id,))
+    asked, cancelled, read = threading.Event(), threading.Event(), source.read
+
+    def once_cancelled(digest: str, offset: int, length: int) -> memoryview | None:
+        asked.set()
+        cancelled.wait(WAIT_S)
+        return read(digest, offset, length)
+
+    monkeypatch.setattr(source, "read", once_cancelled)
+    store = BlobStore()
+    downloads = Downloads(client, store)
+
+    async def cancel_while_some_are_on_their_way() -> None:
+        call = asyncio.create_task(downloads.fetch([want]))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+        [download] = downloads._downloads.values()
+        assert 1 < sum(downloads._sourcing.knows(piece) for piece in download.pieces) < 12
+        cancelled.set()
+        async with asyncio.timeout(5.0):
+            while downloads._downloads:
+                await asyncio.sleep(0.01)
+
+    client.run(cancel_while_some_are_on_their_way(), WAIT_S)
+    assert store._holds.held(0.0) == set()
+    store.collect(())
+    assert store.num_bytes == 0
+
+
 def test_the_store_may_be_collected_and_written_meanwhile(swarm, tmp_path):
     (source, _), (server, _), client = swarm
     blobs = [content(seed, 300_000) for seed in range(60)]
