@@ -31,6 +31,7 @@ from swarm.network.direct_door import CALLED, Door, Serve, tuned
 from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
 from swarm.network.kept_streams import KeptStreams
+from swarm.network.recent import recalled
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ full each is half a second or more."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 """After a failure a way is not looked for: at first a short while, and twice as long each time."""
+MAX_WAYS = 1024
+"""Those that were used longest ago are forgotten: to look for one anew takes a round trip."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
@@ -115,7 +118,9 @@ class Direct:
         """
         if kept := self.kept.take(peer_id, protocol):
             return kept
-        way = self._ways.setdefault(peer_id, _Way())
+        way = recalled(
+            self._ways, peer_id, _Way, MAX_WAYS, is_in_use=lambda way: way.search is not None
+        )
         try:
             async with asyncio.timeout(min(timeout_s, OPEN_S)):
                 if not way.is_known:

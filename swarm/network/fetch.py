@@ -228,13 +228,15 @@ class Downloads:
             self._queues.setdefault(peer, deque()).append(piece)
         for peer in sorted(self._queues):
             self._serve_queue(peer)
+            if not self._queues[peer]:  # peers' keys cost nothing
+                del self._queues[peer]
         if self._timer:
             self._timer.cancel()
         next_time = self._sourcing.next_time(loop.time())
         self._timer = loop.call_at(next_time, self._pump) if next_time is not None else None
 
     def _serve_queue(self, peer: str) -> None:
-        flows = self._flows.setdefault(peer, [])
+        flows = self._flows.get(peer, [])
         for flow in flows:
             flow.ask()
         queued = sum(piece.num_bytes for piece in self._queues[peer])
@@ -246,6 +248,7 @@ class Downloads:
                 self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes, threads=self._threads
             )
             flows.append(flow)
+            self._flows[peer] = flows
             room += flow.room_bytes
             task = asyncio.create_task(self._run_flow(flow))
             self._tasks.add(task)
@@ -282,6 +285,8 @@ class Downloads:
             self._flow_failed(flow, Failure.SILENT, "ended_early")
         finally:
             self._flows[flow.peer].remove(flow)
+            if not self._flows[flow.peer]:
+                del self._flows[flow.peer]
         self._pump_soon()
 
     def _flow_failed(self, flow: Flow, kind: Failure | None, reason: str) -> None:
@@ -381,14 +386,8 @@ class Downloads:
         for check in dict.fromkeys(checks):
             verdicts[check] = download.fault(check, last_piece)
         if None in verdicts.values() and None not in known.values():
-            self._keep(download, last_piece)
+            download.keep(self.store, last_piece)
         return verdicts
-
-    def _keep(self, download: Incoming, content: memoryview) -> None:
-        if download.partial:
-            self.store.keep(download.partial)
-        else:
-            self.store.put(content, download.digest)
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
         """It cannot be had here: those that wait hear of it."""

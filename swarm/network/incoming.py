@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from swarm.codecs import Content
 from swarm.errors import BadBlob
+from swarm.network.blobs import BlobStore
 from swarm.network.partial import Partial
 from swarm.protocol.digests import PIECE_BYTES, digest_of
 
@@ -93,6 +94,13 @@ class Incoming:
             logger.warning("blob %s refused: %s", self.digest, error)
             return error.reason
         return None
+
+    def keep(self, store: BlobStore, last_piece: memoryview) -> None:
+        """Makes it one of the store's; StateError if the disk does not take it."""
+        if self.partial:
+            store.keep(self.partial)
+        else:
+            store.put(last_piece, self.digest)
 
     def tell(self, verdicts: Verdicts) -> None:
         """Tells each caller what its check said: None, or why the content is refused."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.handlers import OnMessage
+from swarm.network.recent import recalled
 from swarm.protocol.figures import MAX_UNREACHED, Silence
 
 LOST_IN_A_ROW = 2
@@ -26,6 +27,9 @@ line: an answer on a living one takes less than the 5 s that are left for it."""
 FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for so long is no longer talked to."""
 KEPT = 16
+MAX_LINES = 4096
+"""Beside those on which a message is under way; of about 1 kB each. Strangers make 256 new ones a
+second at most, and members are talked to every few seconds, so those of members stay."""
 
 
 @dataclass
@@ -34,6 +38,8 @@ class _Line:
     """When a message was sent last."""
     heard_s: float = -math.inf
     """When a message or an answer came last."""
+    under_way: int = 0
+    """Messages that have not been answered."""
     lost: int = 0
     is_silent: bool = False
     silence: Silence = Silence.SILENT
@@ -70,7 +76,10 @@ class Lines:
     @contextmanager
     def post(self, peer: str) -> Iterator[None]:
         """Around the sending of one message, which returns once it was handled."""
-        line = self._lines.setdefault(peer, _Line())
+        line = recalled(
+            self._lines, peer, _Line, MAX_LINES, is_in_use=lambda line: line.under_way > 0
+        )
+        line.under_way += 1
         began_s = self._clock()
         timer = _later(SILENT_S, lambda: self._waits(line, began_s))
         try:
@@ -91,6 +100,7 @@ class Lines:
             line.lost = 0
             line.took_s.append(self._clock() - began_s)
         finally:
+            line.under_way -= 1
             line.at_s = self._clock()
             if timer:
                 timer.cancel()

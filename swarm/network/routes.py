@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
+from swarm.network.recent import recalled
 from swarm.protocol.backoff import backoff_s
 
 MAX_PEERS = 1024
@@ -127,11 +128,7 @@ class Routes:
         known.rests[relay] = (now_s + backoff_s(failures, REST_S, LONGEST_REST_S), failures)
 
     def _note(self, peer: str) -> _Known:
-        known = self._peers.pop(peer, None) or _Known()
-        self._peers[peer] = known
-        while len(self._peers) > MAX_PEERS:
-            self._peers.pop(next(iter(self._peers)))
-        return known
+        return recalled(self._peers, peer, _Known, MAX_PEERS)
 
 
 def _turn(peer: str, relay: str) -> bytes:

@@ -7,7 +7,6 @@ while it rests after a failure, and for good once it has sent wrong bytes for th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -85,9 +84,9 @@ class Sourcing(Generic[Key]):
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._jobs: dict[Key, _Job[Key]] = {}
-        self._waiting: defaultdict[str, dict[Key, None]] = defaultdict(dict)
+        self._waiting: dict[str, dict[Key, None]] = {}
         """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
-        self._preferred: defaultdict[str, dict[Key, None]] = defaultdict(dict)
+        self._preferred: dict[str, dict[Key, None]] = {}
         """For each peer those of them of which it is the first source."""
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
@@ -151,7 +150,16 @@ class Sourcing(Generic[Key]):
 
     def peer_failed(self, peer: str, why: str, now: float) -> None:
         """The peer gets no job until it has rested."""
+        self._forget_rests(now)
         self._rests[peer] = self._longer(self._rests.get(peer), why, now)
+
+    def _forget_rests(self, now: float) -> None:
+        """Lets go of peers that rested long ago and have nothing to do: keys cost nothing."""
+        long_ago = now - self._limits.longest_rest_s
+        rested = [peer for peer, rest in self._rests.items() if rest.until < long_ago]
+        for peer in rested:
+            if peer not in self._waiting and peer not in self._loads:
+                del self._rests[peer]
 
     def _longer(self, rest: _Rest | None, why: str, now: float) -> _Rest:
         if rest and rest.until > now:
@@ -176,7 +184,7 @@ class Sourcing(Generic[Key]):
 
     def next_time(self, now: float) -> float | None:
         """When a rest ends that holds a waiting job back; None if none does."""
-        times = [rest.until for peer, rest in self._rests.items() if self._waiting.get(peer)]
+        times = [rest.until for peer, rest in self._rests.items() if peer in self._waiting]
         times += [until for until, *_ in self._resting[:1]]
         return min((time for time in times if time > now), default=None)
 
@@ -243,16 +251,25 @@ class Sourcing(Generic[Key]):
         if job.refused or job.resting:
             able = (p for p in job.sources if p not in job.refused and p not in job.resting)
         for peer in able:
-            self._waiting[peer][job.key] = None
+            self._waiting.setdefault(peer, {})[job.key] = None
         for peer in job.sources[:1]:
-            if job.key in self._waiting[peer]:
-                self._preferred[peer][job.key] = None
+            if job.key in self._waiting.get(peer, ()):
+                self._preferred.setdefault(peer, {})[job.key] = None
 
     def _unqueue(self, job: _Job[Key]) -> None:
         for peer in job.sources:
-            self._waiting[peer].pop(job.key, None)
+            _remove(self._waiting, peer, job.key)
         for peer in job.sources[:1]:
-            self._preferred[peer].pop(job.key, None)
+            _remove(self._preferred, peer, job.key)
+
+
+def _remove(queues: dict[str, dict[Key, None]], peer: str, key: Key) -> None:
+    """Takes a job out of a peer's queue, and the queue away with its last one."""
+    queue = queues.get(peer)
+    if queue is not None:
+        queue.pop(key, None)
+        if not queue:
+            del queues[peer]
 
 
 class _Turn(Generic[Key]):
@@ -280,8 +297,7 @@ class _Turn(Generic[Key]):
         """The least loaded free peer chooses first, by its name if several are."""
         sourcing = self._all
         assignments: list[Assignment[Key]] = []
-        waiting = sourcing._waiting.items()
-        free = [self._turn_of(peer) for peer, jobs in waiting if jobs and peer not in self._blocked]
+        free = [self._turn_of(peer) for peer in sourcing._waiting if peer not in self._blocked]
         heapify(free)
         while free and len(assignments) != most:
             _, peer = heappop(free)

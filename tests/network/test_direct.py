@@ -24,6 +24,7 @@ from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.handshake import NONCE_BYTES, admit, introduce
 from swarm.network.identity import load_or_create_identity
+from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.streams import receive_into
@@ -213,6 +214,34 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
         pauses.append(way.not_before_s - now_s)
         now_s = way.not_before_s
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+
+
+def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Nowhere:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            if peer_id == "slow":
+                await answered.wait()
+            raise NoRoute(peer_id)
+
+    async def run() -> None:
+        me = load_or_create_identity(tmp_path / "me.key")
+        door = direct_door.Door(me, Traffic(), Ledger(), {})
+        ways = Direct(me, Nowhere(), lambda: None, door)
+        slow = asyncio.create_task(ways.open_stream("slow", PROTOCOL, 5.0))
+        await asyncio.sleep(0)
+        for number in range(500):
+            with pytest.raises(NoRoute):
+                await ways.open_stream(f"key-{number}", PROTOCOL, 5.0)
+        assert len(ways._ways) <= 101 and "slow" in ways._ways
+        answered.set()
+        with pytest.raises(NoRoute):
+            await slow
+
+    monkeypatch.setattr(direct, "MAX_WAYS", 100)
+    answered = asyncio.Event()
+    asyncio.run(run())
 
 
 def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:

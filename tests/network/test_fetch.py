@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from swarm.codecs import Content
-from swarm.errors import BadBlob, NobodyReachable, StateError
+from swarm.errors import BadBlob, NobodyReachable, NoRoute, StateError
 from swarm.network import packs
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL
@@ -19,6 +20,7 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers
 from swarm.network.serve import BlobServer
+from swarm.network.traffic import Traffic
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of, piece_index
 from swarm.protocol.sourcing import Limits
 from tests.network.conftest import LOOPBACK
@@ -379,6 +381,35 @@ def test_a_cancelled_download_of_several_pieces_ends_and_holds_nothing(swarm, mo
     assert store._holds.held(0.0) == set()
     store.collect(())
     assert store.num_bytes == 0
+
+
+def test_sources_that_nobody_reaches_leave_nothing_behind():
+    class Nowhere:
+        peer_id, traffic = "me", Traffic()
+
+        def is_far(self, peer: str) -> bool:
+            return False
+
+        async def open_stream(self, peer: str, *_: object) -> socket.socket:
+            raise NoRoute(peer)
+
+    async def ask_them_all() -> None:
+        failed: set[str] = set()
+        wants = [Want(f"{n:064x}", 1, (f"key-{n}",)) for n in range(500)]
+        fetch = downloads.fetch(wants, on_failure=lambda _, peer, __: failed.add(peer))
+        call = asyncio.create_task(fetch)
+        while len(failed) < len(wants):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        while downloads._tasks:
+            await asyncio.sleep(0)
+        downloads._pump()
+
+    downloads = Downloads(Nowhere(), BlobStore())
+    asyncio.run(ask_them_all())
+    assert downloads._flows == downloads._queues == {}
+    assert downloads._sourcing._waiting == {}
 
 
 def test_the_store_may_be_collected_and_written_meanwhile(swarm, tmp_path):

@@ -85,6 +85,23 @@ def test_who_is_no_longer_talked_to_is_forgotten_and_few_are_named() -> None:
     assert lines.unreached() == {} and lines.rtt_ms() is None
 
 
+def test_keys_that_were_sent_something_once_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm.network.lines.MAX_LINES", 100)
+    lines = Lines(Clock())
+    lose(lines, "member", NoRoute("refused"), 2)
+    with pytest.raises(Unreachable), lines.post("waiting"):
+        for number in range(5000):
+            lose(lines, f"key-{number}", NoRoute("refused"))
+            if number % 50 == 0:
+                lose(lines, "member", NoRoute("refused"))
+        raise Unreachable("no answer")
+    assert len(lines._lines) <= 101
+    assert "member" in lines.unreached()
+    assert lines._lines["waiting"].lost == 1
+
+
 def test_the_round_trip_is_the_shortest_to_each_peer_and_the_median_over_them() -> None:
     clock = Clock()
     lines = Lines(clock)

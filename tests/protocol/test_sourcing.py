@@ -141,6 +141,36 @@ def test_what_is_forgotten_leaves_no_trace():
     assert sourcing.next_time(0.0) is None
 
 
+def test_sources_that_came_and_failed_leave_nothing_behind():
+    limits = Limits()
+    sourcing, now = Sourcing(limits), 0.0
+    sourcing.want("lasting", MB, ["steady"])
+    sourcing.assign(now)
+    sourcing.failed("lasting", Failure.SILENT, "unreachable", now)
+    for number in range(5000):
+        sourcing.want(number, MB, [f"key-{number}"])
+        sourcing.assign(now, most=1)
+        sourcing.failed(number, Failure.SILENT, "unreachable", now)
+        sourcing.forget(number)
+        now += 0.1
+    assert len(sourcing._rests) <= 10 * (limits.longest_rest_s + limits.rest_s) + 2
+    assert set(sourcing._waiting) | set(sourcing._preferred) <= {"steady"}
+
+
+def test_a_source_that_takes_long_to_fail_rests_longer_each_time_all_the_same():
+    limits = Limits()
+    sourcing, now, rests = Sourcing(limits), 0.0, []
+    sourcing.want("blob", MB, ["a"])
+    for _ in range(7):
+        assert chosen(sourcing, now) == {"blob": "a"}
+        now += 2 * limits.longest_rest_s
+        sourcing.failed("blob", Failure.SILENT, "no_progress", now)
+        until = sourcing.next_time(now)
+        rests.append(until - now)
+        now = until
+    assert rests == [0.5, 1, 2, 4, 8, 15, 15]
+
+
 def test_jobs_that_rest_do_not_block_those_behind_them():
     sourcing = Sourcing()
     for number in range(200):
