@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from swarm.codecs import Content, check_finite, check_update
 from swarm.deltas.units import check_delta, in_order
@@ -63,8 +62,13 @@ class Transfers:
         """Starts a fetch in place of the running one of its purpose."""
         await self.cancel(effect.purpose)
         units = {want.digest: want for want in effect.wants}
-        self._store.pin(units)
-        self._running[effect.purpose] = asyncio.create_task(self._fetch(effect, units))
+        pinned = set(units)
+        self._store.pin(pinned)
+        task = asyncio.create_task(self._fetch(effect, units, pinned))
+        # What never arrived has no event that would take its pin back. A task that is cancelled
+        # before its first step cannot do that itself.
+        task.add_done_callback(lambda _: self._store.unpin(pinned))
+        self._running[effect.purpose] = task
 
     async def cancel(self, purpose: Purpose) -> None:
         """Ends the fetch of a purpose, if one runs."""
@@ -78,20 +82,20 @@ class Transfers:
         for purpose in list(self._running):
             await self.cancel(purpose)
 
-    async def _fetch(self, effect: Fetch, units: dict[Digest, BlobWanted]) -> None:
-        effect = replace(effect, wants=await self._sound(effect.wants))
-        pinned = set(units)
-
+    async def _fetch(
+        self, effect: Fetch, units: dict[Digest, BlobWanted], pinned: set[Digest]
+    ) -> None:
         def stored(digest: Digest) -> None:
             if digest in pinned:  # not told yet by a try that the disk ended
                 pinned.discard(digest)  # from here on the event holds the pin
                 self._deliver(Stored(digest))
 
-        began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
         try:
+            wants = await self._sound(effect.wants)
+            began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
             await patiently_async(
                 lambda: self._bring(
-                    effect.wants,
+                    wants,
                     check=lambda digest, content: self._check(units[digest], content),
                     on_blob=stored,
                 ),
@@ -99,13 +103,8 @@ class Transfers:
             )
             received = self._node.traffic.blob_bytes_received - received
             self.pace.fetched(received, time.monotonic() - began_s)
-        except asyncio.CancelledError:
-            raise
         except Exception:
             logger.exception("fetching for %s failed", effect.purpose.value)
-        finally:
-            # What never arrived has no event that would take its pin back.
-            self._store.unpin(pinned)
 
     async def _bring(self, wants: Iterable[BlobWanted], *, check: Check, on_blob: OnBlob) -> None:
         """Fetches what is averaged and what is not beside each other."""
