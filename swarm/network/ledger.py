@@ -42,6 +42,7 @@ class Cost(StrEnum):
     ADMITTING = "admitting"  # connections beside libp2p's, of whom is not known yet
     FORWARDS = "forwards"  # messages that are being passed on for others
     RELAYED = "relayed"  # streams that are being passed on for others
+    MEASURING = "measuring"  # measurements under way
     MEASURED = "measured"  # bytes that only measure a link
     RECORDS = "records"  # bytes of records that are to be stored in this peer's part of the DHT
     DIALS = "dials"  # connections tried at somebody's wish
@@ -92,6 +93,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
+    # More at a time would only measure each other. An honest peer makes one, and the one before may
+    # not have ended here; those that gather for a run in one network are strangers to each other.
+    Cost.MEASURING: Limit(Rate(16), Rate(4), Rate(2)),
     # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
     Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
     # A peer has 52 kB of records at most and renews them every 8 s. Who meets another node gives it

@@ -36,8 +36,6 @@ _DIAL_S = _OPEN_S = 5.0
 DIALLING = 3
 """Neighbours that a peer asks to dial it."""
 DIALLING_S = _DIAL_S + 1.0
-STREAMS = 4
-"""Measured at a time: more would only measure each other."""
 ANSWER_S = 10.0
 _STREAM_S = 30.0
 BESIDE = 0.02
@@ -90,7 +88,6 @@ class Prober:
     def __init__(self, ledger: Ledger | None = None) -> None:
         """Answers what the ledger, which is the node's, lets others cost."""
         self._ledger = ledger or Ledger()
-        self._streams = 0
 
     async def answer(self, node: Node, source: str, payload: bytes) -> bytes:
         """Answers a question that begins with `QUESTION`.
@@ -138,16 +135,16 @@ class Prober:
         writer: asyncio.StreamWriter,
     ) -> None:
         is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
-        if num_bytes > MAX_BYTES or self._streams >= STREAMS:
-            raise BadMessage("probe_limit", "too much is being measured")
-        self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
-        self._streams += 1
+        if num_bytes > MAX_BYTES:
+            raise BadMessage("probe_limit", "too much is to be measured")
+        held = self._ledger.take(source, Cost.MEASURING, 1, time.monotonic())
         try:
+            self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
             await (_send if is_down else _take)(num_bytes, traffic, reader, writer)
-            while await reader.read(_PART_BYTES):
-                pass
         finally:
-            self._streams -= 1
+            self._ledger.give_back(held, time.monotonic())
+        while await reader.read(_PART_BYTES):
+            pass
 
 
 async def _send(

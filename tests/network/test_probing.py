@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.errors import Unreachable
 from swarm.network import probing
-from swarm.network.ledger import Cost, Ledger, Limit, Rate
+from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import (
     PROTOCOL,
@@ -25,10 +26,12 @@ from swarm.network.probing import (
     rate_mbit,
 )
 from swarm.version import __version__
+from tests.hostile.victim import wait_until
 from tests.network.conftest import Peers
 from tests.network.test_node import free_port
 
 WAIT_S = 60.0
+SOME = {"is_down": True, "limit_s": 5.0, "num_bytes": 2**19}
 
 
 def probed(peers: Peers, ledger: Ledger | None = None) -> Node:
@@ -151,14 +154,48 @@ def test_who_measures_too_much_is_refused(peers: Peers) -> None:
     peer, me = probed(peers, Ledger(limits)), peers.node()
 
     def measure() -> None:
-        how = {"is_down": True, "limit_s": 5.0, "num_bytes": 2**19}
-        me.run(measure_mbit(me, peer.peer_id, **how), WAIT_S)
+        me.run(measure_mbit(me, peer.peer_id, **SOME), WAIT_S)
 
     measure()
     measure()
     with pytest.raises(Unreachable):
         measure()
     assert peer.traffic.refused == {"measured_of_stranger": 1}
+
+
+def test_strangers_that_stand_still_on_their_streams_keep_no_member_from_measuring(
+    peers: Peers,
+) -> None:
+    ledger = Ledger()
+    peer, member, stranger = probed(peers, ledger), peers.node(), peers.node()
+    ledger.admit([member.peer_id])
+    per_stranger = int(LIMITS[Cost.STREAMS].stranger.most)
+
+    async def stand_still(num_bytes: int) -> list[socket.socket]:
+        loop, opened = asyncio.get_running_loop(), []
+        for _ in range(per_stranger):
+            connection = await stranger.open_stream(peer.peer_id, PROTOCOL, 5.0)
+            await loop.sock_sendall(connection, probing._ASK.pack(False, num_bytes))
+            opened.append(connection)
+        return opened
+
+    def end(opened: list[socket.socket]) -> None:
+        for connection in opened:
+            stranger.loop.call_soon_threadsafe(connection.close)
+        wait_until(lambda: left(stranger, Cost.STREAMS) == per_stranger)
+
+    def left(of: Node, cost: Cost) -> float:
+        return ledger.left(of.peer_id, cost, 0.0)
+
+    opened = stranger.run(stand_still(0), WAIT_S)
+    wait_until(lambda: left(stranger, Cost.STREAMS) == 0)
+    assert member.run(measure_mbit(member, peer.peer_id, **SOME), WAIT_S) > 0
+    end(opened)
+    opened = stranger.run(stand_still(2**20), WAIT_S)
+    wait_until(lambda: peer.traffic.refused["measuring_of_stranger"] == 2)
+    assert member.run(measure_mbit(member, peer.peer_id, **SOME), WAIT_S) > 0
+    end(opened)
+    assert left(stranger, Cost.MEASURING) == LIMITS[Cost.MEASURING].stranger.most
 
 
 def test_who_wants_to_be_dialled_too_often_is_refused(peers: Peers) -> None:
