@@ -138,16 +138,23 @@ class Direct:
         self.kept.close()
         await self.door.close()
 
-    def distrust(self, peer_id: str) -> bool:
+    def distrust(self, peer_id: str, *, for_good: bool) -> bool:
         """Gives up a way on which wrong bytes came; False if there was none.
 
         Whoever is on the line may have changed them, which says nothing about the peer.
+
+        Args:
+            peer_id: from whom they came.
+            for_good: whether the way is never looked for again; False, where what was expected may
+                have been wrong, pauses as after a failure.
         """
         self.kept.drop(peer_id)
         way = self._ways.get(peer_id)
         if way is None or not way.is_known:
             return False
-        way.is_known, way.not_before_s = False, inf
+        way.failed(time.monotonic())
+        if for_good:
+            way.not_before_s = inf
         return True
 
     def doubt(self, peer_id: str) -> None:

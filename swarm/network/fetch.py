@@ -13,7 +13,7 @@ from functools import partial
 from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
-from swarm.network.flow import FIRST_ANSWER_S, Flow, FlowFailed, off_loop
+from swarm.network.flow import BAD_SIZE, FIRST_ANSWER_S, Flow, FlowFailed, off_loop
 from swarm.network.incoming import Caller, Check, Incoming, OnBlob, OnFailure, Piece, Verdicts
 from swarm.network.node import Node
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE, YIELD_EVERY
@@ -163,7 +163,7 @@ class Downloads:
         self._want_pieces(download)
 
     def _prepare(self, download: Incoming) -> None:
-        count = max(1, num_pieces(download.num_bytes))
+        count, numbers = max(1, num_pieces(download.num_bytes)), [0]
         if count > 1:
             arriving = self.store.writer(download.digest, download.num_bytes)
             if arriving.complete:  # an earlier download could not keep it
@@ -171,8 +171,6 @@ class Downloads:
                 arriving = self.store.writer(download.digest, download.num_bytes)
             download.partial = arriving
             numbers = [number for number in range(count) if not arriving.has_piece(number)]
-        else:
-            numbers = [0]
         download.pieces = [Piece(download, number) for number in numbers]
 
     def _want_pieces(self, download: Incoming) -> None:
@@ -301,7 +299,9 @@ class Downloads:
             self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        kind = Failure.SILENT if kind is Failure.WRONG and self._node.distrust(peer) else kind
+        # The size is what somebody said who named the blob, so it may not be the line's doing.
+        of_line = kind is Failure.WRONG and self._node.distrust(peer, for_good=reason != BAD_SIZE)
+        kind = Failure.SILENT if of_line else kind
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
         if kind is Failure.WRONG:
             self._node.traffic.refuse(reason)

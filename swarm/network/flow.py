@@ -25,6 +25,8 @@ INLINE_BYTES = 256 * 1024
 """Larger pieces are received, verified and written in one go in a thread, not in the loop."""
 BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
+BAD_SIZE = "blob_size"
+"""Why a stream ends whose answer announces another size than was expected."""
 PROGRESS_BYTES = 64 * 1024
 """What must arrive within one progress deadline: a byte now and then is no progress."""
 
@@ -202,7 +204,7 @@ class Flow:
             or too_large
             or (blob.exact and head.num_bytes < blob.num_bytes)
         ):
-            raise FlowFailed(Failure.WRONG, "blob_size")
+            raise FlowFailed(Failure.WRONG, BAD_SIZE)
         await self._receive_index(connection, blob, head.index_bytes)
         return head.num_bytes
 

@@ -246,9 +246,9 @@ class Node:
         """Transport address that a connected peer has here; "" if it is not connected."""
         return await seen_at(self._living_p2p(), peer_id)
 
-    def distrust(self, peer_id: str) -> bool:
+    def distrust(self, peer_id: str, *, for_good: bool) -> bool:
         """Notes wrong bytes; whether that may be the line's doing: it is asked over libp2p then."""
-        return self._ways.distrust(peer_id)
+        return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
         """Notes that a peer answered nothing on an open stream: the line may be cut."""

@@ -159,9 +159,9 @@ class Transport:
         else:
             connection.close()
 
-    def distrust(self, peer_id: str) -> bool:
+    def distrust(self, peer_id: str, *, for_good: bool) -> bool:
         """See `Node.distrust`."""
-        return self.direct is not None and self.direct.distrust(peer_id)
+        return self.direct is not None and self.direct.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import random
 import socket
 import time
@@ -427,3 +428,36 @@ def test_wrong_bytes_may_be_the_lines_doing_and_are_asked_for_again(peers: Peers
     assert fetched(asking, garbled, content) == content
     assert streams == [socket.AF_INET, socket.AF_UNIX]
     assert not asking.traffic.refused, "the peer did nothing wrong"
+    assert asking._ways.direct._ways[garbled.peer_id].not_before_s == math.inf
+
+
+def test_who_names_a_blob_with_a_false_size_turns_off_no_way_for_good(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "FIRST_PAUSE_S", 0.05)
+    server, store, streams = BlobServer(), BlobStore(), []
+    contents = [some_bytes(1000, seed) for seed in range(2)]
+    digests = [store.put(content) for content in contents]
+    server.attach(store)
+
+    async def noted(
+        traffic: Traffic, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        streams.append(writer.get_extra_info("socket").family)
+        await server.serve(traffic, source, reader, writer)
+
+    honest, asking = peers.node(Handlers(streams={PROTOCOL: noted})), peers.node()
+    failed = asyncio.Event()
+
+    async def with_a_false_size() -> None:
+        want = Want(digests[0], 1001, (honest.peer_id,))
+        fetch = Downloads(asking, BlobStore()).fetch([want], on_failure=lambda *_: failed.set())
+        call = asyncio.create_task(fetch)
+        await failed.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0.1)  # the pause
+
+    asking.run(with_a_false_size(), WAIT_S)
+    assert fetched(asking, honest, contents[1]) == contents[1]
+    assert streams[0] == streams[-1] == socket.AF_INET
