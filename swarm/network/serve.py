@@ -21,13 +21,11 @@ logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 64 * 1024
 """Up to here a blob is read and written: cheaper than a call of sendfile."""
-FILE_PART_BYTES = 2**20
-"""For members; a stranger gets `PART_BYTES` at a time, so that few bytes are between two turns."""
 FIRST_ASK_S = 10.0
 """A stream on which nothing was asked is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
 """So is one without another ask, whose last answer may still be on its way over a slow link, and
-one whose reader takes nothing."""
+one whose reader takes less than `PART_BYTES` in it: as slow as what counts as progress there."""
 ANSWER_S = 1800.0
 """An answer may last so long, at whatever rate; a stream as long as its answers get on."""
 TURNED_AWAY = 64
@@ -162,8 +160,7 @@ class BlobServer:
         may_wait = self._may_wait(ask.digest)
         with self._queue.serving(source, may_wait=may_wait):
             turn = partial(self._turn, traffic, source, ask.digest)
-            most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
-            most = traffic.up.part_bytes(most)
+            most = traffic.up.part_bytes(PART_BYTES)
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
                 self._count(ask.digest, sent, traffic)
         return True
@@ -200,9 +197,8 @@ async def _send_content(
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
-    size = most if file else min(most, PART_BYTES)
-    for start in span[::size]:
-        part_bytes = min(size, span.stop - start)
+    for start in span[::most]:
+        part_bytes = min(most, span.stop - start)
         await turn(part_bytes)
         if file:
             await _send_file(file, start, part_bytes, writer)
