@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from itertools import count
 from typing import BinaryIO, cast
 
 from swarm.errors import StateError, TooCostly
@@ -28,6 +29,8 @@ IDLE_S = 60.0
 one whose reader takes less than `PART_BYTES` in it: as slow as what counts as progress there."""
 ANSWER_S = 1800.0
 """An answer may last so long, at whatever rate; a stream as long as its answers get on."""
+ASKS_AT_ONCE = 32
+"""Asks that have come already are answered without a turn of the loop, but one after so many."""
 TURNED_AWAY = 64
 """Streams at a time that are told that there is no room, which takes up to 5 s each."""
 _REFUSED_S = 5.0
@@ -83,18 +86,20 @@ class BlobServer:
         """Answers one stream until the other side closes it."""
         try:
             if self._num_served >= traffic.up.most_streams:
-                raise TooCostly("streams_of_cap", "each would be too slow for whoever waits for it")
+                raise self._too_many()
             held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
+            self._num_served += 1
+            try:
+                await self._answer_all(traffic, source, reader, writer)
+            finally:
+                self._num_served -= 1
+                self._ledger.give_back(held, time.monotonic())
         except TooCostly as error:
             traffic.refuse(error.reason)
             await self._turn_away(reader, writer)
-            return
-        self._num_served += 1
-        try:
-            await self._answer_all(traffic, source, reader, writer)
-        finally:
-            self._num_served -= 1
-            self._ledger.give_back(held, time.monotonic())
+
+    def _too_many(self) -> TooCostly:
+        return TooCostly("streams_of_cap", "each would be too slow for whoever waits for it")
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says that there is no room; with too many waiting to hear that, nobody is told."""
@@ -115,7 +120,10 @@ class BlobServer:
     ) -> None:
         async with asyncio.timeout(FIRST_ASK_S):
             encoded = await reader.readexactly(ASK_BYTES)
-        while True:
+        for number in count(1):
+            self._ledger.take(source, Cost.ASKS, 1, time.monotonic())
+            if number % ASKS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             traffic.control_bytes_received += ASK_BYTES
             ask = Ask.decode(encoded)
             if self._on_ask:
@@ -128,9 +136,7 @@ class BlobServer:
                 return
             encoded = await self._next_ask(reader)
             if self._num_served > traffic.up.most_streams:
-                traffic.refuse("streams_of_cap")
-                await self._turn_away(reader, writer)
-                return
+                raise self._too_many()
 
     async def _next_ask(self, reader: asyncio.StreamReader) -> bytes:
         """Waits for it, or for the stream's end; one that is only kept takes nobody's place."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from swarm.network import serve
 from swarm.network.blobs import BlobStore
-from swarm.network.bulk import HEAD_BYTES, Ask
-from swarm.network.ledger import Ledger
+from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
+from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 from swarm.network.serve import BlobServer
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
@@ -30,13 +31,15 @@ class Unhurried(asyncio.SelectorEventLoop):
 
 
 @asynccontextmanager
-async def served(server: BlobServer, source: str) -> AsyncIterator[socket.socket]:
+async def served(
+    server: BlobServer, source: str, traffic: Traffic | None = None
+) -> AsyncIterator[socket.socket]:
     """A stream of this peer, which holds little that nobody has read."""
     here, there = socket.socketpair()
     here.setblocking(False)
     there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     reader, writer = await asyncio.open_connection(sock=there)
-    serving = asyncio.create_task(server.serve(Traffic(), source, reader, writer))
+    serving = asyncio.create_task(server.serve(traffic or Traffic(), source, reader, writer))
     serving.add_done_callback(lambda _: writer.close())
     try:
         yield here
@@ -73,3 +76,54 @@ def test_a_reader_that_is_slow_but_makes_progress_gets_all_of_it(tmp_path: Path)
     finally:
         loop.close()
     assert loop.now_s > serve.IDLE_S
+
+
+MISSING = Ask("00" * 32, 0, 1, False).encode()
+
+
+async def answers_to(connection: socket.socket, asks: bytes, most: int) -> list[int]:
+    """The status of each answer, up to so many, to asks that are sent in one go."""
+    await asyncio.get_running_loop().sock_sendall(connection, asks)
+    heads = bytearray(most * HEAD_BYTES)
+    await receive_into(connection, memoryview(heads))
+    return [
+        Head.decode(bytes(heads[start : start + HEAD_BYTES])).status
+        for start in range(0, len(heads), HEAD_BYTES)
+    ]
+
+
+def test_others_have_their_turn_between_asks_that_came_together() -> None:
+    turn, asked_in = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def ask_at_once() -> None:
+        counting = asyncio.create_task(count_turns())
+        server = BlobServer(on_ask=lambda *_: asked_in.update([turn]))
+        async with served(server, "stranger") as connection:
+            assert set(await answers_to(connection, 320 * MISSING, 320)) == {Status.MISSING}
+        counting.cancel()
+
+    asyncio.run(ask_at_once())
+    assert asked_in.total() == 320
+    assert max(asked_in.values()) <= serve.ASKS_AT_ONCE
+
+
+def test_asks_are_charged_whether_or_not_the_blob_is_here() -> None:
+    limits = {**LIMITS, Cost.ASKS: Limit(Rate(1024), Rate(512), Rate(64))}
+    store, traffic = BlobStore(), Traffic()
+    server = BlobServer(ledger=Ledger(limits))
+    server.attach(store)
+    nothing_of = Ask(store.put(b"here"), 0, 0, False).encode()
+
+    async def ask_too_much() -> list[int]:
+        async with served(server, "stranger", traffic) as connection:
+            return await answers_to(connection, 35 * (MISSING + nothing_of), 65)
+
+    answers = asyncio.run(ask_too_much())
+    assert answers == 32 * [Status.MISSING, Status.HERE] + [Status.BUSY]
+    assert traffic.refused == {"asks_of_stranger": 1}
