@@ -383,6 +383,44 @@ def test_a_cancelled_download_of_several_pieces_ends_and_holds_nothing(swarm, mo
     assert store.num_bytes == 0
 
 
+def test_a_stream_that_ends_while_its_blob_is_judged_holds_no_other_peer_up(swarm):
+    stores, servers, client = swarm
+    pairs = zip(servers, stores, strict=True)
+    # The pump serves peers in the order of their ids.
+    (ending, its), (other, others) = sorted(pairs, key=lambda pair: pair[0].peer_id)
+    large, small = content(0, PIECE_BYTES + 1), content(1, 1000)
+    judged = Want(its.put(large), len(large), (ending.peer_id,))
+    behind = Want(its.put(small), len(small), (ending.peer_id,))
+    beside = Want(others.put(small[:999]), 999, (other.peer_id,))
+    store = BlobStore()
+    downloads, fetched = Downloads(client, store), Fetched()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def judge(*_: object) -> None:
+        begun.set()
+        may_end.wait(WAIT_S)
+
+    async def end_it_meanwhile() -> None:
+        judging = asyncio.create_task(downloads.fetch([judged], check=judge))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        for flow in downloads._flows[ending.peer_id]:
+            if flow._connection:
+                flow._connection.shutdown(socket.SHUT_RDWR)
+        fetching = asyncio.create_task(fetched.fetch(downloads, [behind, beside]))
+        async with asyncio.timeout(5.0):
+            while beside.digest not in fetched.arrived:
+                await asyncio.sleep(0.01)
+        assert not judging.done()
+        may_end.set()
+        await asyncio.gather(judging, fetching)
+
+    try:
+        client.run(end_it_meanwhile(), WAIT_S)
+    finally:
+        may_end.set()
+
+
 def test_sources_that_nobody_reaches_leave_nothing_behind():
     class Nowhere:
         peer_id, traffic = "me", Traffic()
