@@ -27,8 +27,6 @@ BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
 BAD_SIZE = "blob_size"
 """Why a stream ends whose answer announces another size than was expected."""
-PROGRESS_BYTES = 64 * 1024
-"""What must arrive within one progress deadline: a byte now and then is no progress."""
 
 
 Result = TypeVar("Result")
@@ -198,7 +196,7 @@ class Flow:
         if head.status == Status.MISSING:
             return None
         if head.status == Status.BUSY:
-            raise FlowFailed(Failure.BUSY, "busy")
+            raise FlowFailed(Failure.SILENT, "busy")
         too_large = head.num_bytes > blob.num_bytes
         if (
             head.status != Status.HERE
@@ -254,14 +252,7 @@ class Flow:
             return num_bytes
 
         def receive_and_take() -> Verdicts:
-            receive_blocking(
-                connection,
-                view,
-                progress_s=progress_s,
-                progress_bytes=PROGRESS_BYTES,
-                arrived=count,
-                turn=turn,
-            )
+            receive_blocking(connection, view, progress_s=progress_s, arrived=count, turn=turn)
             return take(view)
 
         receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive_and_take)

@@ -27,6 +27,8 @@ Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awa
 """Serves one stream: the node's counters, the asking peer's id, reader and writer."""
 _MAX_RESPONSE_BYTES = 65_536
 _PART_BYTES = 256 * 1024
+PROGRESS_BYTES = 64 * 1024
+"""What must arrive within one progress deadline: a byte now and then is no progress."""
 
 
 def stream_handler(
@@ -117,7 +119,6 @@ def receive_blocking(
     view: memoryview,
     *,
     progress_s: float,
-    progress_bytes: int,
     arrived: Callable[[int], None],
     turn: Callable[[int], int],
 ) -> None:
@@ -129,14 +130,13 @@ def receive_blocking(
     Args:
         connection: the stream.
         view: the buffer.
-        progress_s: what counts as progress has to come within this time.
-        progress_bytes: what counts as progress.
+        progress_s: `PROGRESS_BYTES` have to come within this time.
         arrived: told of each portion.
         turn: waits until a portion of at most so many bytes may be read; returns of how many. That
             time is not counted against the other side.
 
     Raises:
-        TimeoutError: fewer than `progress_bytes` came within `progress_s`.
+        TimeoutError: fewer than `PROGRESS_BYTES` came within `progress_s`.
         ConnectionError: the stream ended before.
     """
     whole_s, part_s = divmod(progress_s, 1.0)
@@ -148,7 +148,7 @@ def receive_blocking(
             wanted = turn(min(len(view), _PART_BYTES))
             try:
                 received = connection.recv_into(view, wanted, socket.MSG_WAITALL)
-                enough = received >= min(wanted, progress_bytes)
+                enough = received >= min(wanted, PROGRESS_BYTES)
                 ended = not received or not (enough or _bytes_follow(connection))
             except BlockingIOError:
                 raise TimeoutError(f"nothing within {progress_s:g} s") from None

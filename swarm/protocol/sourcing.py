@@ -22,8 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Failure(Enum):
     """How an attempt failed, which decides who rests."""
 
-    SILENT = "silent"  # no connection, no progress, early end: the peer rests
-    BUSY = "busy"  # it has too many flows already: the peer rests
+    SILENT = "silent"  # no connection, no progress, early end, busy: the peer rests
     MISSING = "missing"  # it does not have these bytes (yet): only this job rests at this peer
     WRONG = "wrong"  # its bytes were refused: this job is never asked of it again, and it rests
 

@@ -16,13 +16,12 @@ from swarm.network import serve
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask
 from swarm.network.fetch import PROGRESS_S, Downloads, Want
-from swarm.network.flow import PROGRESS_BYTES
 from swarm.network.ledger import Cost, Ledger, Limit, Rate
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import Prober, measure_mbit
 from swarm.network.serve import BlobServer
-from swarm.network.streams import receive_into
+from swarm.network.streams import PROGRESS_BYTES, receive_into
 from swarm.network.throttle import BURST_S, LARGEST_PART_BYTES, Bucket, Throttle
 from tests.network.conftest import LOOPBACK, Peers
 

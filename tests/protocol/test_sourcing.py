@@ -213,7 +213,7 @@ def test_every_job_is_done_exactly_once_whatever_fails(random, num_peers, num_jo
                 sourcing.done(key)
                 done.add(key)
             else:
-                kind = random.choice([Failure.SILENT, Failure.BUSY, Failure.MISSING])
+                kind = random.choice([Failure.SILENT, Failure.MISSING])
                 sourcing.failed(key, kind, "chance", now)
         elif len(done) < num_jobs:
             next_time = sourcing.next_time(now)
