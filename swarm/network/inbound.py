@@ -25,6 +25,7 @@ from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol import signatures
 from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
+from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Accepted, Commit, Header, Message, Propose, Ready
@@ -217,7 +218,7 @@ async def open_message(
     """
     costs = costs or Costs(source, Ledger())
     shown = shown or Shown()
-    blobs: dict[Digest, bytes] = {}
+    blobs: dict[Digest, Buffer] = {}
     bare = await costs.parsing(partial(BareMessage, payload))
 
     async def bring(wanted: Sequence[tuple[Digest, int]]) -> None:
@@ -230,7 +231,8 @@ async def open_message(
             if bare.relays and me not in bare.relays:
                 wants = [_relayed(want, in_turn(bare.relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
-        blobs.update({digest: bytes(store.get(digest) or b"") for digest, _ in wanted})
+        # As they lie in the store: 255 peers that wait for their turn may show one manifest.
+        blobs.update({digest: store.get(digest) or b"" for digest, _ in wanted})
 
     await bring(bare.attachments)
     await bring(await costs.parsing(partial(bare.attachments_within, blobs)))

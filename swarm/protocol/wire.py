@@ -107,7 +107,7 @@ _KINDS: Mapping[type, tuple[int, Callable[[bytes], object]]] = {
 class _Beside:
     """The blobs beside one message that is written or read; see `schemas.Attachments`."""
 
-    def __init__(self, blobs: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, blobs: Mapping[str, Buffer] | None = None) -> None:
         """Reads with these blobs; without, fields keep the names of what travels beside them."""
         self._blobs = blobs
         self.named: list[Blob] = []
@@ -189,7 +189,7 @@ class BareMessage:
         self.relays = frame.message.relays if isinstance(frame.message, Propose) else ()
         self._message, self._named = frame.message, beside.named
 
-    def attachments_within(self, attachments: Mapping[str, bytes]) -> tuple[tuple[str, int], ...]:
+    def attachments_within(self, attachments: Mapping[str, Buffer]) -> tuple[tuple[str, int], ...]:
         """Digest and size of every blob that what is beside it names in turn: a roster's offers.
 
         Raises:
@@ -202,7 +202,7 @@ class BareMessage:
             _require_size(blob, MAX_OFFER_BYTES)
         return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
-    def holders(self, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
+    def holders(self, attachments: Mapping[str, Buffer]) -> dict[str, tuple[str, ...]]:
         """Digest of what it needs -> peers that hold it, as far as the message tells.
 
         Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the
@@ -222,7 +222,7 @@ class BareMessage:
         return {}
 
 
-def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, Message]:
+def decode(payload: Buffer, attachments: Mapping[str, Buffer]) -> tuple[Header, Message]:
     """A message from bytes that are not trusted.
 
     The attachments are those that its `BareMessage` names, and those within these.
@@ -272,14 +272,14 @@ def _require_size(blob: Blob, limit: int) -> None:
         raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
 
 
-def _content(blob: Blob, attachments: Mapping[str, bytes]) -> bytes:
-    """What is beside a message, if it is what the message says."""
+def _content(blob: Blob, attachments: Mapping[str, Buffer]) -> bytes:
+    """What is beside a message, copied, if it is what the message says."""
     content = attachments.get(blob.digest)
     if content is None:
         raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
-    if len(content) != blob.num_bytes or digest_of(content) != blob.digest:
+    if len(content) != blob.num_bytes or digest_of(copied := bytes(content)) != blob.digest:
         raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} is another")
-    return content
+    return copied
 
 
 def _brief(why: str) -> str:

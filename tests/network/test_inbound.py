@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from swarm.network.inbound import Inbound
 from swarm.network.ledger import LIMITS, Cost, Ledger
 from swarm.network.transfers import Transfers
 from swarm.protocol import wire
-from swarm.protocol.digests import digest_of
+from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.events import Event, Received, Record
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import (
@@ -50,7 +50,7 @@ from swarm.protocol.messages import (
     reduced_statement,
 )
 from swarm.protocol.trust import Chain, Foothold
-from swarm.protocol.wire import encode
+from swarm.protocol.wire import decode, encode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 RUN = "run-1"
@@ -334,6 +334,21 @@ def test_what_is_here_already_is_not_fetched(desk: Desk) -> None:
         desk.store.put(blob, digest)
     desk.receive("A", Propose(Ballot(0, "A"), TIP, ()))
     assert desk.downloads.asked == []
+
+
+def test_what_waits_to_be_read_lies_in_the_store_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """255 peers may show the same manifest of 2.6 MB at once."""
+    found = []
+
+    def reading(payload: bytes, attachments: Mapping[str, Buffer]) -> tuple[Header, Message]:
+        found.extend(attachments.values())
+        return decode(payload, attachments)
+
+    monkeypatch.setattr(inbound, "decode", reading)
+    desk.receive("A", Propose(Ballot(0, "A"), TIP, ()))
+    assert found and all(isinstance(each, memoryview) for each in found)
 
 
 def test_a_message_without_attachments_does_not_wait_behind_one_with(desk: Desk, monkeypatch):
