@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import fcntl
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import click
 from peers.evaluating import Evaluator, add_task, say_command
 from peers.options import Options
 from swarm.config.amounts import size_in_bytes
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, StateLocked
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.fetching import FromPeers
 from swarm.export.folder import Extra, nothing_more, write_export
@@ -27,6 +29,8 @@ from swarm.network.observer import Observer
 from swarm.peer.agreed_model import open_state
 
 START_S = 30.0
+FETCHING = ".fetching"
+"""Beside an export the values that it is made of, until it is whole."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +165,39 @@ def _from_peers(
     given: Options, out: Path, run_id: str | None, form: Form, evaluator: Evaluator | None
 ) -> Iterator[tuple[ExportFacts, Observer]]:
     """The newest model of the run's peers, and what it was found with."""
+    with _fetched_beside(out) as store, _observing(given, store, evaluator) as observer:
+        source = FromPeers(observer, store, run_id)
+        manifest = source.newest(0)
+        assert manifest is not None, "every round is 0 or later"
+        store.collect(manifest.blobs)
+        yield source.bring(manifest, form), observer
+
+
+@contextlib.contextmanager
+def _fetched_beside(out: Path) -> Iterator[BlobStore]:
+    """Where values are fetched to: beside the export, since there is room for a model.
+
+    What came before an error, or a kill, is there for the next try.
+
+    Raises:
+        StateLocked: another process exports into this folder.
+        StateError: the disk refused.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    # Beside the export, since that is where there is room for a model.
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=out) as folder:
-        store = BlobStore(Path(folder))
-        with _observing(given, store, evaluator) as observer:
-            source = FromPeers(observer, store, run_id)
-            manifest = source.newest(0)
-            assert manifest is not None, "every round is 0 or later"
-            yield source.bring(manifest, form), observer
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StateLocked(
+                f"{out}: another swarm-export writes into it", hint="end it, or name another --out"
+            ) from error
+        store = BlobStore(out / FETCHING)
+        store.verify(store.digests())
+        yield store
+        shutil.rmtree(out / FETCHING)
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager

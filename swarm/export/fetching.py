@@ -69,7 +69,7 @@ class FromPeers:
         """See `Source`: in turns, since whose link is idle changes while a model comes.
 
         Peers whose links are busy are asked where there are no others, and when a turn brought
-        nothing.
+        nothing. What came in a turn survives a kill.
         """
         wanted = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
         wanted |= manifest.founding.blobs
@@ -94,6 +94,7 @@ class FromPeers:
                 break
             except NobodyReachable:
                 before, here = here, self._bytes_here(wanted)
+                self.store.sync(digest for digest in wanted if self.store.has(digest))
                 # With all of it here the disk is slow, not the peers.
                 empty = 0 if here > before or here == total else empty + 1
                 if empty == EMPTY_TURNS or time.monotonic() > end_s:

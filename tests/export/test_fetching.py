@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,30 @@ def test_a_blob_that_comes_piece_by_piece_is_not_given_up() -> None:
     thin = Thin(bytes(6 * PIECE_BYTES + 1))
     source(thin).bring(thin.manifest, Form())
     assert thin.asked == 7 * [["QmA"]], "nor is a busy peer asked"
+
+
+class Killed(BaseException):
+    """Nothing of ours tidies up behind it."""
+
+
+class Dying(Swarm):
+    """One value comes in the first turn; the second is the last."""
+
+    def fetch_model(self, manifest: Manifest, *args: Any, **kwargs: Any) -> None:
+        digest = manifest.founding.validation
+        if self.store.has(digest):
+            raise Killed
+        self.store.put(self.remote.get(digest) or b"", digest)
+        raise NobodyReachable("the model: no answer within 60 s")
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_came_in_a_turn_survives_a_kill(tmp_path: Path) -> None:
+    dying = Dying()
+    dying.store = BlobStore(tmp_path)
+    with pytest.raises(Killed):
+        source(dying).bring(dying.manifest, Form())
+    assert BlobStore(tmp_path).digests() == [dying.manifest.founding.validation]
 
 
 def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(

@@ -15,7 +15,7 @@ from peers.exporting import export
 from peers.options import Options
 from swarm.config import RunConfig
 from swarm.data.training import train_tokenizer
-from swarm.errors import ConfigError, CorruptState, StateError
+from swarm.errors import ConfigError, CorruptState, NobodyReachable, StateError, StateLocked
 from swarm.evaluation.harness import command
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.folder import write_export
@@ -76,13 +76,14 @@ def test_what_was_fetched_is_removed_before_an_export_is_published(
 ) -> None:
     class Source:
         def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
-            store.put(b"a value")
+            self.store = store
 
         def newest(self, least_round: int) -> Manifest:
             return found.manifest
 
         def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
-            assert list(out.glob(".fetching-*/packs/*"))
+            self.store.put(b"a value")
+            assert list(out.glob(".fetching/packs/*"))
             return ExportFacts(found, form)
 
     def published(folder: Path, facts: ExportFacts) -> None:
@@ -94,6 +95,39 @@ def test_what_was_fetched_is_removed_before_an_export_is_published(
     monkeypatch.setattr(exporting, "_observing", lambda *_: contextlib.nullcontext())
     exporting.export_newest(Options(initial_peers=("x",)), out, None, Form(), published=published)
     assert told == [found.manifest]
+
+
+def test_an_export_that_was_killed_goes_on_with_what_had_come(
+    found: AgreedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = found.manifest.entries["shared.0"].digest
+
+    class Source:
+        def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
+            self.store = store
+
+        def newest(self, least_round: int) -> Manifest:
+            return found.manifest
+
+        def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+            here.append(self.store.has(kept))
+            with pytest.raises(StateLocked, match="another swarm-export writes into it"):
+                exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
+            if not here[-1]:
+                old = self.store.put(b"of a round before")
+                self.store.put(found.store.get(kept) or b"", kept)
+                self.store.sync([kept, old])
+                raise NobodyReachable("it ends")
+            assert self.store.digests() == [kept]
+            return ExportFacts(found, form)
+
+    out, here = tmp_path / "out", list[bool]()
+    monkeypatch.setattr(exporting, "FromPeers", Source)
+    monkeypatch.setattr(exporting, "_observing", lambda *_: contextlib.nullcontext())
+    with pytest.raises(NobodyReachable):
+        exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
+    exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
+    assert here == [False, True] and not list(out.glob(".*"))
 
 
 def test_an_export_holds_model_configuration_and_tokenizer(
