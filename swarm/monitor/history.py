@@ -110,9 +110,11 @@ def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
     old, new = ({row.record.peer_id: row for row in look.speaking} for look in (before, now))
     for peer in sorted(new.keys() - old.keys()):
         tell(Topic.PEER, f"{new[peer].called} is there")
-    for peer in sorted(old.keys() - {row.record.peer_id for row in now.peers}):
+    present = {row.record.peer_id for row in now.peers}
+    for peer in sorted(old.keys() - new.keys()):
         state = old[peer].record.state.value.replace("_", " ")
-        tell(Topic.PEER, f"{old[peer].called} is gone; its last word was: {state}")
+        gone = "is no member any more" if peer in present else "is gone"
+        tell(Topic.PEER, f"{old[peer].called} {gone}; its last word was: {state}")
     for peer in sorted(new.keys() & old.keys()):
         split = Agreement.DIFFERENT
         if new[peer].agreement is split and old[peer].agreement is not split:

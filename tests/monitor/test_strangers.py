@@ -190,6 +190,7 @@ def test_who_is_no_member_comes_and_goes_unsaid_and_a_member_does_not() -> None:
     # A member that the others let go, and that is still there, is not called gone.
     texts = [event.text for event in looks(member, there).events]
     assert not [text for text in texts if "is gone" in text]
+    assert f"name-of-{STRANGER} is no member any more; its last word was: training" in texts
 
 
 def test_losses_of_a_member_stay_when_it_leaves() -> None:
