@@ -1,19 +1,18 @@
 """Passes messages and streams on between peers that cannot dial each other.
 
 libp2p's own circuit relay needs minutes until a slot is there (measured: none after 40 s), so any
-willing peer that listens does it here. Messages are signed, so a relay can delay and drop them but
-not change them; blobs are named by their digests. A stream begins with a signed letter, so it costs
-the peer that asked for it, at the relay and at the destination, and never the relay itself.
+willing peer that listens does it here. Messages are signed, so a relay cannot change them; each
+counts once, so it can delay one by seconds or drop it, and no more (`letters.py`). Blobs are named
+by their digests. A stream begins with a signed letter, so it costs the peer that asked for it, at
+the relay and at the destination, and never the relay itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from swarm.network.control import Control, peer_of
 from swarm.network.envelope import LENGTH, EnvelopeKind, open_sealed, seal, with_length
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost
+from swarm.network.letters import Letters, Stamp, split
+from swarm.network.steady_clock import dht_clock
 from swarm.network.streams import Serve, open_stream, receive_into, stream_handler
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import digest_of
@@ -40,17 +41,14 @@ IDLE_S = 60.0
 """So is one on which nothing moves any more, either way."""
 STREAM_S = 1800.0
 MAX_LETTER_BYTES = 4096
-SEEN_LETTERS = 4096
-"""Letters of streams that are remembered, so that a relay cannot show one twice."""
 DELIVER_PROTOCOL = "swarm.relayed/1"
 _FORWARD = "swarm.relay"
 _DELIVER = "swarm.relayed"
 _PART_BYTES = 256 * 1024
 _CLOSE_S = 5.0
 _CONNECTED = b"\x01"
-_NONCE_BYTES = 16
-_WORDS = 3
-"""Of such a letter: protocol, relay, and what makes each letter another."""
+_WORDS = 2
+"""Of the letter of a stream: protocol and relay."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,7 @@ class _Opening:
     origin: str
     protocol: str
     relay: str
+    stamp: Stamp
 
 
 @dataclass
@@ -82,9 +81,9 @@ class Relay:
     p2p: Callable[[], P2P]
 
     def __post_init__(self) -> None:
-        """Nobody is being served yet."""
+        """Nobody is being served yet, and no letter was seen."""
         self.traffic, self.ledger = self.control.traffic, self.control.ledger
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._letters = Letters()
 
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver streams and what others pass on, and ask this peer to do so."""
@@ -111,7 +110,7 @@ class Relay:
             NoRoute: this relay does not reach the destination, or passes nothing on.
             Unreachable: no answer in time, or the destination refused it.
         """
-        sealed = seal(self.identity, kind, destination, payload)
+        sealed = self._sealed(kind, destination, payload)
         ask = bytes([len(destination)]) + destination.encode() + sealed
         try:
             answer = await self.control.call(self.p2p(), relay, _FORWARD, ask, timeout_s)
@@ -150,12 +149,15 @@ class Relay:
     async def _ask_for(
         self, connection: socket.socket, relay: str, destination: str, protocol: str
     ) -> None:
-        opening = f"{protocol} {relay} {os.urandom(_NONCE_BYTES).hex()}".encode()
-        letter = seal(self.identity, EnvelopeKind.STREAM, destination, opening)
+        letter = self._sealed(EnvelopeKind.STREAM, destination, f"{protocol} {relay}".encode())
         name = destination.encode()
         head = bytes([len(name)]) + name + with_length(letter)
         await asyncio.get_running_loop().sock_sendall(connection, head)
         await receive_into(connection, memoryview(bytearray(1)))
+
+    def _sealed(self, kind: EnvelopeKind, destination: str, content: bytes) -> bytes:
+        stamped = self._letters.stamped(destination, content, dht_clock()())
+        return seal(self.identity, kind, destination, stamped)
 
     # ------------------------------------------------ being asked
 
@@ -172,9 +174,11 @@ class Relay:
         opened = open_sealed(sealed, me)
         if opened.kind not in (EnvelopeKind.MESSAGE, EnvelopeKind.REQUEST):
             raise BadMessage("envelope_letter", "the envelope holds no message")
+        stamp, content = split(opened.payload)
+        self._letters.take(opened.source, stamp, dht_clock()())  # a second one costs it nothing
         self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
-            opened.source, opened.payload, is_request=opened.kind is EnvelopeKind.REQUEST
+            opened.source, content, is_request=opened.kind is EnvelopeKind.REQUEST
         )
         return seal(self.identity, EnvelopeKind.ANSWER, digest_of(sealed), answer)
 
@@ -210,6 +214,7 @@ class Relay:
                     opened = await self._read_letter(reader, self.identity.peer_id)
                 if opened.relay != relay:
                     raise BadMessage("relay_letter", "the letter was for another relay")
+                self._letters.take(opened.origin, opened.stamp, dht_clock()())
             await self.streams[opened.protocol](traffic, opened.origin, reader, writer)
 
     @contextmanager
@@ -227,23 +232,20 @@ class Relay:
         """The letter that a stream begins with.
 
         Raises:
-            BadMessage: it is none, for somebody else or a stream that is not passed on, or was
-                shown here before.
+            BadMessage: it is none, or for somebody else or a stream that is not passed on.
         """
         (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if size > MAX_LETTER_BYTES:
             raise BadMessage("relay_letter", f"a letter of {size} bytes")
         letter = await reader.readexactly(size)
-        envelope, digest = open_sealed(letter, destination), digest_of(letter)
-        words = envelope.payload.decode("ascii", "replace").split(" ")
-        if envelope.kind is not EnvelopeKind.STREAM or len(words) != _WORDS or digest in self._seen:
-            raise BadMessage("relay_letter", "no letter for a stream, or one that was used")
+        envelope = open_sealed(letter, destination)
+        stamp, content = split(envelope.payload)
+        words = content.decode("ascii", "replace").split(" ")
+        if envelope.kind is not EnvelopeKind.STREAM or len(words) != _WORDS:
+            raise BadMessage("relay_letter", "no letter for a stream")
         if words[0] not in self.streams:
             raise BadMessage("relay_protocol", f"{words[0]!r} is not passed on")
-        self._seen[digest] = None
-        while len(self._seen) > SEEN_LETTERS:
-            self._seen.popitem(last=False)
-        return _Opening(letter, envelope.source, words[0], words[1])
+        return _Opening(letter, envelope.source, words[0], words[1], stamp)
 
     async def _pass_on(
         self, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -34,6 +34,7 @@ from swarm.network.finding import check_run_id
 from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.identity import Identity, load_or_create_identity, verify
 from swarm.network.inbound import verified
+from swarm.network.letters import Letters, split
 from swarm.network.relay import _addressed
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.protocol import recording
@@ -263,8 +264,18 @@ def read_bulk(encoded: bytes) -> None:
 
 
 def open_letter(encoded: bytes) -> None:
-    open_sealed(encoded, "QmDestination")
-    assert encoded == LETTER
+    stamp, content = split(open_sealed(encoded, "QmDestination").payload)
+    Letters().take("QmA", stamp, SEALED_S)
+    assert encoded == LETTER and content == b"question"
+
+
+def read_stamp(encoded: bytes) -> None:
+    """Of a letter that its sender has signed, whatever it says."""
+    known, (stamp, content) = Letters(), split(encoded)
+    assert encoded[16:] == content
+    known.take("QmA", stamp, SEALED_S)
+    with pytest.raises(HostileInput):
+        known.take("QmA", stamp, SEALED_S)
 
 
 def show(encoded: bytes) -> None:
@@ -279,7 +290,9 @@ RUN_OF_CONFIG = RunRecord(
 )  # fmt: skip
 DICTIONARY = DictionaryDHTValue()
 DICTIONARY.store(identity().public_key, MSGPackSerializer.dumps(b"{}"), 2e9)
-LETTER = seal(identity(), EnvelopeKind.REQUEST, "QmDestination", b"question")
+SEALED_S = 1.8e9
+STAMPED = Letters().stamped("QmDestination", b"question", SEALED_S)
+LETTER = seal(identity(), EnvelopeKind.REQUEST, "QmDestination", STAMPED)
 HEADS = Chain(tuple(long_chain(9)))
 GAPPED = without(HEADS.links, {3, 4, 5})
 (GAP,) = gaps(GAPPED)
@@ -339,6 +352,7 @@ DECODERS: dict[str, Decoder] = {
         (EXACT.encode(), b'[peer]\nname = "x"\n[network]\nclient_mode = true\n'),
     ),
     "envelope": Decoder(open_letter, HOSTILE, (LETTER,)),
+    "stamp": Decoder(read_stamp, HOSTILE, (STAMPED,)),
     "relayed": Decoder(_addressed, HOSTILE, (b"\x03QmAletter",)),
     "signature": Decoder(
         lambda b: verify(b[:52].decode("latin-1"), b"data", b[52:]),

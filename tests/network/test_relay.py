@@ -20,11 +20,13 @@ from swarm.network.bulk import PROTOCOL
 from swarm.network.control import Control, peer_of
 from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
-from swarm.network.identity import load_or_create_identity
-from swarm.network.ledger import Ledger
+from swarm.network.identity import Identity, load_or_create_identity
+from swarm.network.ledger import Cost, Ledger
+from swarm.network.letters import FRESH_S, Letters
 from swarm.network.node import Handlers, Node
 from swarm.network.relay import Relay
 from swarm.network.serve import BlobServer
+from swarm.network.steady_clock import dht_clock
 from swarm.network.streams import open_stream, stream_handler
 from swarm.network.traffic import Traffic
 from tests.network.conftest import LOOPBACK, Peers
@@ -141,6 +143,124 @@ def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_pa
             open_sealed(bytes(broken), "QmB")
 
 
+def stamped_letter(
+    sender: Identity, content: str, to: str, kind: EnvelopeKind = EnvelopeKind.STREAM
+) -> bytes:
+    return seal(sender, kind, to, Letters().stamped(to, content.encode(), dht_clock()()))
+
+
+class Passing:
+    """A relay between two peers without a network, which keeps what it passed on."""
+
+    def __init__(self, tmp_path, monkeypatch) -> None:
+        self.inbox, self.letters, self.answers = Inbox(), list[bytes](), list[bytes]()
+        self.clock_s = dht_clock()()
+        monkeypatch.setattr(relays, "dht_clock", lambda: lambda: self.clock_s)
+        self.sender, self.receiver = (
+            Relay(
+                load_or_create_identity(tmp_path / f"{name}.key"),
+                Control(Traffic(), Ledger(), self.inbox.on_message, self.inbox.on_request),
+                {},
+                True,
+                lambda: cast(Any, None),
+            )
+            for name in "ab"
+        )
+        monkeypatch.setattr(self.sender.control, "call", self._call)
+
+    async def _call(self, _p2p: Any, _relay: str, _name: str, ask: bytes, _timeout_s: float):
+        self.letters.append(relays._addressed(ask)[1])
+        self.answers.append(await self.receiver._on_delivered("QmR", self.letters[-1]))
+        return self.answers[-1]
+
+    async def send(self, payload: bytes, kind: EnvelopeKind = EnvelopeKind.MESSAGE) -> bytes:
+        to = self.receiver.identity.peer_id
+        return await self.sender.send("QmR", to, payload, kind=kind, timeout_s=1.0)
+
+    async def refusal(self, letter: bytes) -> str:
+        """Of a letter that the relay shows once more; "" if there is none."""
+        try:
+            await self.receiver._on_delivered("QmR", letter)
+        except BadMessage as error:
+            return error.reason
+        return ""
+
+
+def test_a_relay_shows_a_message_or_question_once_and_costs_its_sender_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    passing = Passing(tmp_path, monkeypatch)
+    source, ledger = passing.sender.identity.peer_id, passing.receiver.ledger
+
+    async def run() -> None:
+        await passing.send(b"hello")
+        await passing.send(b"abc", EnvelopeKind.REQUEST)
+        left = ledger.left(source, Cost.MESSAGES, 0)
+        for _ in range(100):
+            for letter in passing.letters[:2]:
+                assert await passing.refusal(letter) == "envelope_seen"
+        assert ledger.left(source, Cost.MESSAGES, 0) == left
+        await passing.send(b"another")
+        assert passing.inbox.messages == [(source, b"hello"), (source, b"another")]
+
+    asyncio.run(run())
+
+
+def test_a_letter_that_was_held_back_too_long_is_refused(tmp_path, monkeypatch) -> None:
+    passing = Passing(tmp_path, monkeypatch)
+    source, to = passing.sender.identity, passing.receiver.identity.peer_id
+    now_s = passing.clock_s
+
+    async def run() -> None:
+        for after_s, reason in (FRESH_S + 1, "envelope_age"), (FRESH_S - 1, ""):
+            passing.clock_s = now_s
+            letter = passing.sender._sealed(EnvelopeKind.MESSAGE, to, b"late")
+            passing.clock_s = now_s + after_s
+            assert await passing.refusal(letter) == reason
+        passing.clock_s = now_s + 3600
+        assert await passing.refusal(letter) == "envelope_age"
+        bare = seal(source, EnvelopeKind.MESSAGE, to, b"no stamp")
+        assert await passing.refusal(bare) == "envelope_schema"
+
+    asyncio.run(run())
+    assert passing.inbox.messages == [(source.peer_id, b"late")]
+
+
+def test_messages_that_overtake_each_other_are_both_delivered(tmp_path, monkeypatch) -> None:
+    passing = Passing(tmp_path, monkeypatch)
+    source, to = passing.sender.identity.peer_id, passing.receiver.identity.peer_id
+    first, second = (
+        passing.sender._sealed(EnvelopeKind.MESSAGE, to, word) for word in (b"first", b"second")
+    )
+
+    async def run() -> None:
+        assert not await passing.refusal(second)
+        assert not await passing.refusal(first)
+        assert await passing.refusal(first) == await passing.refusal(second) == "envelope_seen"
+
+    asyncio.run(run())
+    assert passing.inbox.messages == [(source, b"second"), (source, b"first")]
+
+
+def test_an_answer_is_to_one_question_only_though_another_has_the_same_words(
+    tmp_path, monkeypatch
+) -> None:
+    passing = Passing(tmp_path, monkeypatch)
+
+    async def run() -> None:
+        answer = await passing.send(b"abc", EnvelopeKind.REQUEST)
+        assert answer == passing.sender.identity.peer_id.encode() + b"cba"
+
+        async def old_answer(*_: object) -> bytes:
+            return passing.answers[0]
+
+        monkeypatch.setattr(passing.sender.control, "call", old_answer)
+        with pytest.raises(NoRoute, match="somebody else"):
+            await passing.send(b"abc", EnvelopeKind.REQUEST)
+
+    asyncio.run(run())
+
+
 def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_path) -> None:
     closed = []
 
@@ -149,7 +269,7 @@ def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_pa
 
     async def ask() -> None:
         sender = load_or_create_identity(tmp_path / "a.key")
-        letter = seal(sender, EnvelopeKind.STREAM, "QmB", f"{PROTOCOL} QmR nonce".encode())
+        letter = stamped_letter(sender, f"{PROTOCOL} QmR", "QmB")
         reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
         reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
         traffic = Traffic()
@@ -185,23 +305,21 @@ def opened(tmp_path, *letters: bytes, destination: str = "QmB") -> list[Any]:
     return asyncio.run(read())
 
 
-def test_a_stream_is_opened_by_a_letter_of_its_origin_once(tmp_path) -> None:
+def test_a_stream_is_opened_by_a_letter_of_its_origin(tmp_path) -> None:
     sender = load_or_create_identity(tmp_path / "a.key")
 
     def letter(opening: str, kind: EnvelopeKind = EnvelopeKind.STREAM, to: str = "QmB") -> bytes:
-        return seal(sender, kind, to, opening.encode())
+        return stamped_letter(sender, opening, to, kind)
 
-    right = letter(f"{PROTOCOL} QmR 1")
-    first, second, third = opened(tmp_path, right, right, letter(f"{PROTOCOL} QmR 2"))
+    right = letter(f"{PROTOCOL} QmR")
+    (first,) = opened(tmp_path, right)
     assert (first.origin, first.protocol, first.relay) == (sender.peer_id, PROTOCOL, "QmR")
-    assert second == "relay_letter", "a relay that shows it again would spend what is not its own"
-    assert third.origin == sender.peer_id
     assert opened(
         tmp_path,
-        letter(f"{PROTOCOL} QmR 3", to="QmC"),
-        letter(f"{PROTOCOL} QmR 3", EnvelopeKind.MESSAGE),
-        letter("swarm.other/1 QmR 3"),
-        letter(f"{PROTOCOL} 3"),
+        letter(f"{PROTOCOL} QmR", to="QmC"),
+        letter(f"{PROTOCOL} QmR", EnvelopeKind.MESSAGE),
+        letter("swarm.other/1 QmR"),
+        letter(PROTOCOL),
         right[:-1] + b"x",
         bytes(5000),
     ) == [
@@ -212,6 +330,39 @@ def test_a_stream_is_opened_by_a_letter_of_its_origin_once(tmp_path) -> None:
         "envelope_signature",
         "relay_letter",
     ]
+
+
+def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
+    sender = load_or_create_identity(tmp_path / "a.key")
+    me = load_or_create_identity(tmp_path / "b.key")
+    traffic, served = Traffic(), []
+
+    async def serve(_traffic: Any, source: str, *_: Any) -> None:
+        served.append(source)
+
+    relay = Relay(
+        me, Control(traffic, Ledger(), None, None), {PROTOCOL: serve}, True, cast(Any, None)
+    )
+    letters = Letters()
+
+    def letter(now_s: float) -> bytes:
+        stamped = letters.stamped(me.peer_id, f"{PROTOCOL} QmR".encode(), now_s)
+        return seal(sender, EnvelopeKind.STREAM, me.peer_id, stamped)
+
+    async def show(letter: bytes) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(len(letter).to_bytes(2, "big") + letter)
+        await relay._on_delivered_stream(traffic, "QmR", reader, cast(Any, None))
+
+    async def run() -> None:
+        now_s = dht_clock()()
+        right = letter(now_s)
+        for each in right, right, letter(now_s), letter(now_s - FRESH_S - 1):
+            await show(each)
+
+    asyncio.run(run())
+    assert served == [sender.peer_id] * 2, "else a relay would spend what is not its own"
+    assert traffic.refused == {"envelope_seen": 1, "envelope_age": 1}
 
 
 def test_a_letter_counts_only_on_a_stream_of_the_relay_that_it_names(hidden) -> None:
