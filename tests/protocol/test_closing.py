@@ -71,6 +71,42 @@ def test_a_late_peer_is_waited_for_while_its_work_is_worth_more(
         assert "needs 3.4 s more, which costs 3 peers more than its 10.0 s of work" in why
 
 
+LATE = replace(BUSY, remaining_s=30.0, worked_s=300.0, word=Word(330.0, -30.0))
+MANY = replace(ROSTER, num_offers=42, num_members=64, fastest_s=300.0)
+
+
+@pytest.mark.parametrize(("num_late", "waits"), [(22, True), (5, True), (4, False)])
+def test_voters_that_are_late_are_worth_waiting_for_together(num_late: int, waits: bool) -> None:
+    """42 that wait for 30 s lose 1,260 s, as much as 4.2 lose that have worked for 300 s."""
+    roster = replace(MANY, absent=(LATE,) * num_late)
+    assert (why_close(roster, TIMERS) is None) == keeps_word(roster, TIMERS) == waits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"votes": False},
+        {"silent_s": 100.0},
+        {"is_gone": True, "silent_s": 4.0},
+        {"word": Word(330.0, 200.0)},
+        {"is_behind": True},
+    ],
+    ids=str,
+)
+def test_who_is_not_only_late_is_worth_nothing_to_the_others(changes: dict[str, Any]) -> None:
+    """Many keys that say that they are late must not hold up few voters."""
+    others = (replace(LATE, **changes),) * 30
+    roster = replace(MANY, waited_s=1000.0, absent=(*(LATE,) * 4, *others))
+    assert why_close(roster, TIMERS) and not keeps_word(roster, TIMERS)
+
+
+def test_only_those_are_counted_that_come_as_soon() -> None:
+    """For the first five it pays, though for those that need ten times as long it does not."""
+    slow = replace(LATE, remaining_s=600.0, word=Word(900.0, -600.0))
+    assert why_close(replace(MANY, absent=(*(slow,) * 10, *(LATE,) * 5)), TIMERS) is None
+    assert why_close(replace(MANY, absent=(*(slow,) * 10, *(LATE,) * 4)), TIMERS)
+
+
 @pytest.mark.parametrize(("remaining_s", "waits"), [(23.3, True), (23.4, False)])
 def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
     remaining_s: float, waits: bool

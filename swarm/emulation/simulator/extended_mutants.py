@@ -25,6 +25,7 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
@@ -74,8 +75,23 @@ class _FourAreAQuorum(Standing):
 
 
 class _HeardByChance(Contacts):
-    def ask_unheard(self, limit_s: float) -> None:
+    def ask_unheard(self, limit_s: float, waited_s: float = 0.0) -> None:
         return
+
+
+class _SilentSourcesAwaited(Averaging):
+    def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+        return {}
+
+
+class _LateByThemselves(Collector):
+    def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
+        return replace(super()._absent(campaign, peer, is_behind=is_behind), votes=False)
+
+
+class _ConvenesMeanwhile(Takeover):
+    def _is_busy_catching_up(self) -> bool:
+        return False
 
 
 class _UnheardGoesFirst(Takeover):
@@ -245,6 +261,15 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
     "heard_by_chance": Mutant.of("H4: voters that are silent are greeted", _HeardByChance),
+    "silent_sources_awaited": Mutant.of(
+        "C4: who is silent and has what others lack is left out", _SilentSourcesAwaited
+    ),
+    "late_by_themselves": Mutant.of(
+        "C3: voters that are late are worth what they are together", _LateByThemselves
+    ),
+    "convenes_meanwhile": Mutant.of(
+        "K1: who fetches what was decided does not convene", _ConvenesMeanwhile
+    ),
     "unheard_goes_first": Mutant.of(
         "K1: a convener that got no answers goes last", _UnheardGoesFirst
     ),

@@ -39,6 +39,9 @@ class Averaging(Role):
         campaign.reports[source] = newest_results((report, *known), plan, self.rules)
         campaign.reported_at[source] = self.now
         campaign.missing[source] = dict(reduced.missing)
+        for peer, why in reduced.missing.items():
+            if why != SLOW:
+                campaign.missed_at.setdefault(peer, self.now)
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
@@ -118,6 +121,22 @@ class Averaging(Role):
             reducer: "it is silent as a reducer"
             for reducer in sorted(self.late_reducers(campaign) - {self.me})
             if max(campaign.stage_at, said.get(reducer, campaign.stage_at)) <= since
+        }
+
+    def missed(self, campaign: Campaign) -> set[PeerId]:
+        """Contributors whose values late reducers could not fetch."""
+        assert campaign.plan is not None
+        reports = (campaign.missing.get(reporter, {}) for reporter in self.late_reducers(campaign))
+        named = {peer for each in reports for peer, why in each.items() if why != SLOW}
+        return named & campaign.plan.offers.keys() - {self.me}
+
+    def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+        """Of these who has not answered for so long, though it was greeted with each poll [C4]."""
+        heard, since = self.contacts.heard, self.now - limit_s
+        return {
+            peer: "its values are missing, and it is silent"
+            for peer in sorted(self.missed(campaign))
+            if max(campaign.missed_at[peer], heard.get(peer, 0.0)) <= since
         }
 
     def slow_sources(self, campaign: Campaign) -> dict[PeerId, str]:

@@ -108,6 +108,8 @@ class Campaign:
     reported_at: dict[PeerId, float] = field(default_factory=dict)
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
     """Reporter -> peers whose values it could not get, with the reason [C4]."""
+    missed_at: dict[PeerId, float] = field(default_factory=dict)
+    """When such a peer was named first, but for those whose values are only slow."""
     extensions: int = 0
     averaged_s: float = 0.0
     """What the slowest line of the roster takes for values that others average."""

@@ -7,6 +7,7 @@ lengthen the next, and who convenes for the first time, or starts again, knows o
 A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
 waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
 what it has worked on its shared tensors in this round, and what it took to fetch the tip for that.
+It may pay to wait for several voters of which none is worth it alone: a second passes once for all.
 Where rounds overlap a second of waiting costs nothing as long as those voters take their next steps
 meanwhile [V8].
 """
@@ -67,6 +68,7 @@ class Absent:
     """Whether its machine refused the last message to it."""
     is_new: bool = False
     """Whether it is a trainee that the tip did not count, and this no round that is patient."""
+    votes: bool = True
     is_behind: bool = False
     """Whether it lives but still fetches the tip, in a round that waits for that."""
     fetched_s: float = 0.0
@@ -151,7 +153,8 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
     """Whether there is somebody to wait for, so that a campaign may be as old as it is [C7]."""
-    return any(_why_not(absent, roster, timers) is None for absent in roster.absent)
+    is_awaited = any(_why_not(absent, roster, timers) is None for absent in roster.absent)
+    return is_awaited or _pays_together(roster, timers)
 
 
 def _why(roster: OpenRoster, timers: Timers) -> str | None:
@@ -165,7 +168,7 @@ def _why(roster: OpenRoster, timers: Timers) -> str | None:
         if reason is None:
             return None
         reasons.append(f"peer {absent.peer} {reason}")
-    return ", ".join(reasons)
+    return None if _pays_together(roster, timers) else ", ".join(reasons)
 
 
 def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
@@ -176,12 +179,40 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
         return _why_silent(absent, timers.roster_late_s) or _why_hopeless(absent, roster, timers)
     if absent.is_behind:
         return _why_left_behind(roster)
-    limit_s = timers.grace_s if absent.is_gone else timers.silence_s
     return (
-        _why_silent(absent, limit_s)
+        _why_unheard(absent, timers)
         or _why_late(absent, roster, timers)
         or _why_overdue(absent, roster, timers)
     )
+
+
+def _pays_together(roster: OpenRoster, timers: Timers) -> bool:
+    """Whether it pays to wait for some voters that are all late: the soonest, as many as it takes.
+
+    Trainees are worth what each is by itself, or many keys that are late would hold up few voters.
+    """
+    if roster.waited_s is None:
+        return False
+    late = [absent for absent in roster.absent if _is_only_late(absent, roster, timers)]
+    invested_s = 0.0
+    for absent in sorted(late, key=lambda absent: _wait_s(absent, roster)):
+        invested_s += absent.invested_s
+        if _wait_s(absent, roster) * roster.num_offers <= invested_s:
+            return True
+    return False
+
+
+def _is_only_late(absent: Absent, roster: OpenRoster, timers: Timers) -> bool:
+    """Whether all that speaks against waiting for a voter is how long that would take."""
+    is_voter = absent.votes and not absent.is_new
+    if not is_voter or absent.is_behind or absent.remaining_s is None:
+        return False
+    return not (_why_unheard(absent, timers) or _why_overdue(absent, roster, timers))
+
+
+def _why_unheard(absent: Absent, timers: Timers) -> str | None:
+    """Why nothing is to be expected of a member once a quorum has offered."""
+    return _why_silent(absent, timers.grace_s if absent.is_gone else timers.silence_s)
 
 
 def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
@@ -221,16 +252,24 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
     """By its own word it needs longer than pays; overdue time counts, or no wait would end."""
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
-    overdue_s = max(0.0, absent.word.overdue_s) if absent.word else 0.0
-    wait_s = max(0.0, absent.remaining_s + overdue_s - roster.spare_s)
-    if wait_s * roster.num_offers <= absent.invested_s:
+    if _wait_s(absent, roster) * roster.num_offers <= absent.invested_s:
         return None
+    overdue_s = _overdue_s(absent)
     overdue = f", {overdue_s:.1f} s after its word" if overdue_s else ""
     spare = f", {roster.spare_s:.1f} s of it beside their steps" if roster.spare_s else ""
     return (
         f"needs {absent.remaining_s:.1f} s more{overdue}{spare}, which costs {roster.num_offers} "
         f"peers more than its {absent.invested_s:.1f} s of work are worth"
     )
+
+
+def _wait_s(absent: Absent, roster: OpenRoster) -> float:
+    """How long others wait for a member that has said how long it needs [V8]."""
+    return max(0.0, (absent.remaining_s or 0.0) + _overdue_s(absent) - roster.spare_s)
+
+
+def _overdue_s(absent: Absent) -> float:
+    return max(0.0, absent.word.overdue_s) if absent.word else 0.0
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:

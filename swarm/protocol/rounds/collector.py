@@ -243,6 +243,7 @@ class Collector(Role):
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self.contacts.gone,
             is_new=self._is_new(peer),
+            votes=peer in self.standing.electorate(),
             is_behind=is_behind,
             fetched_s=campaign.fetched.get(peer, 0.0),
         )
@@ -313,7 +314,7 @@ class Collector(Role):
         campaign.results = {}
         campaign.reports = {}
         campaign.reported_at = {}
-        campaign.missing = {}
+        campaign.missing, campaign.missed_at = {}, {}
         campaign.extensions = 0
         campaign.enter(Stage.REDUCE, self.now)
         self.out.explain(Topic.ROUND, why)

@@ -15,8 +15,11 @@ MAX_KNOWN_PEERS = 512
 MAX_STRANGERS = 512
 """Of so many that are no members it is remembered what they said; the first are forgotten first."""
 
+SELDOM_S = 30.0
+"""A peer that needs a quorum and hears none greets the others so often at least."""
+
 Exchanged = dict[tuple[PeerId, Digest], float]
-"""When a peer was last told this tip, or greeted with it and asked to answer."""
+"""When a peer was last told this tip, or asked for a newer one than this."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,6 +36,7 @@ class Contacts(Role):
     """Peers to greet now and then, the one remembered last at the end."""
     told: Exchanged = field(init=False, default_factory=dict)
     asked: Exchanged = field(init=False, default_factory=dict)
+    _asked_all_at: float = field(init=False, default=-inf)
     readies: dict[PeerId, Ready] = field(init=False, default_factory=dict)
     """What peers said at this height to a convener without a campaign."""
     somebody_is_ahead: bool = field(init=False, default=False)
@@ -94,20 +98,24 @@ class Contacts(Role):
         heard = [peer for peer, at in self.heard.items() if at > since]
         return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
 
-    def ask_unheard(self, limit_s: float) -> None:
+    def ask_unheard(self, limit_s: float, waited_s: float = 0.0) -> None:
         """Greets voters that were silent for half the limit, unless a quorum was heard in it [H4].
 
         A peer that needs to have heard a quorum does not leave it to chance: of hundreds of voters
         that are well only a few have anything to say to it in some seconds.
+
+        Args:
+            limit_s: within which a quorum must have been heard.
+            waited_s: for how long this peer has had to know by now. The longer, the more seldom it
+                asks, or those that are left of a large swarm would do little else.
         """
-        half_s, again_s = limit_s / 2, max(self.timers.poll_s, limit_s / 4)
-        if self.hears_quorum(half_s):
+        pause_s = max(self.timers.poll_s, limit_s / 4, min(SELDOM_S, waited_s / 8))
+        if self.now - self._asked_all_at < pause_s or self.hears_quorum(limit_s / 2):
             return
+        self._asked_all_at = self.now
         for peer in sorted(self.standing.electorate()):
-            key = peer, self.tip.digest
-            is_silent = peer != self.me and self.heard.get(peer, -inf) <= self.now - half_s
-            if is_silent and self.asked.get(key, -inf) <= self.now - again_s:
-                self.asked[key] = self.now
+            heard_at = self.heard.get(peer, -inf)
+            if peer != self.me and heard_at <= self.now - limit_s / 2:
                 self.out.post(peer, Hello(ask=True))
 
     def remember(self, peers: Iterable[PeerId]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Accept, Ballot, Message, Prepare, Ready, Reduced
+from swarm.protocol.messages import Accept, Ballot, Hello, Message, Prepare, Ready, Reduced
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.campaign import Campaign, Stage
@@ -148,7 +148,8 @@ class Convener(Role):
         """A new roster without those that hold the round up, once T_red is over [C4].
 
         T_red is longer where the roster has a line that is known to need more [D5]. Peers that are
-        gone, and reducers that are silent, are not waited for so long.
+        gone, and silent ones, as reducers or with values that are missing, are not waited for so
+        long.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -159,7 +160,9 @@ class Convener(Role):
         limit_s = max(reduce_s * (1 + campaign.extensions), known_s)
         if age_s < limit_s:
             lost_s = self.timers.lost_after_s(reduce_s)
-            self._exclude(campaign, self.averaging.silent_reducers(campaign, lost_s), lost_s)
+            silent = self.averaging.silent_sources(campaign, lost_s)
+            silent |= self.averaging.silent_reducers(campaign, lost_s)
+            self._exclude(campaign, silent, lost_s)
             if campaign.stage is Stage.REDUCE and age_s >= grace_s:
                 self._exclude(campaign, self.averaging.gone_that_are_missed(campaign), grace_s)
             return
@@ -228,6 +231,8 @@ class Convener(Role):
                 self.out.post(peer, full)
             elif peer != self.me:
                 self.out.post(peer, heartbeat)
+        for peer in sorted(self.averaging.missed(campaign)):
+            self.out.post(peer, Hello(ask=True))
 
     @property
     def _deaf_after_s(self) -> float:

@@ -32,7 +32,8 @@ class Reformer(Role):
         """Leaves the generation once it gives no sign of life any more."""
         forks = self.forks
         if forks.quiet_s >= self.timers.reform_s / 2:
-            self.contacts.ask_unheard(self.timers.reform_s)
+            # So that all that live are heard in the half of T_reform that counts as survivors'.
+            self.contacts.ask_unheard(self.timers.reform_s / 2)
         if forks.quiet_s < self.timers.reform_s:
             return
         if forks.candidate and forks.may_leave_generation():

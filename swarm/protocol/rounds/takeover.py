@@ -87,7 +87,7 @@ class Takeover(Role):
         if self._is_busy_catching_up():
             return None
         if not self.contacts.hears_quorum(timers.heartbeat_s):
-            self.contacts.ask_unheard(timers.heartbeat_s)
+            self.contacts.ask_unheard(timers.heartbeat_s, silent_s)
             self._tell_wait(convener, silent_s)
             return None
         if silent_s > silence_limit_s:
@@ -160,6 +160,10 @@ class Takeover(Role):
             )
 
     def _is_busy_catching_up(self) -> bool:
-        """Whether a decided manifest is arriving, so that this height is over anyway."""
+        """Whether a decided manifest is arriving, so that this height is over anyway.
+
+        A unit of a large model takes half a minute on a thin line, and shows when it is whole.
+        """
         pursuit = self.blobs.catch_up
-        return pursuit is not None and self.now - pursuit.progress_at <= 2 * self.timers.heartbeat_s
+        limit_s = max(2 * self.timers.heartbeat_s, self.timers.vote_s / 2)
+        return pursuit is not None and self.now - pursuit.progress_at <= limit_s

@@ -82,6 +82,15 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
 
 BY_DIRECTED_TEST = {
     "heard_by_chance": test_rounds_many.test_a_convener_that_dies_is_replaced_among_many,
+    "silent_sources_awaited": (
+        test_rounds_many.test_a_contributor_that_loses_power_while_values_are_fetched_is_soon_left_out
+    ),
+    "late_by_themselves": (
+        test_rounds_many.test_voters_that_are_all_a_little_late_are_counted_together
+    ),
+    "convenes_meanwhile": (
+        test_rounds_many.test_who_fetches_what_was_decided_does_not_convene_meanwhile
+    ),
     "unheard_goes_first": (
         test_rounds_takeover.test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first
     ),
