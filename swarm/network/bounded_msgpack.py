@@ -46,25 +46,25 @@ class _Scan:
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
         self._at = 0
+        self.num_elements = 0
         # Of each container: elements to come, where it must have ended, whether exactly there.
         self._open = [(1, len(encoded), True)]
 
-    def problem(self, max_depth: int, max_elements: int) -> str | None:
+    def problem(self) -> str | None:
         """Why the bytes may not be decoded, or None."""
-        elements = 0
         while self._open:
             to_come, end, is_exact = self._open.pop()
             if to_come == 0:
                 if is_exact and self._at != end:
                     return f"{end - self._at} bytes follow a value that has ended"
                 continue
-            elements += 1
-            if elements > max_elements:
-                return f"more than {max_elements} elements"
+            self.num_elements += 1
+            if self.num_elements > MAX_ELEMENTS:
+                return f"more than {MAX_ELEMENTS} elements"
             self._open.append((to_come - 1, end, is_exact))
             fault = self._take(end)
-            if len(self._open) > max_depth + 1:
-                return f"nested more than {max_depth} deep"
+            if len(self._open) > MAX_DEPTH + 1:
+                return f"nested more than {MAX_DEPTH} deep"
             if fault or self._at > end:
                 return fault or "a value is longer than what it is in"
         return None
@@ -118,17 +118,20 @@ class _Scan:
         return None
 
 
-def structure_problem(
-    encoded: bytes, *, max_depth: int = MAX_DEPTH, max_elements: int = MAX_ELEMENTS
-) -> str | None:
+def structure_problem(encoded: bytes) -> str | None:
     """Why msgpack may not be decoded, or None; takes about 1 us an element.
 
     Args:
         encoded: one value, as hivemind's serializer writes it.
-        max_depth: containers and extension types inside each other, at most.
-        max_elements: values in all, at most.
     """
-    return _Scan(encoded).problem(max_depth, max_elements)
+    return _Scan(encoded).problem()
+
+
+def num_elements(encoded: bytes) -> int:
+    """Values in all before the first that may not be decoded, at most `MAX_ELEMENTS` and one."""
+    scan = _Scan(encoded)
+    scan.problem()
+    return scan.num_elements
 
 
 def is_bytes(encoded: bytes) -> bool:

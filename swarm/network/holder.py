@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -34,6 +34,14 @@ MAX_LIFE_S = 930.0
 reader drops all that a holder sends with one record that it refuses."""
 OVERHEAD_BYTES = 64
 """Of a record in a message, besides its subkey and its value."""
+LEAST_BYTES = 2048
+"""What a record counts as at least, here and with those who send it: an empty one costs whoever
+keeps or reads it a signature all the same, and honest records have 1 to 20 kB."""
+MAX_HELD_RECORDS = MAX_HELD_BYTES // LEAST_BYTES
+"""A member may send as many in one call, since it gives all that it holds to a node that it
+meets."""
+STRANGERS_RECORDS = 256
+"""The most in one call of a stranger, whose account takes any single call while it is full."""
 SWEEP_S = 1.0
 
 OWN = "own"
@@ -55,6 +63,24 @@ class Held:
     expiration: float
     num_bytes: int
     arrived: int
+
+
+class _Sums:
+    """What some owners have here: in all, by network, and by network and owner."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.networks: Counter[str] = Counter()
+        self.owners: dict[str, Counter[str]] = {}
+
+    def add(self, held: Held, sign: int) -> None:
+        """Counts a record that came, or with a sign of -1 one that went."""
+        change, owners = sign * held.num_bytes, self.owners.setdefault(held.network, Counter())
+        self.total += change
+        _add(self.networks, held.network, change)
+        _add(owners, held.owner, change)
+        if not owners:
+            del self.owners[held.network]
 
 
 class HeldRecords(DHTLocalStorage):
@@ -87,26 +113,34 @@ class HeldRecords(DHTLocalStorage):
         self._me, self._ledger, self._locate = me, ledger, locate
         self._refuse, self._limits = refuse, limits
         self._keys: dict[DHTID, dict[bytes, Held]] = {}
+        self._places: dict[Origin, dict[Place, Held]] = {}
         self._used: Counter[str] = Counter()
-        self._used_from: Counter[Origin] = Counter()
-        """The same by network and owner."""
+        """By owner."""
+        self._members, self._sums = ledger.members, {True: _Sums(), False: _Sums()}
+        """Of members, and of strangers: the members are those of which this was worked out."""
         self._network = OWN
         self._arrivals = count()
         self._swept_s = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """What all records take in a message."""
-        return sum(self._used.values())
+        """The room that all records take; in a message they take no more."""
+        return self._sums[True].total + self._sums[False].total
+
+    def most_records(self, sender: str) -> int:
+        """How many records a sender may have stored in one call."""
+        return MAX_HELD_RECORDS if self._ledger.is_member(sender) else STRANGERS_RECORDS
 
     @contextmanager
-    def stored_by(self, sender: str, num_bytes: int) -> Iterator[bool]:
+    def stored_by(self, sender: str, num_bytes: int, num_records: int = 1) -> Iterator[bool]:
         """Whether a sender may have so many bytes stored, which until the end are its doing.
 
         hivemind stores what came in one call without waiting for anything in between.
         """
         self._locate(sender)
         try:
+            if num_records > self.most_records(sender):
+                raise TooCostly("records_of_call", f"{num_records} records in one call")
             self._ledger.take(sender, Cost.RECORDS, num_bytes, time.monotonic())
         except TooCostly as error:
             self._refuse(error.reason)
@@ -134,6 +168,7 @@ class HeldRecords(DHTLocalStorage):
         """Keeps a record of the subkey's owner, in place of its older one, if there is room."""
         now_s = dht_clock()()
         self._sweep(now_s)
+        self._tell_apart()
         old = self._keys.get(key, {}).get(subkey)
         if expiration_time < now_s or (old and old.expiration >= expiration_time):
             return False
@@ -143,12 +178,12 @@ class HeldRecords(DHTLocalStorage):
             return False
         arrived = old.arrived if old else next(self._arrivals)
         self._drop((key, subkey))
-        size = len(value) + len(subkey) + OVERHEAD_BYTES
-        owner = owner_of(subkey) or ""
-        held = Held(owner, self._network, value, expiration_time, size, arrived)
+        owner, room = owner_of(subkey) or "", max(_size(subkey, value), LEAST_BYTES)
+        held = Held(owner, self._network, value, expiration_time, room, arrived)
         self._keys.setdefault(key, {})[subkey] = held
-        self._used[owner] += size
-        self._used_from[held.network, owner] += size
+        self._places.setdefault((held.network, owner), {})[key, subkey] = held
+        self._used[owner] += room
+        self._sums[self._is_member(owner)].add(held, 1)
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
@@ -173,15 +208,24 @@ class HeldRecords(DHTLocalStorage):
             return "record_owner"
         if life_s > MAX_LIFE_S:
             return "record_expiration"
-        size = len(value) + len(subkey) + OVERHEAD_BYTES
+        size = _size(subkey, value)
         if size > self._limits.get(key, MAX_OWNER_BYTES):
             return "record_size"
-        growth = size - (old.num_bytes if old else 0)
+        growth = max(size, LEAST_BYTES) - (old.num_bytes if old else 0)
         has_room = self._used[owner] + growth <= MAX_OWNER_BYTES and self._make_room(owner, growth)
         return None if has_room else "record_room"
 
     def _is_member(self, owner: str) -> bool:
-        return owner == self._me or self._ledger.is_member(owner)
+        return owner == self._me or owner in self._members
+
+    def _tell_apart(self) -> None:
+        """Works the sums out anew once the run has other members."""
+        if self._members is self._ledger.members:
+            return
+        self._members, self._sums = self._ledger.members, {True: _Sums(), False: _Sums()}
+        for (_, owner), places in self._places.items():
+            for held in places.values():
+                self._sums[self._is_member(owner)].add(held, 1)
 
     def _make_room(self, owner: str, growth: int) -> bool:
         """Drops what has to give way to `growth` bytes of an owner; False if nothing has to."""
@@ -193,56 +237,53 @@ class HeldRecords(DHTLocalStorage):
         return True
 
     def _is_full(self, owner: str, growth: int) -> bool:
-        total = self.num_bytes + growth
-        if total <= MAX_STRANGERS_BYTES or self._is_member(owner):
-            return total > MAX_HELD_BYTES
-        strangers = sum(used for one, used in self._used.items() if not self._is_member(one))
-        return total > MAX_HELD_BYTES or strangers + growth > MAX_STRANGERS_BYTES
+        strangers = 0 if self._is_member(owner) else self._sums[False].total + growth
+        return self.num_bytes + growth > MAX_HELD_BYTES or strangers > MAX_STRANGERS_BYTES
 
     def _victim(self, owner: str, growth: int) -> Origin | None:
         """What gives way to so much more of an owner, if anything has to."""
         mine, is_member = self._used[owner] + growth, self._is_member(owner)
-        strangers = {at: used for at, used in self._used_from.items() if not self._is_member(at[1])}
-        if is_member and not strangers:
-            origins = self._used_from.items()
-            return _largest({at: used for at, used in origins if self._used[at[1]] > mine})
-        totals: Counter[str] = Counter()
-        for (network, _), used in strangers.items():
-            totals[network] += used
+        strangers, members = self._sums[False], self._sums[True]
+        if is_member and not strangers.total:
+            return _largest(
+                {
+                    (network, one): used
+                    for network, owners in members.owners.items()
+                    for one, used in owners.items()
+                    if self._used[one] > mine
+                }
+            )
+        totals = strangers.networks
         largest = _largest(totals)
         network = self._network if largest is None else largest
         is_larger = is_member or totals[network] > totals[self._network] + growth
         if not is_larger:
             network = self._network
-        return _largest(
+        owners = strangers.owners.get(network, Counter())
+        found = _largest(
             {
-                at: used
-                for at, used in strangers.items()
-                if at[0] == network and at[1] != owner and (is_larger or used > mine)
+                one: used
+                for one, used in owners.items()
+                if one != owner and (is_larger or used > mine)
             }
         )
+        return None if found is None else (network, found)
 
     def _drop_largest(self, origin: Origin) -> None:
-        places = (
-            (held.num_bytes, held.arrived, (key, subkey))
-            for key, records in self._keys.items()
-            for subkey, held in records.items()
-            if (held.network, held.owner) == origin
-        )
-        self._drop(max(places, key=lambda place: place[:2])[2])
+        places = self._places[origin]
+        self._drop(max(places, key=lambda place: (places[place].num_bytes, places[place].arrived)))
 
     def _drop(self, place: Place) -> None:
         key, subkey = place
         held = self._keys.get(key, {}).pop(subkey, None)
         if held is None:
             return
-        self._used[held.owner] -= held.num_bytes
-        if not self._used[held.owner]:
-            del self._used[held.owner]
+        _add(self._used, held.owner, -held.num_bytes)
+        self._sums[self._is_member(held.owner)].add(held, -1)
         origin = held.network, held.owner
-        self._used_from[origin] -= held.num_bytes
-        if not self._used_from[origin]:
-            del self._used_from[origin]
+        del self._places[origin][place]
+        if not self._places[origin]:
+            del self._places[origin]
         if not self._keys[key]:
             del self._keys[key]
 
@@ -259,6 +300,17 @@ class HeldRecords(DHTLocalStorage):
         ]
         for place in expired:
             self._drop(place)
+
+
+def _size(subkey: bytes, value: bytes) -> int:
+    """Bytes of a record in a message."""
+    return len(value) + len(subkey) + OVERHEAD_BYTES
+
+
+def _add(sums: Counter[Any], name: Hashable, change: int) -> None:
+    sums[name] += change
+    if not sums[name]:
+        del sums[name]
 
 
 def _largest(used: Mapping[Name, int]) -> Name | None:

@@ -103,7 +103,7 @@ LIMITS: Mapping[Cost, Limit] = {
     # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
     Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
     # A peer has 52 kB of records at most and renews them every 8 s. Who meets another node gives it
-    # all that it holds, 3 MiB.
+    # all that it holds, 3 MiB. A record counts as 2 KiB at least, see `holder.py`.
     Cost.RECORDS: Limit(Rate(32 * MIB, MIB), Rate(8 * MIB, 128 * KIB), Rate(256 * KIB, 16 * KIB)),
     Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
 }
@@ -144,6 +144,11 @@ class Ledger:
     def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
         """Takes these for members from now on, and nobody else; some of them are trainees."""
         self._members, self._trainees = frozenset(members), frozenset(trainees)
+
+    @property
+    def members(self) -> frozenset[PeerId]:
+        """Who draws from the members' part; the same object until somebody else does."""
+        return self._members
 
     def is_trainee(self, peer: PeerId) -> bool:
         """Whether a peer is a member that has no vote yet."""

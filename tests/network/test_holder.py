@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.network import holder
 from swarm.network.holder import (
+    LEAST_BYTES,
     MAX_HELD_BYTES,
     MAX_LIFE_S,
     MAX_OWNER_BYTES,
@@ -131,6 +133,52 @@ def test_what_hivemind_s_own_storage_took_before_is_taken_over() -> None:
     before.store_subkey(OTHER, b"m", b"y", get_dht_time() + 60)
     one.held.take_over(before)
     assert one.owners() == {"a"} and one.owners(OTHER) == {"m"}
+
+
+def test_small_records_count_as_2_kib() -> None:
+    one = Holder()
+    assert one.flood("s", 100, 5_000) == MAX_STRANGERS_BYTES // LEAST_BYTES
+    assert one.flood("m", 100, 400) == 400
+    assert one.held.num_bytes == 400 * LEAST_BYTES + MAX_STRANGERS_BYTES
+
+
+def test_what_is_summed_up_on_the_way_is_the_sum_of_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, chance, now_s = Holder(ledger=Ledger(UNPAID)), random.Random(7), get_dht_time()
+    monkeypatch.setattr(holder, "dht_clock", lambda: lambda: now_s)
+    for number in range(3_000):
+        owner = chance.choice(["m", "s"]) + str(chance.randrange(300))
+        key = chance.choice([KEY, OTHER])
+        life_s = now_s - get_dht_time() + chance.uniform(1, 60)
+        one.held._network = f"network {chance.randrange(5)}"
+        one.store(owner, chance.choice([100, 3_000, LARGE]), key, life_s)
+        now_s += chance.expovariate(20)
+        if number % 500 == 499:
+            one.ledger.admit([f"m{n}" for n in range(number % 300)] + ["s1", "s2"])
+        if number % 50 == 0:
+            assert_sums_hold(one.held)
+    assert min(one.held._sums[True].total, one.held._sums[False].total) > 100_000
+    now_s += MAX_LIFE_S
+    assert not one.store("m", SMALL, life_s=-1)
+    assert one.held.num_bytes == 0 and not one.held._used and not one.held._places
+
+
+def assert_sums_hold(held: HeldRecords) -> None:
+    held._tell_apart()
+    all_held = [each for records in held._keys.values() for each in records.values()]
+    for is_member, sums in held._sums.items():
+        by_origin: Counter[tuple[str, str]] = Counter()
+        for each in all_held:
+            if held._is_member(each.owner) == is_member:
+                by_origin[each.network, each.owner] += each.num_bytes
+        networks: Counter[str] = Counter()
+        for (network, _), used in by_origin.items():
+            networks[network] += used
+        assert (sums.total, sums.networks) == (sum(by_origin.values()), networks)
+        assert by_origin == {(n, o): u for n, of in sums.owners.items() for o, u in of.items()}
+    assert sum(map(len, held._places.values())) == len(all_held)
+    assert held.num_bytes == sum(held._used.values()) == sum(each.num_bytes for each in all_held)
 
 
 # ---------------------------------------------------------------- from where it came
