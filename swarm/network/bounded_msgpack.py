@@ -26,8 +26,8 @@ from swarm.errors import BadRecord
 
 MAX_DEPTH = 16
 """A dictionary of records has four levels; as many extension types take 640 kB of stack."""
-MAX_ELEMENTS = 2**15
-"""A record has four and 800 bytes at least, and 4 MiB is all that comes in one message."""
+MAX_ELEMENTS = 4200
+"""A record has four, and a dictionary the 1,024 at most that a holder hands out of a key."""
 _TUPLE, _DICTIONARY = 0x40, 0x50
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 # First byte -> bytes of the length that follows it.

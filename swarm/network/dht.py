@@ -17,7 +17,7 @@ from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.bounded_msgpack import BoundedSerializer, guard_hivemind
 from swarm.network.counted_dht import CountedP2P
 from swarm.network.daemon import Address
-from swarm.network.holder import HeldRecords, NoCache
+from swarm.network.holder import MAX_OF_KEY, HeldRecords, NoCache
 from swarm.network.ledger import Ledger
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.network.steady_clock import dht_clock
@@ -26,7 +26,8 @@ from swarm.network.traffic import Traffic
 from swarm.protocol.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 MAX_VALUE_BYTES = 20_000
-MAX_RECORDS_PER_KEY = 1024
+MAX_RECORDS_PER_KEY = MAX_OF_KEY
+"""Of all holders together."""
 ROOM_BYTES = 256
 """Of a record in a holder besides its value: the owner's key, the signature and the rest."""
 _CALL_S = 15.0
@@ -66,11 +67,6 @@ class Dht:
         node.protocol.storage, node.protocol.cache = held, NoCache()
         node.find_nearest_nodes = _beside(node.find_nearest_nodes)
         self._expirations: dict[str, float] = {}
-
-    @property
-    def num_neighbours(self) -> int:
-        """Size of the routing table."""
-        return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     @property
     def neighbours(self) -> frozenset[str]:

@@ -44,6 +44,9 @@ STRANGERS_RECORDS = 256
 """The most in one call of a stranger, whose account takes any single call while it is full."""
 SWEEP_S = 1.0
 
+MAX_OF_KEY = 1024
+"""Records in one answer: whoever asked looks at the signature of each, of five holders."""
+
 OWN = "own"
 """Network of what this peer stores itself."""
 
@@ -187,12 +190,14 @@ class HeldRecords(DHTLocalStorage):
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
-        """All living records of a key, in hivemind's form."""
+        """The living records of a key, `MAX_OF_KEY` at most, those of members first."""
         now_s = dht_clock()()
-        found = DictionaryDHTValue()
-        for subkey, held in self._keys.get(key, {}).items():
-            if held.expiration >= now_s:
-                found.store(subkey, held.value, held.expiration)
+        self._tell_apart()
+        found, records = DictionaryDHTValue(), self._keys.get(key, {})
+        alive = [subkey for subkey, held in records.items() if held.expiration >= now_s]
+        alive.sort(key=lambda subkey: not self._is_member(records[subkey].owner))
+        for subkey in alive[:MAX_OF_KEY]:
+            found.store(subkey, records[subkey].value, records[subkey].expiration)
         return ValueWithExpiration(found, found.latest_expiration_time) if found else None
 
     def items(self) -> Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]:

@@ -15,6 +15,7 @@ from swarm.network.holder import (
     LEAST_BYTES,
     MAX_HELD_BYTES,
     MAX_LIFE_S,
+    MAX_OF_KEY,
     MAX_OWNER_BYTES,
     MAX_STRANGERS_BYTES,
     OVERHEAD_BYTES,
@@ -140,6 +141,16 @@ def test_small_records_count_as_2_kib() -> None:
     assert one.flood("s", 100, 5_000) == MAX_STRANGERS_BYTES // LEAST_BYTES
     assert one.flood("m", 100, 400) == 400
     assert one.held.num_bytes == 400 * LEAST_BYTES + MAX_STRANGERS_BYTES
+
+
+def test_who_reads_a_flooded_key_gets_few_records_of_strangers_and_1024_in_all() -> None:
+    one, names = Holder(), [f"m{number}" for number in range(1_100)]
+    one.flood("s", 150, 4_700)
+    assert len(one.owners()) == MAX_STRANGERS_BYTES // LEAST_BYTES
+    one.ledger.admit(names)
+    assert all(one.store(name, 150) for name in names)
+    assert len(one.held._keys[KEY]) > MAX_OF_KEY
+    assert len(one.owners()) == MAX_OF_KEY and one.owners() <= set(names), "members go first"
 
 
 def test_what_is_summed_up_on_the_way_is_the_sum_of_what_is_kept(
