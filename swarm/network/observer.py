@@ -43,6 +43,8 @@ from swarm.protocol.records import (
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+GRACE_S = 1.0
+"""Whoever only looks on waits less for a newer tip than a joiner: it looks again."""
 RENEW_S = EVENT_TTL_S / 3
 """Scores are repeated so often; they outlive two attempts that fail."""
 
@@ -174,7 +176,12 @@ class Observer:
 
         async def ask() -> Manifest:
             shown = await newest_tip(
-                self._node, self._downloads, announced.record, asked, self._trust
+                self._node,
+                self._downloads,
+                announced.record,
+                asked,
+                self._trust,
+                grace_s=GRACE_S,
             )
             return shown.record.tip
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable
 from swarm.network.fetch import Downloads, Want
@@ -14,7 +16,7 @@ from swarm.network.node import Node, Unreachable
 from swarm.protocol.events import Record
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Commit, Link
+from swarm.protocol.messages import Commit, Header, Link, Message
 from swarm.protocol.records import RunRecord
 from swarm.protocol.schemas import IS_DIGEST
 from swarm.protocol.trust import proof_problem
@@ -23,9 +25,14 @@ logger = logging.getLogger(__name__)
 
 ASK_DEADLINE_S = 5.0
 BLOB_DEADLINE_S = 60.0
+GRACE_S = 5.0
+"""After the first tip that is proved others may still show a newer one; a member that names a blob
+which nobody serves holds nobody up for longer."""
 MAX_ASKED = 8
 """Members asked for their tip; the newest that is proved counts."""
 TIP_QUESTION = b"tip "
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,10 @@ async def newest_tip(
     run: RunRecord,
     peers: Collection[PeerId],
     trust: Trust | None = None,
+    *,
+    grace_s: float = GRACE_S,
 ) -> Shown:
-    """The best tip that members prove.
+    """The best tip that members prove, of those that came in time.
 
     Args:
         node: that asks.
@@ -78,13 +87,15 @@ async def newest_tip(
         run: as announced; its id binds manifest 0.
         peers: whom to ask.
         trust: where proofs begin; None for manifest 0.
+        grace_s: for how long others are waited for once one tip is proved.
 
     Raises:
         NobodyReachable: no member proved a tip.
     """
     asked = [peer for peer in sorted(peers) if peer != node.peer_id][:MAX_ASKED]
     trust = trust or Trust(await _founding_head(downloads, run, asked))
-    answers = await asyncio.gather(*(_ask_tip(node, downloads, run, trust, p) for p in asked))
+    questions = [_ask_tip(node, downloads, run, trust, peer) for peer in asked]
+    answers = await first_and_soon(questions, lambda each: isinstance(each, Shown), grace_s)
     best = max(
         (shown for shown in answers if isinstance(shown, Shown)),
         key=lambda shown: shown.record.tip.code,
@@ -96,6 +107,33 @@ async def newest_tip(
             f"none of {len(asked)} members of {run.run} proved its tip: {'; '.join(reasons)}"
         )
     return best
+
+
+async def first_and_soon(
+    questions: Sequence[Awaitable[Answer]], is_good: Callable[[Answer], bool], grace_s: float
+) -> list[Answer]:
+    """The answers that came until some time after the first good one; the others are given up.
+
+    Args:
+        questions: all asked at once.
+        is_good: whether an answer is worth that others are waited for no longer than `grace_s`.
+        grace_s: that time.
+    """
+    tasks = [asyncio.ensure_future(question) for question in questions]
+    loop, pending, end_s = asyncio.get_running_loop(), set(tasks), float("inf")
+    try:
+        while pending and loop.time() < end_s:
+            left_s = None if end_s == float("inf") else end_s - loop.time()
+            done, pending = await asyncio.wait(
+                pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(is_good(task.result()) for task in done):
+                end_s = min(end_s, loop.time() + grace_s)
+        return [task.result() for task in tasks if task not in pending]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _founding_head(downloads: Downloads, run: RunRecord, peers: Sequence[PeerId]) -> Digest:
@@ -118,7 +156,9 @@ async def _ask_tip(
             if not payload:
                 return "no answer"
             header, message = await open_message(peer, payload, downloads.store, downloads)
-            return _checked_tip(verified(header, message, peer, run.run), run, trust)
+            # A proof may have tens of thousands of signatures, which take seconds.
+            prove = partial(_proved_tip, header, message, peer, run, trust)
+            return await asyncio.get_running_loop().run_in_executor(None, prove)
     except (TimeoutError, Unreachable) as error:
         logger.info("peer=%s showed no tip: %s", peer[-6:], error)
         return "no answer"
@@ -126,6 +166,14 @@ async def _ask_tip(
         node.traffic.refuse(error.reason)
         logger.warning("peer=%s tip refused: %s", peer[-6:], error)
         return str(error)
+
+
+def _proved_tip(
+    header: Header, message: Message, peer: PeerId, run: RunRecord, trust: Trust
+) -> Shown:
+    """The tip that a COMMIT proves, whose signatures are verified only if it were one with them."""
+    _checked_tip(message, run, trust)
+    return _checked_tip(verified(header, message, peer, run.run), run, trust)
 
 
 def _checked_tip(message: object, run: RunRecord, trust: Trust) -> Shown:
