@@ -105,7 +105,7 @@ class Control:
             self.locate(p2p, source)
             data = await self._bounded(paid(source, payload.data))
             assert len(data) <= MAX_ANSWER_BYTES, f"answer of {len(data)} bytes"
-            self.traffic.control_bytes_sent += len(data)
+            self._count_sent(len(data))
             return _Payload(data)
 
         await p2p.add_protobuf_handler(name, answered, _Payload)
@@ -172,7 +172,7 @@ class Control:
         if peer == p2p.peer_id:
             raise Unreachable("a peer does not call itself")
         self.traffic.control_messages_sent += 1
-        self.traffic.control_bytes_sent += len(payload)
+        self._count_sent(len(payload))
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await p2p.call_protobuf_handler(peer, name, _Payload(payload), _Payload)
@@ -193,6 +193,10 @@ class Control:
     async def _on_request(self, source: str, payload: bytes) -> bytes:
         assert self._request_handler is not None
         return await self._request_handler(source, payload)
+
+    def _count_sent(self, num_bytes: int) -> None:
+        self.traffic.control_bytes_sent += num_bytes
+        self.traffic.up.count(num_bytes)  # it waits for nobody, and blobs wait for it
 
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
         self.traffic.control_messages_received += 1

@@ -81,15 +81,17 @@ class Heads:
         return self._outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     async def answer(self, source: PeerId, payload: bytes) -> bytes:
-        """What this peer has of the heads that another asks for; nothing to any other question.
+        """What this peer has of the heads that a member asks for; nothing to any other question.
+
+        Strangers get none: a page has up to 1 MB, and whoever joins asks again as a member.
 
         Raises:
             BadMessage: the question is not of the schema.
             TooCostly: its sender has cost too much already.
         """
-        if not payload.startswith(self._prefix):
-            return b""
         ledger, now_s = self._node.ledger, time.monotonic()
+        if not (payload.startswith(self._prefix) and ledger.is_member(source)):
+            return b""
         ledger.take(source, Cost.SECONDS, 0, now_s)
         held = ledger.take(source, Cost.PENDING, 1, now_s)
         try:

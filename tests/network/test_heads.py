@@ -59,6 +59,7 @@ class Duo:
         """What the member that has all heads answers from."""
         self.knowing = peers.node(Handlers(on_request=self.on_request))
         self.lacking = peers.node()
+        self.knowing.ledger.admit([self.lacking.peer_id])
         self.file = RecordFile(folder / "record")
         joined = without(links, {2, 3, 4, 6})
         self.file.write(self.record, joined.links)
@@ -133,7 +134,7 @@ def test_heads_that_nobody_has_signed_are_refused_and_asked_for_again(duo: Duo) 
     assert wait_until(lambda: machine.chain == duo.whole)
 
 
-def test_a_question_for_heads_is_charged_and_one_of_another_run_is_not_answered(
+def test_a_member_s_question_for_heads_is_charged_and_one_of_another_run_is_not_answered(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, (gap, *_) = duo.knowing.ledger, gaps(duo.driver.machine.chain)
@@ -152,6 +153,9 @@ def test_a_question_for_heads_is_charged_and_one_of_another_run_is_not_answered(
         return asker.run(asker.request(duo.knowing.peer_id, payload, 10.0), 15)
 
     assert ask("run-2") == b""
+    ledger.admit(())
+    assert ask(RULES.run) == b"", "a stranger needs none"
+    ledger.admit([asker.peer_id])
     assert not charged
     page = decode_page(ask(RULES.run))
     assert [link.head.height for link in page] == [2, 3, 4]
@@ -162,4 +166,4 @@ def test_a_question_for_heads_is_charged_and_one_of_another_run_is_not_answered(
     ledger.charge(asker.peer_id, Cost.SECONDS, 1e3, time.monotonic())
     with pytest.raises(Refused):
         ask(RULES.run)
-    assert duo.knowing.traffic.refused["seconds_of_stranger"] == 1
+    assert duo.knowing.traffic.refused["seconds_of_member"] == 1
