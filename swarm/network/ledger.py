@@ -2,8 +2,9 @@
 
 Decisions only; the time is an argument. A member of the run has an account of its own beside three
 quarters of whatever is shared. Everything that strangers do comes out of the last quarter, of which
-one network gets a half at most: keys cost nothing, addresses do. What is refused is counted and
-costs nothing more. Nothing honest is lost by it for ever, since peers repeat what matters.
+one network gets a half at most, as do all together whose network is not known: keys cost nothing,
+addresses do. What is refused is counted and costs nothing more. Nothing honest is lost by it for
+ever, since peers repeat what matters.
 """
 
 from __future__ import annotations
@@ -219,9 +220,9 @@ class Ledger:
         if self.is_member(peer):
             together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
             return ((cost, "member", peer), *together, (cost, "members", ""))
-        prefix = self._prefixes.get(peer)
-        network = ((cost, "prefix", prefix),) if prefix else ()
-        return ((cost, "stranger", peer), *network, (cost, "strangers", ""))
+        # Those whose network is not known share one: before they are located, or through a relay.
+        network = (cost, "prefix", self.network_of(peer))
+        return ((cost, "stranger", peer), network, (cost, "strangers", ""))
 
     def _rate(self, account: Account) -> Rate:
         return self._rates[account[:2]]

@@ -35,6 +35,8 @@ def test_one_stranger_gets_little_and_is_told_which_account_is_empty() -> None:
 def test_all_strangers_together_get_a_quarter_and_members_three_whatever_strangers_do() -> None:
     ledger = Ledger(FEW)
     ledger.admit(["M1", "M2", "M3"])
+    for number in range(12):
+        ledger.locate(f"S{number}", f"/ip4/10.0.{number}.1/tcp/4001")
     assert sum(spent(ledger, f"S{number}") for number in range(10)) == 80 * STRANGERS_SHARE
     with pytest.raises(TooCostly) as refused:
         ledger.take("S11", Cost.MESSAGES, 1, 0.0)
@@ -62,6 +64,13 @@ def test_keys_of_one_network_share_half_of_what_strangers_have() -> None:
     assert spent(ledger, "other") == 6
 
 
+def test_strangers_whose_network_is_unknown_share_half_of_what_strangers_have() -> None:
+    ledger = Ledger(FEW)
+    assert sum(spent(ledger, f"S{number}") for number in range(100)) == 10
+    ledger.locate("other", "/ip4/198.51.100.1/tcp/4001")
+    assert spent(ledger, "other") == 6
+
+
 def test_members_of_one_network_do_not_share() -> None:
     ledger = Ledger(FEW)
     ledger.admit(["M1", "M2"])
@@ -80,6 +89,7 @@ def test_accounts_fill_again_with_time_and_never_over_their_edge() -> None:
 
 def test_a_refusal_takes_nothing_out_of_any_account() -> None:
     ledger = Ledger(FEW)
+    ledger.locate("S", "/ip4/192.0.2.1/tcp/4001")
     ledger.take("S", Cost.BYTES, 5, 0.0)
     for _ in range(100):
         with pytest.raises(TooCostly):
