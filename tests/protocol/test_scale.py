@@ -39,7 +39,7 @@ class PlainSourcing(Sourcing[int]):
         return [peer for peer in waiting if self._obstacle(peer, now) is None]
 
     def _takes(self, peer, now):
-        for key in self._waiting[peer]:
+        for key in self._waiting.get(peer, ()):
             job = self._jobs[key]
             before = job.sources[: job.sources.index(peer)]
             if all(self._obstacle_to(job, other, now) is not None for other in before):
