@@ -174,10 +174,13 @@ def watch_quota(
         while not is_last:
             is_last = ended.wait(LOOK_S)
             why = quota.look(bytes_moved(node.traffic))
-            quota.count.write()
             if why and not stop():
                 logger.warning("data quota: %s; leaving", why)
                 stop.ask(DataQuotaSpent(why, hint=HINT))
+            try:
+                quota.count.write()
+            except OSError as error:  # a full disk: the quota holds, and the next look writes it
+                logger.error("data quota: the count of this month is not on disk: %s", error)
 
     thread = threading.Thread(target=watch, name="data-quota", daemon=True)
     thread.start()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from swarm import durable
 from swarm.config import NetworkSection
 from swarm.errors import DataQuotaSpent
 from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
@@ -132,6 +135,31 @@ def test_the_peer_is_asked_to_leave_with_a_typed_reason_and_does_not_come_back(
         require_quota(network, state)
     require_quota(NetworkSection(data_quota_gb=2.0), state)
     require_quota(NetworkSection(), state)
+    state.close()
+
+
+def test_a_disk_that_takes_nothing_for_a_while_does_not_end_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quota, "LOOK_S", 0.01)
+    tried = threading.Event()
+
+    def full(*_: object) -> None:
+        tried.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    state, stop = StateDirectory(tmp_path), Stop(60.0)
+    traffic = Traffic(blob_bytes_sent=1)
+    node = cast(Node, SimpleNamespace(traffic=traffic))
+    with monkeypatch.context() as disk:
+        disk.setattr(durable, "write_file", full)
+        end = watch_quota(NetworkSection(data_quota_gb=1.0), state, node, tiny_run(), stop)
+        assert tried.wait(10.0) and not stop()
+        traffic.blob_bytes_sent = GB
+        assert stop.wait(10.0)
+    end()
+    assert "the count of this month is not on disk" in caplog.text
+    assert count_of(state).num_bytes >= GB
     state.close()
 
 
