@@ -198,7 +198,10 @@ class InvitationError(SwarmError):
 
 
 class DataQuotaSpent(SwarmError):
-    """The bytes that this machine may move in a month are used up; a running peer left in order."""
+    """The bytes that this machine may move in a month are used up, or too few for what is next.
+
+    A running peer left in order.
+    """
 
     exit_code = 14
 

@@ -155,9 +155,8 @@ async def fetch_state(
         BadManifest: its blobs are not those of this layout.
     """
     check_state(manifest, layout)
-    sizes = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
+    sizes = _sizes(manifest)
     units = {entry.digest: unit for unit, entry in manifest.entries.items()}
-    sizes |= manifest.founding.blobs
     here = sum(size for digest, size in sizes.items() if store.has(digest))
     total = sum(sizes.values())
 
@@ -179,6 +178,17 @@ async def fetch_state(
         await downloads.fetch(wants, check=check, on_blob=arrived, on_failure=_log_failure)
     store.put(manifest.encoded, manifest.blob)
     await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.blob])
+
+
+def missing_bytes(store: BlobStore, manifest: Manifest) -> int:
+    """Bytes of a manifest's blobs that are not in a store, nor pieces of them."""
+    sizes = _sizes(manifest)
+    return sum(sizes.values()) - sum(store.bytes_here(*each) for each in sizes.items())
+
+
+def _sizes(manifest: Manifest) -> dict[Digest, int]:
+    values = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
+    return values | dict(manifest.founding.blobs)
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:

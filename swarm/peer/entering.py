@@ -27,13 +27,12 @@ from swarm.network.finding import (
     whom_to_ask,
 )
 from swarm.network.founding import await_founding
-from swarm.network.joining import fetch_newest_state, present_peers
+from swarm.network.joining import fetch_newest_state, missing_bytes, present_peers
 from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
-from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
@@ -88,8 +87,8 @@ class Started:
 class Starter:
     """What all three ways need: a machine, which run is meant, and how to be stopped."""
 
-    def __init__(self, host: Host, wanted: Wanted, stop: Stop, observer: PeerObserver) -> None:
-        self.host, self.wanted, self.stop, self.observer = host, wanted, stop, observer
+    def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
+        self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
         self.node, self.state, self.config = host.node, host.state, host.config
         self.text = RunText(self.config.corpus.folder, self.state.data_path, say=observer.on_notice)
 
@@ -229,6 +228,7 @@ class Starter:
             RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
                 configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
+            DataQuotaSpent: the run's state is more than is left of the month's bytes.
         """
         self.observer.on_joining()
         wanted = self.wanted.run
@@ -287,6 +287,7 @@ class Starter:
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
         recompute_initial(shown.record.tip, run, layout, store)
+        self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -326,6 +327,7 @@ class Starter:
 
         Raises:
             Stopped: the person stopped it.
+            DataQuotaSpent: the month's bytes are used up meanwhile.
         """
 
         async def watched() -> Result:
@@ -333,6 +335,7 @@ class Starter:
             try:
                 while not task.done():
                     if self.stop():
+                        self.stop.raise_why()
                         raise Stopped
                     await asyncio.wait([task], timeout=STOP_POLL_S)
                 return task.result()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import PeerConfig
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -25,7 +25,7 @@ from swarm.network.tips import asked_tip
 from swarm.peer.kept_settings import with_kept
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import PeerObserver
-from swarm.peer.quota import require_quota, watch_quota
+from swarm.peer.quota import QuotaWatch, require_quota
 from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Digest, PeerId
@@ -113,6 +113,8 @@ class Host:
         node: in the network.
         reception: answers others.
         is_dialable: whether others can open connections to it, as far as is known.
+        stop: asked by whoever wants this peer to leave.
+        quota: counts what the node moves, from its start on.
     """
 
     config: PeerConfig
@@ -120,6 +122,8 @@ class Host:
     node: Node
     reception: Reception
     is_dialable: bool
+    stop: Stop
+    quota: QuotaWatch
 
     def uplink_mbit(self) -> int:
         """What its line carries away from it, as far as that was measured; 0: not known."""
@@ -133,6 +137,7 @@ class Host:
         folder: Path,
         observer: PeerObserver,
         check: Callable[[StateDirectory], None] | None = None,
+        stop: Stop | None = None,
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
@@ -144,6 +149,7 @@ class Host:
             folder: the state directory; made if missing.
             observer: told the address by which others may join.
             check: raises before the network starts if what is on disk will not do.
+            stop: asked when this peer is to leave; None for one of its own.
 
         Raises:
             StateError, StateLocked: the directory cannot be used.
@@ -172,6 +178,9 @@ class Host:
                 must_reach=bool(network.initial_peers) and state.current_run is None,
             )
             undo.callback(node.stop, NETWORK_STOP_S)
+            stop = stop or Stop(config.peer.leave_timeout_s)
+            quota = QuotaWatch(network, state, node, stop)
+            undo.callback(quota.end)
             reception.open(node)
             if node.port and state.port is None:
                 state.port = node.port
@@ -181,7 +190,8 @@ class Host:
             if fault:
                 logger.warning("nobody can dial this peer, it works through others: %s", fault)
             undo.pop_all()
-            return cls(config, state, node, reception, not (network.client_mode or fault))
+            is_dialable = not (network.client_mode or fault)
+            return cls(config, state, node, reception, is_dialable, stop, quota)
 
     @property
     def name(self) -> str:
@@ -193,10 +203,6 @@ class Host:
         self.reception.server.attach(store)
         return Downloads(self.node, store)
 
-    def watch_quota(self, run: RunConfig, stop: Stop) -> Callable[[], None]:
-        """Has this peer leave in time before a month's bytes are used up; returns what ends it."""
-        return watch_quota(self.config.network, self.state, self.node, run, stop)
-
     def remember_peers(self) -> None:
         """Keeps the addresses that are known now for the next start."""
         self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
@@ -206,5 +212,6 @@ class Host:
         try:
             self.remember_peers()
         finally:
+            self.quota.end()
             self.node.stop(NETWORK_STOP_S)
             self.state.close()

@@ -120,7 +120,7 @@ class Peer:
         self._ending.callback(lambda: host.node.run(self._rounds.stop(), STOP_S))
         self._ending.callback(lambda: host.node.run(self._exchange.stop(), STOP_S))
         self._ending.callback(self._publisher.stop)
-        self._ending.callback(host.watch_quota(run, self._stop))
+        host.quota.keep_back(run)
         host.reception.admit(self._rounds, self._exchange)
         self._rounds.start()
         host.reception.announce(announced)
@@ -277,10 +277,10 @@ class Peer:
     ) -> Peer:
         num_workers(config.compute, device_of(config.compute.device))  # a missing GPU ends it here
         start_threads(config.compute)
-        host = Host.open(config, Path(folder), observer, check)
+        host = Host.open(config, Path(folder), observer, check, stop)
         with ExitStack() as undo:
             undo.callback(host.close)
-            starter = Starter(host, wanted, stop or Stop(config.peer.leave_timeout_s), observer)
+            starter = Starter(host, wanted, observer)
             peer = cls(starter, way(starter))
             undo.pop_all()
             return peer

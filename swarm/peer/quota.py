@@ -94,7 +94,12 @@ class MonthlyCount:
 
 
 class DataQuota:
-    """Decides, whenever it is told what was moved, whether to warn or to leave."""
+    """Decides, whenever it is told what was moved, whether to warn or to leave.
+
+    Attributes:
+        count: of the month so far.
+        reserve_bytes: with which the peer can still leave in order.
+    """
 
     def __init__(
         self,
@@ -111,8 +116,8 @@ class DataQuota:
             reserve_bytes: with which the peer can still leave in order.
             clock: seconds since 1970.
         """
-        self.count = count
-        self._quota, self._reserve, self._clock = quota_bytes, reserve_bytes, clock
+        self.count, self.reserve_bytes = count, reserve_bytes
+        self._quota, self._clock = quota_bytes, clock
         self._began_s, self._before, self._warned = clock(), 0, 0.0
 
     def look(self, moved: int) -> str | None:
@@ -128,15 +133,27 @@ class DataQuota:
         self.count.add(moved - self._before, now_s)
         self._before, used = moved, self.count.num_bytes
         said = f"{used / 1e9:.3g} of {self._quota / 1e9:.3g} GB of {self.count.month} are used"
-        if used + self._reserve >= self._quota:
+        if used + self.reserve_bytes >= self._quota:
             self.count.left_gb = self._quota / 1e9
-            return f"{said}, and leaving takes up to {self._reserve / 1e9:.3g} GB"
+            return f"{said}, and leaving takes up to {self.reserve_bytes / 1e9:.3g} GB"
         passed = max((mark for mark in WARN_AT if used >= mark * self._quota), default=0.0)
         if passed > self._warned and moved:
-            left_s = (self._quota - self._reserve - used) * (now_s - self._began_s) / moved
+            left_s = (self._quota - self.reserve_bytes - used) * (now_s - self._began_s) / moved
             logger.warning("data quota: %s; at this rate it leaves in %s", said, duration(left_s))
         self._warned = passed
         return None
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raises DataQuotaSpent if bytes, with headers, and the reserve are more than is left."""
+        needed = num_bytes * OVERHEAD + self.reserve_bytes
+        left = self._quota - self.count.num_bytes
+        if needed > left:
+            raise DataQuotaSpent(
+                f"joining takes {num_bytes * OVERHEAD / 1e9:.3g} GB and leaving again up to "
+                f"{self.reserve_bytes / 1e9:.3g} GB, but {max(left, 0) / 1e9:.3g} of "
+                f"{self._quota / 1e9:.3g} GB of {self.count.month} are left",
+                hint=HINT,
+            )
 
 
 def count_of(state: StateDirectory) -> MonthlyCount:
@@ -156,37 +173,62 @@ def require_quota(network: NetworkSection, state: StateDirectory) -> None:
         raise DataQuotaSpent(f"{used_gb:.3g} of {quota:g} GB of {count.month} are used", hint=HINT)
 
 
-def watch_quota(
-    network: NetworkSection, state: StateDirectory, node: Node, run: RunConfig, stop: Stop
-) -> Callable[[], None]:
-    """Counts from now on what a node moves, and has the peer leave in time; returns what ends it.
+class QuotaWatch:
+    """Counts what a node moves, and has the peer leave in time; without a quota it does nothing."""
 
-    Without a quota nothing is counted.
-    """
-    if network.data_quota_gb is None:
-        return lambda: None
-    reserve = bytes_to_leave(run, run.run.peers)
-    quota = DataQuota(count_of(state), network.data_quota_gb * 1e9, reserve)
-    ended = threading.Event()
+    def __init__(
+        self, network: NetworkSection, state: StateDirectory, node: Node, stop: Stop
+    ) -> None:
+        """Begins to count, with all that the node has moved since its start.
 
-    def watch() -> None:
+        Args:
+            network: has the quota.
+            state: whose peers the count is of.
+            node: moves the bytes.
+            stop: asked when the peer must leave.
+        """
+        self._node, self._stop, self._ended = node, stop, threading.Event()
+        self._quota: DataQuota | None = None
+        if network.data_quota_gb is None:
+            return
+        self._quota = DataQuota(count_of(state), network.data_quota_gb * 1e9, 0.0)
+        self._thread = threading.Thread(target=self._watch, name="data-quota", daemon=True)
+        self._thread.start()
+
+    def keep_back(self, run: RunConfig) -> None:
+        """Once the run is known: the peer leaves while there is enough left to leave in order."""
+        if self._quota:
+            self._quota.reserve_bytes = bytes_to_leave(run, run.run.peers)
+
+    def require_room(self, run: RunConfig, num_bytes: int) -> None:
+        """Before a run's state is fetched.
+
+        Args:
+            run: that is joined; what leaving it takes is kept back from now on.
+            num_bytes: of blobs that are to be fetched.
+
+        Raises:
+            DataQuotaSpent: these and what leaving takes are more than is left of the month.
+        """
+        self.keep_back(run)
+        if self._quota:
+            self._quota.require_room(num_bytes)
+
+    def end(self) -> None:
+        """Counts a last time; safe to call twice."""
+        self._ended.set()
+        if self._quota:
+            self._thread.join()
+
+    def _watch(self) -> None:
         is_last = False
-        while not is_last:
-            is_last = ended.wait(LOOK_S)
-            why = quota.look(bytes_moved(node.traffic))
-            if why and not stop():
+        while not is_last and self._quota:
+            is_last = self._ended.wait(LOOK_S)
+            why = self._quota.look(bytes_moved(self._node.traffic))
+            if why and not self._stop():
                 logger.warning("data quota: %s; leaving", why)
-                stop.ask(DataQuotaSpent(why, hint=HINT))
+                self._stop.ask(DataQuotaSpent(why, hint=HINT))
             try:
-                quota.count.write()
+                self._quota.count.write()
             except OSError as error:  # a full disk: the quota holds, and the next look writes it
                 logger.error("data quota: the count of this month is not on disk: %s", error)
-
-    thread = threading.Thread(target=watch, name="data-quota", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        ended.set()
-        thread.join()
-
-    return end

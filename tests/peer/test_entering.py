@@ -1,6 +1,7 @@
 """What a peer that enters a run keeps of what it knew, and of what it cannot know."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from swarm.config import PeerConfig
+from swarm.errors import DataQuotaSpent
 from swarm.network.finding import Opened
+from swarm.network.loop_thread import LoopThread
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown
 from swarm.peer import entering
-from swarm.peer.entering import Starter
+from swarm.peer.entering import Started, Starter, Stopped
+from swarm.peer.leaving import Stop
+from swarm.peer.observing import UNOBSERVED
+from swarm.peer.wanted import Wanted
 from swarm.protocol.abstaining import UNTIL_IT_CONTRIBUTES, abstains, without_record
 from swarm.protocol.events import Record, Regained
 from swarm.protocol.manifest import Manifest
@@ -90,34 +97,84 @@ def test_a_peer_that_votes_again_still_does_after_a_repair(
     assert not abstains(Entering(monkeypatch, tmp_path).repaired(record))
 
 
+class Joining(Entering):
+    """Peer A, which is shown a tip, and whose quota has room or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        super().__init__(monkeypatch, folder)
+
+        async def shows(*_: object) -> Shown:
+            return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
+
+        async def nothing(*_: object) -> dict[str, Any]:
+            return {}
+
+        for name in ("present_peers", "measure_line"):
+            monkeypatch.setattr(entering, name, nothing)
+        monkeypatch.setattr(entering, "newest_tip", shows)
+        for name in ("layout_of", "require_admission", "missing_bytes"):
+            monkeypatch.setattr(entering, name, lambda *_: None)
+        monkeypatch.setattr(entering, "whom_to_ask", lambda *_: ["B"])
+        monkeypatch.setattr(self, "_open_text", lambda *_: [])
+        run_folder = SimpleNamespace(
+            path=folder, record_path=self.path, read_text_folder=lambda: None
+        )
+        monkeypatch.setattr(self, "new_directory", lambda *_: run_folder)
+        self.state = SimpleNamespace(run=lambda _: run_folder, current_run=None)
+        self.quota = SimpleNamespace(require_room=lambda *_: None)
+        self.host = SimpleNamespace(serve=lambda _: None, quota=self.quota)
+        self.wanted = SimpleNamespace(vouched=None, invitation=None)
+        self.text = SimpleNamespace(shards=None)
+
+    def joined(self) -> Started:
+        run: Any = SimpleNamespace(canonical_json=lambda: b"{}")
+        announced: Any = SimpleNamespace(record=SimpleNamespace(run="run"), publishers=("B",))
+        return self._join_opened(Opened(announced, run, FOUNDING), ANY)
+
+
 def test_a_member_without_its_record_must_not_vote_on_the_tip_that_it_has_fetched_at_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others went on while it fetched the tip that it was shown first."""
-    peer = Entering(monkeypatch, tmp_path)
-
-    async def shows(*_: object) -> Shown:
-        return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
-
-    async def nothing(*_: object) -> dict[str, Any]:
-        return {}
-
-    for name in ("present_peers", "measure_line"):
-        monkeypatch.setattr(entering, name, nothing)
-    monkeypatch.setattr(entering, "newest_tip", shows)
-    for name in ("layout_of", "require_admission"):
-        monkeypatch.setattr(entering, name, lambda *_: None)
-    monkeypatch.setattr(entering, "whom_to_ask", lambda *_: ["B"])
-    monkeypatch.setattr(peer, "_open_text", lambda *_: [])
-    folder = SimpleNamespace(path=tmp_path, record_path=peer.path, read_text_folder=lambda: None)
-    monkeypatch.setattr(peer, "new_directory", lambda *_: folder)
-    peer.state = SimpleNamespace(run=lambda _: folder, current_run=None)
-    peer.host = SimpleNamespace(serve=lambda _: None)
-    peer.wanted = SimpleNamespace(vouched=None, invitation=None)
-    peer.text = SimpleNamespace(shards=None)
-    record = SimpleNamespace(run="run")
-    run: Any = SimpleNamespace(canonical_json=lambda: b"{}")
-    announced: Any = SimpleNamespace(record=record, publishers=("B",))
-    started = peer._join_opened(Opened(announced, run, FOUNDING), ANY)
+    peer = Joining(monkeypatch, tmp_path)
+    started = peer.joined()
     assert started.record.tip == NEWER and abstains(started.record)
     assert RecordFile(peer.path).read() == started.record
+
+
+def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    peer, fetched = Joining(monkeypatch, tmp_path), []
+
+    def too_few(*_: object) -> None:
+        raise DataQuotaSpent("too few")
+
+    peer.quota.require_room = too_few
+    monkeypatch.setattr(entering, "fetch_newest_state", fetched.append)
+    with pytest.raises(DataQuotaSpent, match="too few"):
+        peer.joined()
+    assert not fetched
+
+
+@pytest.fixture
+def waiting() -> Iterator[Starter]:
+    """A peer that waits for something in its node's loop."""
+    thread, host = LoopThread("test-entering"), SimpleNamespace()
+    host.stop, host.state, host.config = Stop(1.0), SimpleNamespace(data_path=None), PeerConfig()
+    host.node = thread
+    any_host: Any = host
+    yield Starter(any_host, Wanted(), UNOBSERVED)
+    thread.stop(5.0)
+
+
+def test_a_peer_whose_quota_is_used_up_while_it_enters_says_so(waiting: Starter) -> None:
+    waiting.stop.ask(DataQuotaSpent("used up"))
+    with pytest.raises(DataQuotaSpent, match="used up"):
+        waiting.wait_for(asyncio.sleep(60.0))
+
+
+def test_a_peer_that_a_person_stops_while_it_enters_is_stopped(waiting: Starter) -> None:
+    waiting.stop.ask()
+    with pytest.raises(Stopped):
+        waiting.wait_for(asyncio.sleep(60.0))

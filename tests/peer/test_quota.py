@@ -25,12 +25,12 @@ from swarm.peer.quota import (
     OVERHEAD,
     DataQuota,
     MonthlyCount,
+    QuotaWatch,
     bytes_moved,
     bytes_to_leave,
     count_of,
     month_of,
     require_quota,
-    watch_quota,
 )
 from swarm.peer.state_directory import StateDirectory
 from tests.train.runs import tiny_run
@@ -122,12 +122,13 @@ def test_the_peer_is_asked_to_leave_with_a_typed_reason_and_does_not_come_back(
     traffic = Traffic(blob_bytes_sent=1)
     node = cast(Node, SimpleNamespace(traffic=traffic))
     require_quota(network, state)
-    end = watch_quota(network, state, node, run, stop)
+    watch = QuotaWatch(network, state, node, stop)
+    watch.keep_back(run)
     assert not stop.wait(0.1)
     stop.raise_why()
     traffic.blob_bytes_sent = GB
     assert stop.wait(30.0)
-    end()
+    watch.end()
     with pytest.raises(DataQuotaSpent, match=r"of 1 GB of .* are used, and leaving takes up to"):
         stop.raise_why()
     assert json.loads((tmp_path / "data_used").read_text())["bytes"] >= GB
@@ -153,11 +154,11 @@ def test_a_disk_that_takes_nothing_for_a_while_does_not_end_the_quota(
     node = cast(Node, SimpleNamespace(traffic=traffic))
     with monkeypatch.context() as disk:
         disk.setattr(durable, "write_file", full)
-        end = watch_quota(NetworkSection(data_quota_gb=1.0), state, node, tiny_run(), stop)
+        watch = QuotaWatch(NetworkSection(data_quota_gb=1.0), state, node, stop)
         assert tried.wait(10.0) and not stop()
         traffic.blob_bytes_sent = GB
         assert stop.wait(10.0)
-    end()
+    watch.end()
     assert "the count of this month is not on disk" in caplog.text
     assert count_of(state).num_bytes >= GB
     state.close()
@@ -166,9 +167,32 @@ def test_a_disk_that_takes_nothing_for_a_while_does_not_end_the_quota(
 def test_without_a_quota_nothing_is_written(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     node = cast(Node, SimpleNamespace(traffic=Traffic()))
-    watch_quota(NetworkSection(), state, node, tiny_run(), Stop(1.0))()
+    watch = QuotaWatch(NetworkSection(), state, node, Stop(1.0))
+    watch.require_room(tiny_run(), 10**15)
+    watch.end()
     assert not (tmp_path / "data_used").exists()
     assert count_of(state).month == month_of(time.time())
+    state.close()
+
+
+def test_what_is_moved_before_a_run_is_entered_counts_too(tmp_path: Path) -> None:
+    state, node = StateDirectory(tmp_path), cast(Node, SimpleNamespace(traffic=Traffic()))
+    watch = QuotaWatch(NetworkSection(data_quota_gb=9.0), state, node, Stop(1.0))
+    node.traffic.blob_bytes_received = GB  # of a model that never came whole
+    watch.end()
+    assert count_of(state).num_bytes == round(GB * OVERHEAD)
+    state.close()
+
+
+def test_a_state_that_is_more_than_what_is_left_is_not_fetched(tmp_path: Path) -> None:
+    state, node, run = StateDirectory(tmp_path), cast(Node, SimpleNamespace()), tiny_run()
+    node.traffic = Traffic()
+    watch = QuotaWatch(NetworkSection(data_quota_gb=2.0), state, node, Stop(1.0))
+    most = int((2 * GB - bytes_to_leave(run, run.run.peers)) / OVERHEAD)
+    watch.require_room(run, most)
+    with pytest.raises(DataQuotaSpent, match=r"joining takes 2 GB .* but 2 of 2 GB of .* are left"):
+        watch.require_room(run, most + 2)
+    watch.end()
     state.close()
 
 
