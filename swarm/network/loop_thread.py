@@ -35,8 +35,12 @@ class LoopThread:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
         """Runs a coroutine in the loop and returns its result, from any other thread.
+
+        Args:
+            coroutine: what is run.
+            timeout_s: seconds that it may take; None for one that bounds itself.
 
         Raises:
             TimeoutError: not done in time; the coroutine is cancelled.

@@ -195,7 +195,7 @@ class Node:
         """Addresses of others, the best first, for the caller to keep on disk."""
         return self._book.known()
 
-    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
         """Runs a coroutine in the node's loop, from another thread; raises TimeoutError."""
         return self._thread.run(coroutine, timeout_s)
 

@@ -58,8 +58,6 @@ FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
 BEGUN_S = 60.0
-START_S = 24 * 3600.0
-"""A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
 WHO_RUNS_S = 30.0
 
@@ -325,6 +323,8 @@ class Starter:
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
 
+        A large model over a slow link may take days, and so may those that a founder waits for.
+
         Raises:
             Stopped: the person stopped it.
             DataQuotaSpent: the month's bytes are used up meanwhile.
@@ -343,7 +343,7 @@ class Starter:
                 task.cancel()
                 await asyncio.wait([task])
 
-        return self.node.run(watched(), START_S)
+        return self.node.run(watched(), None)
 
     def _open_text(
         self,

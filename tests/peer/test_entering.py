@@ -178,3 +178,11 @@ def test_a_peer_that_a_person_stops_while_it_enters_is_stopped(waiting: Starter)
     waiting.stop.ask()
     with pytest.raises(Stopped):
         waiting.wait_for(asyncio.sleep(60.0))
+
+
+def test_what_takes_longer_than_any_limit_still_ends_with_its_value(
+    waiting: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 7B over a thin line, or a founder that waits for others, takes more than a day."""
+    monkeypatch.setattr(entering, "START_S", 0.1, raising=False)
+    assert waiting.wait_for(asyncio.sleep(0.4, "the model")) == "the model"
