@@ -105,7 +105,8 @@ def table_for(
         link.loss_pct,
     )
     num_peers, rates = run.run.peers, carried_mbit(capped, run.run.peers)
-    compute_s = run.round.seconds or cycle_steps(run) * step_s
+    round_s = run.round.seconds or run.round.local_steps * step_s
+    compute_s = setting_of(run).rounds * round_s
     assumed = replace(ASSUMED, is_beside=beside)
 
     def planned(setting: Setting) -> Planned:

@@ -260,6 +260,20 @@ def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> 
     assert "link" not in plan("spes_7b", *BIG)
 
 
+def test_rounds_of_an_agreed_time_are_planned_on_a_link_as_those_of_as_many_steps(
+    tmp_path: Path,
+) -> None:
+    without_phases = (RUNS / "spes_7b_home.toml").read_text().partition("[[phases]]")[0]
+    (tmp_path / "home.toml").write_text(without_phases)
+    asked = (*BIG, "--link", "100/20mbit,100ms")
+    steps, timed = (
+        plan(str(tmp_path / "home"), *asked, *more)["link"]
+        for more in ((), ("--set", "round.seconds=360"))
+    )
+    assert steps["run"]["utilisation"] > 0.99  # the head of the run file says 99.9 %
+    assert timed["run"] == steps["run"] and timed["settings"] == steps["settings"]
+
+
 def test_a_cap_is_the_rate_and_a_quota_is_said_in_days() -> None:
     capped = ("--link", "1gbit,10ms", "--max-upload", "20mbit", "--max-download", "50mbit")
     link = plan("spes_7b", *BIG, *capped)["link"]
