@@ -93,7 +93,8 @@ KEYS = (
 @option(
     "--step-seconds",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds of a local step, where they are known better than estimated.",
+    help="Seconds of a local step of train.batch_tokens, where they are known better than "
+    "estimated; those of phases are in proportion.",
 )
 def main(
     given: Options,
@@ -217,10 +218,11 @@ def times_table(
     share = times.averaging_s / max(times.round_s, 1e-12)
     beside = ", beside the steps" if times.overlaps else ""
     steps = "seconds that the run sets" if run.round.seconds else f"{run.round.local_steps} steps"
+    when = "after the last phase, " if run.phases else ""
     for row in [
         ("speed", f"{machine.tflops:.3g} TFLOP/s", f"of matrix products, {how}"),
         ("link", f"{mbit:g} Mbit/s", "each way; --mbit, or the slower way of --link"),
-        ("a round", in_words(times.round_s), "without waiting for others"),
+        ("a round", in_words(times.round_s), f"{when}without waiting for others"),
         ("  training", in_words(times.training_s), steps),
         ("  averaging", in_words(times.averaging_s), f"of its bytes{beside}; {share:.0%} of it"),
         ("the run", in_words(times.run_s), f"{run.run.rounds:,} rounds"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from swarm.config import RunConfig
+from swarm.config import PhaseConfig, RunConfig
 
 ASSUMED_MBIT = 100.0
 """Of a peer's link each way, where the person names no other."""
@@ -18,28 +19,21 @@ class Forecast:
     """Seconds of a run, if nobody is lost and links carry nothing else.
 
     Attributes:
-        training_s: of the local steps of a round.
+        training_s: of the local steps of a round, after the last of the run's phases.
         averaging_s: of the bytes of a round over a peer's link, sent and received at once.
         overlaps: whether they move beside the local steps.
-        rounds: of the run.
+        run_s: of all rounds, those of earlier phases as these have them.
     """
 
     training_s: float
     averaging_s: float
     overlaps: bool
-    rounds: int
+    run_s: float
 
     @property
     def round_s(self) -> float:
-        """Of a whole round; one is in flight at a time [V1]."""
-        if self.overlaps:
-            return max(self.training_s, self.averaging_s)
-        return self.training_s + self.averaging_s
-
-    @property
-    def run_s(self) -> float:
-        """Of all rounds."""
-        return self.rounds * self.round_s
+        """Of a whole round, after the last of the run's phases."""
+        return _round_s(self.training_s, self.averaging_s, overlaps=self.overlaps)
 
     @property
     def run_days(self) -> float:
@@ -47,15 +41,42 @@ class Forecast:
         return self.run_s / DAY_S
 
 
+def _round_s(training_s: float, averaging_s: float, *, overlaps: bool) -> float:
+    """One round is in flight at a time [V1]."""
+    return max(training_s, averaging_s) if overlaps else training_s + averaging_s
+
+
+def rounds_by_phase(run: RunConfig) -> list[tuple[int, PhaseConfig]]:
+    """How many rounds each phase of a run has, with all of its peers in each; the last is open."""
+    found, left, tokens = [], run.run.rounds, 0
+    while left:
+        phase = run.phase_at(tokens)
+        round_tokens = run.run.peers * phase.local_steps * phase.batch_tokens
+        rounds = min(left, math.ceil((phase.until_tokens - tokens) / round_tokens))
+        found.append((rounds, phase))
+        left, tokens = left - rounds, tokens + rounds * round_tokens
+    return found
+
+
 def forecast(run: RunConfig, *, step_s: float, round_bytes: float, mbit: float) -> Forecast:
     """Predicts the seconds of a run.
 
     Args:
-        run: gives steps and rounds; of several phases the last one counts.
-        step_s: seconds of a local step.
+        run: gives steps and rounds, by its phases.
+        step_s: seconds of a local step after the last phase; those of others are in proportion to
+            their batches.
         round_bytes: that a peer sends in a round, and receives.
         mbit: of its link each way, Mbit/s.
     """
-    training_s = run.round.seconds or run.round.local_steps * step_s
-    averaging_s = round_bytes * 8 / (mbit * 1e6)
-    return Forecast(training_s, averaging_s, run.round.overlap == "round", run.run.rounds)
+    averaging_s, overlaps = round_bytes * 8 / (mbit * 1e6), run.round.overlap == "round"
+
+    def training_s(local_steps: int, batch_tokens: int) -> float:
+        return run.round.seconds or local_steps * step_s * batch_tokens / run.train.batch_tokens
+
+    run_s = sum(
+        rounds
+        * _round_s(training_s(of.local_steps, of.batch_tokens), averaging_s, overlaps=overlaps)
+        for rounds, of in rounds_by_phase(run)
+    )
+    last_s = training_s(run.round.local_steps, run.train.batch_tokens)
+    return Forecast(last_s, averaging_s, overlaps, run_s)

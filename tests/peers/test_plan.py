@@ -216,8 +216,10 @@ def test_a_plan_says_how_long_a_round_and_the_run_take_and_at_which_speeds() -> 
     sent = slow["bytes_sent_per_peer_per_round"]
     assert slow["round_averaging_s"] == pytest.approx(sent * 8 / 100e6, rel=0.001)
     assert fast["round_averaging_s"] == pytest.approx(slow["round_averaging_s"] / 10, rel=0.001)
-    round_s = slow["round_training_s"] + slow["round_averaging_s"]
-    assert slow["run_days"] == pytest.approx(run.run.rounds * round_s / 86400, rel=0.001)
+    # The run file: 420 rounds of 100 steps of twice the batch, then 720 of 50.
+    training_s = (420 * 100 * 2 + 720 * 50) * slow["step_s"]
+    run_s = training_s + 1140 * slow["round_averaging_s"]
+    assert slow["run_days"] == pytest.approx(run_s / 86400, rel=0.001)
     assert (slow["tflops"], slow["mbit"], fast["mbit"]) == (100.0, 100.0, 1000.0)
 
 
@@ -240,7 +242,9 @@ def test_where_rounds_overlap_their_bytes_move_beside_the_steps() -> None:
     fast, slow = (plan("spes_7b_home", *BIG, "--mbit", mbit) for mbit in ("100", "1"))
     days, rounds = 86_400, 36_540
     assert fast["round_averaging_s"] < fast["round_training_s"] < slow["round_averaging_s"]
-    assert fast["run_days"] * days == pytest.approx(rounds * fast["round_training_s"], rel=0.001)
+    # The run file: 13,460 rounds of 20 steps of twice the batch, 72 s each, then 23,080 of 10.
+    training_s = 13_460 * 20 * 72 + 23_080 * 10 * 36
+    assert fast["run_days"] * days == pytest.approx(training_s, rel=0.001)
     assert slow["run_days"] * days == pytest.approx(rounds * slow["round_averaging_s"], rel=0.001)
     said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b_home.toml"), *BIG]).output
     assert "of its bytes, beside the steps" in said
