@@ -115,16 +115,19 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
 def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Machine:
     """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
 
-    A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s.
+    A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s. A machine that
+    is to have none computes as fast as the cores of this one, which are measured.
 
     Raises:
         ConfigError: a size is none, has no unit, or is absurd.
     """
     if sizes.get("gpu") is not None:
         gpu = machine_size("gpu", str(sizes["gpu"]))
-        machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
         if gpu:
             machine = replace(machine, tflops=Machine.tflops, updates_g_s=Machine.updates_g_s)
+        elif machine.device == "cuda":
+            machine = replace(machine, tflops=_measured_tflops("cpu"))
+        machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
     if sizes.get("host") is not None:
         machine = replace(machine, host_bytes=machine_size("host", str(sizes["host"])))
     if sizes.get("disk") is not None:

@@ -49,6 +49,15 @@ def test_a_described_machine_overrides_what_was_found(tmp_path: Path) -> None:
     assert described_machine(gpu, {"gpu": "0"}).device == "cpu"
 
 
+def test_a_plan_without_the_gpu_of_this_machine_goes_by_the_speed_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_measured_tflops", {"cpu": 0.2, "cuda": 400.0}.__getitem__)
+    with_gpu = Machine("cuda", 80e9, 128e9, 1e12, tflops=400.0)
+    without = described_machine(with_gpu, {"gpu": "0"})
+    assert (without.device, without.device_bytes, without.tflops) == ("cpu", 0, 0.2)
+
+
 def test_frozen_experts_are_mapped_only_where_that_is_allowed(tmp_path: Path) -> None:
     assert wishes_of(ComputeSection(), tmp_path).folder == tmp_path
     assert wishes_of(ComputeSection(map_frozen=False), tmp_path).folder is None
