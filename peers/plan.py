@@ -14,7 +14,7 @@ from rich.table import Table
 from peers.command import for_tables
 from peers.options import Options, option, options, program
 from peers.toml_text import as_toml
-from swarm.config import RunConfig
+from swarm.config import NetworkSection, RunConfig
 from swarm.data.tokenizer import require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
@@ -74,7 +74,7 @@ KEYS = (
     "--mbit",
     type=click.FloatRange(min=0, min_open=True),
     default=ASSUMED_MBIT,
-    help="Rate of a peer's link each way, Mbit/s; --link says more.",
+    help="Rate of a peer's link each way, Mbit/s; --link says more, and caps make it less.",
 )
 @option(
     "--link",
@@ -137,7 +137,7 @@ def main(
         of_link = table_for(
             run, line, config.network, step_s=step_s, wanted=utilisation, beside=planned.is_beside
         )
-        mbit = min(of_link.rates)
+    mbit = min(of_link.rates) if of_link else _under_caps(mbit, config.network)
     times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)
     if given.as_json:
         shown = _figures(run, planned) | _times(times, planned.machine, mbit)
@@ -154,6 +154,11 @@ def main(
             print_link(console, run, of_link)
     if not planned.fits:
         raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
+
+
+def _under_caps(mbit: float, network: NetworkSection) -> float:
+    caps = (network.max_upload_mbit, network.max_download_mbit)
+    return min([mbit, *(cap for cap in caps if cap)])
 
 
 def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
@@ -221,7 +226,11 @@ def times_table(
     when = "after the last phase, " if run.phases else ""
     for row in [
         ("speed", f"{machine.tflops:.3g} TFLOP/s", f"of matrix products, {how}"),
-        ("link", f"{mbit:g} Mbit/s", "each way; --mbit, or the slower way of --link"),
+        (
+            "link",
+            f"{mbit:g} Mbit/s",
+            "each way; --mbit, or the slower way of --link, under the caps",
+        ),
         ("a round", in_words(times.round_s), f"{when}without waiting for others"),
         ("  training", in_words(times.training_s), steps),
         ("  averaging", in_words(times.averaging_s), f"of its bytes{beside}; {share:.0%} of it"),

@@ -166,9 +166,8 @@ class Host:
             config = with_kept(config, state.settings_path)
             require_quota(config.network, state)
             network = config.network
-            identity = network.identity_path
             node = Node.start(
-                identity_path=Path(identity).expanduser() if identity else state.identity_path,
+                identity_path=Path(network.identity_path or state.identity_path).expanduser(),
                 network=network,
                 known_peers=network.initial_peers,
                 remembered=state.known_peers,

@@ -288,6 +288,15 @@ def test_a_cap_is_the_rate_and_a_quota_is_said_in_days() -> None:
     assert "in toy runs" in said and "Assumed: transfers reach 85% of the link" in said
 
 
+@pytest.mark.parametrize("flag", ["--max-upload", "--max-download"])
+def test_a_cap_counts_without_a_link_too(flag: str) -> None:
+    figures = plan("spes_7b", *BIG, flag, "20mbit")
+    sent = figures["bytes_sent_per_peer_per_round"]
+    assert figures["round_averaging_s"] == pytest.approx(sent * 8 / 20e6, rel=0.001)
+    assert figures["mbit"] == 20
+    assert plan("spes_7b", *BIG, "--mbit", "5", flag, "20mbit")["mbit"] == 5
+
+
 def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> None:
     """[V9]: workers whose state is cut, and one that streams and clips by unit."""
     asked = ("--link", "100mbit", "--step-seconds", "36", "--gpu", "24GB", "--host", "200GB")
