@@ -33,6 +33,7 @@ from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
 from swarm.peer.machine import plan_here, processor
+from swarm.peer.planning import held_bytes
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.records import PeerRecord, RunState
@@ -130,6 +131,7 @@ def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path
         f"{plan.reason} ({peaks})",
         plan.fits,
         around.link,
+        held_bytes(folder, run),
     )
 
 

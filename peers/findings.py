@@ -90,6 +90,7 @@ class Needs:
         engine: the engine that was planned for this machine, in words.
         engine_fits: whether its memory is there.
         link: None where nobody could be asked.
+        held_bytes: that the state directory has already of the run.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Needs:
     engine: str
     engine_fits: bool
     link: LinkVerdict | None
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,8 @@ def _of_disk(needs: Needs, free_bytes: int | None) -> Finding:
         return Finding("disk", Level.WARNING, "could not be read", remedy)
     needed = needs.disk_bytes
     text = f"{free_bytes / 1e9:.1f} GB free, {needs.name} needs about {needed / 1e9:.1f} GB"
-    if free_bytes < needed:
+    if needs.held_bytes:
+        text += f", of which {needs.held_bytes / 1e9:.1f} GB are here"
+    if free_bytes + needs.held_bytes < needed:
         return Finding("disk", Level.FAULT, text, remedy)
     return Finding("disk", Level.GOOD, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -62,7 +63,7 @@ def plan_run(
     Args:
         run: what is to be trained, by `run.run.peers` peers with equal shares.
         config: of the machine: device, engine, memory that may be used.
-        folder: on the disk that would hold the state directory; need not exist.
+        folder: the state directory; need not exist. What it holds of the run counts as free.
         sizes: "gpu", "host" and "disk" of a described machine, such as "24GB"; "gpus" as
             "8x80GB", or "8" or "all", for as many workers; `compute.remote_workers` are more of
             them in machines alike.
@@ -74,7 +75,9 @@ def plan_run(
     compute, folder = (config or PeerConfig()).compute, Path(folder).expanduser()
     compute, sizes = _with_gpus(compute, sizes)
     cost, owned = cost_of(run, run.run.peers), owned_per_peer(run, run.run.peers)
-    machine = described_machine(this_machine(compute, folder), sizes)
+    found = this_machine(compute, folder)
+    found = replace(found, disk_bytes=found.disk_bytes + held_bytes(folder, run))
+    machine = described_machine(found, sizes)
     wishes, here = wishes_of(compute, folder), _workers(compute, machine, sizes)
     if here:
         fabric = fabric_of(compute, here, _bus(compute, here, sizes))
@@ -85,6 +88,35 @@ def plan_run(
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
     is_beside = engine.options.is_read_beside(run)
     return RunPlan(cost, machine, engine, owned, most, tuple(short), is_beside)
+
+
+def held_bytes(folder: Path, run: RunConfig) -> int:
+    """Bytes on disk that a state directory holds already of a run with this configuration.
+
+    Args:
+        folder: the state directory; a peer may be running with it.
+        run: as its file is; a run founded twice counts once.
+    """
+    configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
+    of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]
+    return max((_disk_bytes(path) for path in of_run), default=0)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Of all files, as the disk counts them: packs have holes, and some have two names."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # a running peer collects what nobody needs
+            status = path.lstat()
+            sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
 
 
 def _with_gpus(

@@ -82,6 +82,13 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
             "disk", Level.FAULT, "0.5 GB free, demo needs about 1.0 GB",
         ),
         (
+            replace(
+                GOOD, local=replace(LOCAL, disk_free_bytes=GB // 2),
+                needs=replace(NEEDS, held_bytes=GB * 6 // 10),
+            ),
+            "disk", Level.GOOD, "needs about 1.0 GB, of which 0.6 GB are here",
+        ),
+        (
             replace(GOOD, local=replace(LOCAL, disk_free_bytes=None)),
             "disk", Level.WARNING, "could not be read",
         ),
