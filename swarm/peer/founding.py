@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from torch import Tensor
 
+from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.tokenizer import Tokenizer
 from swarm.data.tokenizer_file import FileTokenizer
+from swarm.errors import CorruptState
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
@@ -23,15 +27,20 @@ from swarm.peer.live_model import initial_contents
 from swarm.peer.own_line import measure_line
 from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
+from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Founding, PeerId, run_id
+from swarm.protocol.manifest import Founding, Manifest, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState
 from swarm.protocol.texts import TokenizerFile
 
 logger = logging.getLogger(__name__)
+
+_KEPT = ("config.json", "founding", "text", "packs")
+BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
+"""All that a founding writes into a run's folder before the run has a record."""
 
 
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
@@ -73,25 +82,66 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     if isinstance(tokenizer, FileTokenizer):
         blobs.append(tokenizer.content)
     present = _gather(starter, run, gathering, blobs)
+    remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering):
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         manifest = founding_manifest(founding, run, layout, initial, present)
-        name = run_id(run.run.name, run.fingerprint(), manifest.blob)
+        blobs += [text.held_out, manifest.encoded]
+        started = _stored(starter, run, manifest, blobs, contents.values())
+    starter.host.serve(started.store)
+    starter.state.current_run = started.run_id
+    logger.info("founded run=%s members=%d", started.run_id, len(present))
+    return started
+
+
+def remove_unfounded(state_folder: Path, me: PeerId) -> None:
+    """Removes what this peer stored of runs that it founded, but was killed before their record.
+
+    Nobody has heard of such a run, and nobody can open it. A folder in which there is anything else
+    than a founding writes before its record is of a run that lived: it stays.
+
+    Args:
+        state_folder: the state directory.
+        me: this peer.
+    """
+    for folder in state_folder.glob("runs/*"):
+        try:
+            names = {path.name for path in folder.iterdir()}
+            if not {"founding"} <= names <= BEFORE_THE_RECORD:
+                continue
+            if RunDirectory(folder).read_founding().founding.founder == me:
+                shutil.rmtree(folder)
+                logger.info("removed %s: this peer ended before it had founded it", folder)
+        except (OSError, CorruptState) as error:
+            logger.warning("%s is left as it is: %s", folder, error)
+
+
+def _stored(
+    starter: Starter,
+    run: RunConfig,
+    manifest: Manifest,
+    blobs: Iterable[bytes],
+    contents: Iterable[Content],
+) -> Started:
+    """Makes a run durable; of one whose record could not be written nothing is left."""
+    name, record = (
+        run_id(run.run.name, run.fingerprint(), manifest.blob),
+        Record(manifest, None, None),
+    )
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, starter.state.run(name).path, ignore_errors=True)
         directory = starter.new_directory(name, run, manifest)
         store = BlobStore(directory.path)
-        for blob in (*blobs, text.held_out, manifest.encoded):
+        for blob in blobs:
             store.put(blob)
-        for content in contents.values():
+        for content in contents:
             store_content(store, content)
         store.sync(manifest.blobs)
-    starter.host.serve(store)
-    record = Record(manifest, None, None)
-    RecordFile(directory.record_path).write(record)
-    starter.state.current_run = name
-    logger.info("founded run=%s members=%d", name, len(present))
-    return Started(name, run, layout, directory, store, record, starter.text.shards)
+        RecordFile(directory.record_path).write(record)
+        undo.pop_all()
+    return Started(name, run, layout_of(run), directory, store, record, starter.text.shards)
 
 
 def _file_of(tokenizer: Tokenizer, text: FoundText) -> TokenizerFile | None:

@@ -1,0 +1,89 @@
+"""What is left of a run whose founder ended before its record was on disk: nothing."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.config import PeerConfig
+from swarm.network.blobs import BlobStore
+from swarm.network.record_file import RecordFile
+from swarm.peer.entering import Started, Starter
+from swarm.peer.founding import found
+from swarm.peer.leaving import Stop
+from swarm.peer.observing import UNOBSERVED
+from swarm.peer.run_text import FoundText
+from swarm.peer.state_directory import StateDirectory
+from swarm.peer.wanted import Wanted
+from tests.train.runs import tiny_run
+
+RUN = tiny_run()
+
+
+class Founder:
+    """A machine that founds a run alone; killed, it leaves what is on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state, self.folder = StateDirectory(folder), folder
+
+    def found(self, peer_id: str = "me") -> Started:
+        host: Any = SimpleNamespace(
+            node=SimpleNamespace(peer_id=peer_id), state=self.state, config=PeerConfig(),
+            stop=Stop(1.0), serve=lambda _: None,
+        )  # fmt: skip
+        starter, text = Starter(host, Wanted(), UNOBSERVED), FoundText(None, bytes(8), 2)
+        any_text: Any = SimpleNamespace(found=lambda *_: text, folder=None, shards=None)
+        starter.text = any_text
+        return found(starter, RUN)
+
+    def runs(self) -> set[str]:
+        return {path.name for path in self.folder.glob("runs/*")}
+
+
+@pytest.fixture
+def founder(tmp_path: Path) -> Iterator[Founder]:
+    founder = Founder(tmp_path)
+    yield founder
+    founder.state.close()
+
+
+def killed_before_its_record(started: Started) -> None:
+    started.directory.record_path.rename(started.directory.record_path.with_name("record.new"))
+
+
+@pytest.mark.parametrize("step", ["sync", "write"])
+def test_a_disk_that_fills_up_while_a_run_is_founded_is_as_it_was(
+    founder: Founder, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr({"sync": BlobStore, "write": RecordFile}[step], step, full)
+    with pytest.raises(OSError, match="No space left"):
+        founder.found()
+    assert founder.runs() == set() and founder.state.current_run is None
+
+
+def test_what_a_killed_founding_stored_is_removed_by_the_next_one(founder: Founder) -> None:
+    killed_before_its_record(founder.found())
+    started = founder.found()
+    assert founder.runs() == {started.run_id} == {founder.state.current_run}
+
+
+@pytest.mark.parametrize("file", ["record", "record.previous", "private", "events.jsonl"])
+def test_a_run_that_lived_is_kept(founder: Founder, file: str) -> None:
+    lived = founder.found()
+    killed_before_its_record(lived)
+    (lived.directory.path / file).write_bytes(b"damaged")
+    founder.found()
+    assert lived.run_id in founder.runs()
+
+
+def test_what_comes_of_a_run_that_another_peer_founded_is_kept(founder: Founder) -> None:
+    theirs = founder.found("another")
+    killed_before_its_record(theirs)
+    founder.found()
+    assert theirs.run_id in founder.runs()
