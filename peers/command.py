@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import click
@@ -89,6 +91,32 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
     }
     command = click.command(name, cls=Program, context_settings=settings)
     return lambda function: command(version_option(name)(function))
+
+
+@contextlib.contextmanager
+def ending_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP are as Ctrl+C while this lasts, for a program that ends others first.
+
+    The first one alone: a shell whose terminal is closed repeats it while they end. What nohup has
+    the program ignore it ignores.
+    """
+    heard = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def on_signal(_number: int, _frame: FrameType | None) -> NoReturn:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, on_signal) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def for_tables() -> Console:

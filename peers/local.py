@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 
+from peers.command import ending_as_ctrl_c
 from peers.option_values import file_of, require_folder
 from peers.options import Options, option, options, program
 from swarm.config import parse_override
@@ -169,10 +171,7 @@ def main(
     corpus_of(run, options.peer_config().corpus.folder)
     founders_tokenizer(run, options.tokenizer)
     founders_weights(run, options.initialise_from)
-    with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
-        # The default of --state-dir is a single peer's home: a local swarm does not belong there.
-        given = options.state_dir != Options().state_dir
-        folder = options.state_dir.expanduser() if given else Path(temporary)
+    with ending_as_ctrl_c(), _folder_of(options) as folder:
         swarm = LocalSwarm(
             folder,
             options.run,
@@ -196,6 +195,26 @@ def main(
         click.echo(json.dumps(verdict))
     else:
         click.echo(_sentence(verdict))
+
+
+@contextlib.contextmanager
+def _folder_of(options: Options) -> Iterator[Path]:
+    """Where states and logs are; errors name the logs, so a folder of its own stays after one."""
+    if options.state_dir != Options().state_dir:
+        yield options.state_dir.expanduser()
+        return
+    # The default of --state-dir is a single peer's home: a local swarm does not belong there.
+    folder = Path(tempfile.mkdtemp(prefix="swarm-local-"))
+    is_worth_a_look = False
+    try:
+        yield folder
+    except Exception:
+        is_worth_a_look = True
+        _say(f"states and logs are in {folder}")
+        raise
+    finally:
+        if not is_worth_a_look:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def peer_settings(options: Options) -> tuple[str, ...]:

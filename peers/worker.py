@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
+from peers.command import ending_as_ctrl_c
 from peers.launch import PASSIVE
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError
@@ -72,13 +71,8 @@ def main(
         launch.local,
         folder,
     )
-    signal.signal(signal.SIGTERM, _end)
-    agent.serve(once=once)
-
-
-def _end(*_: object) -> NoReturn:
-    """Ends as Ctrl+C does: the workers first."""
-    raise KeyboardInterrupt
+    with ending_as_ctrl_c():  # the workers first
+        agent.serve(once=once)
 
 
 if __name__ == "__main__":

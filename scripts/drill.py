@@ -6,6 +6,7 @@ import sys
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 
+from peers.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import At, FaultPlan, Kill
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import quiet_rounds, rounds_hit, rounds_of, spread
@@ -97,7 +98,7 @@ def main() -> int:
     say = teller()
     plan = plan_of(arguments.kills, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=arguments.hang_after))
-    with swarm:
+    with ending_as_ctrl_c(), swarm:
         drill(runner, arguments.kills)
     verdict = verdict_of(runner)
     report(verdict, arguments)

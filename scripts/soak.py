@@ -3,10 +3,13 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 
+from peers.command import ending_as_ctrl_c
 from swarm import load_run
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
@@ -102,6 +105,25 @@ def soak(runner: FaultRunner, minutes: float) -> None:
     runner.run(runner.all_back, RETURN_S)
 
 
+def soaked(
+    arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> tuple[FaultRunner, list[int]]:
+    """Soaks a swarm; returns what has happened, and the peers that were there at the end."""
+    links = open_links([arguments.link], say, arguments.seed)
+    options = [*SETTINGS, *(HOME if arguments.wire == "home" else ())]
+    swarm = LocalSwarm(
+        folder / "swarm", RUN_FILE, arguments.peers, founder_options=options, links=links
+    )
+    plan = plan_of(arguments.every, arguments.seed)
+    runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
+    try:
+        soak(runner, arguments.minutes)
+        return runner, [peer.index for peer in swarm.peers if peer.alive]
+    finally:
+        swarm.kill()
+        links.close()
+
+
 def verdict_of(
     runner: FaultRunner, present: list[int], began_s: float, least_goodput: float
 ) -> dict[str, Any]:
@@ -133,19 +155,8 @@ def main() -> int:
     arguments = parse()
     folder = folder_of(arguments, "soak")
     began_s, say = time.time(), teller()
-    links = open_links([arguments.link], say, arguments.seed)
-    options = [*SETTINGS, *(HOME if arguments.wire == "home" else ())]
-    swarm = LocalSwarm(
-        folder / "swarm", RUN_FILE, arguments.peers, founder_options=options, links=links
-    )
-    plan = plan_of(arguments.every, arguments.seed)
-    runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
-    try:
-        soak(runner, arguments.minutes)
-        present = [peer.index for peer in swarm.peers if peer.alive]
-    finally:
-        swarm.kill()
-        links.close()
+    with ending_as_ctrl_c():
+        runner, present = soaked(arguments, folder, say)
     verdict = verdict_of(runner, present, began_s, LEAST_GOODPUT[arguments.wire])
     report(verdict, arguments)
     if not verdict["passed"] or arguments.state_dir:

@@ -1,13 +1,18 @@
 """What swarm-local hands on to its peers, and what it refuses before it starts any."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from peers import local
+from peers.command import ending_as_ctrl_c
 from peers.peer import main as peer_main
 from swarm.emulation.local_swarm import LocalSwarm
+from swarm.errors import SwarmError
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 
@@ -75,6 +80,65 @@ def test_settings_of_peers_reach_every_peer_and_those_of_the_run_the_founder(
     (swarm,) = started
     assert swarm.options == ["--linger", "86400", "--set", "compute.threads=3"]
     assert swarm.founder_options == ["--set", "run.seed=5"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_service_that_is_ended_or_a_terminal_that_is_closed_leaves_no_peers(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    stopped: list[Path] = []
+
+    def start(_: LocalSwarm) -> None:
+        signal.raise_signal(number)
+        raise SwarmError("it was not heard")
+
+    def stop(swarm: LocalSwarm) -> None:
+        signal.raise_signal(number)  # a shell repeats it
+        stopped.append(swarm.folder)
+
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    monkeypatch.setattr(LocalSwarm, "stop", stop)
+    before = signal.getsignal(number)
+    with without_end_of(number):
+        result = CliRunner().invoke(local.main, ["--run", DEMO])
+        assert isinstance(result.exception, SystemExit) and result.exit_code == 130
+    (folder,) = stopped
+    assert not folder.exists() and signal.getsignal(number) is before
+
+
+@contextlib.contextmanager
+def without_end_of(number: signal.Signals) -> Iterator[None]:
+    """Keeps these tests alive where the program does not hear a signal."""
+    before = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_nohup_ignores_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_as_ctrl_c():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_logs_that_an_error_names_are_there_to_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders: list[Path] = []
+
+    def start(swarm: LocalSwarm) -> None:
+        folders.append(swarm.folder)
+        raise SwarmError(f"no round; logs in {swarm.folder}")
+
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    result = CliRunner().invoke(local.main, ["--run", DEMO])
+    (folder,) = folders
+    assert folder.is_dir() and f"states and logs are in {folder}" in result.stderr
+    folder.rmdir()
 
 
 def test_between_two_rounds_it_is_said_how_far_the_peers_are() -> None:
