@@ -50,7 +50,7 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
     Raises:
         RunMismatch: names every difference.
     """
-    have = _flat(run.model_dump())
+    have = _flat(run.model_dump(mode="json"))  # lists, as they are read
     wrong = [
         f"{key}: asked {value!r}, the run has {have.get(key)!r}"
         for key, value in overrides.items()
