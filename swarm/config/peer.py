@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from swarm.config.section import NonNegative, Positive, PositiveReal, Section
+from swarm.config.section import PRINTABLE, NonNegative, Positive, PositiveReal, Section
 
 
 class PeerSection(Section):
     """This peer's place in the run."""
 
-    name: Annotated[str, Field(max_length=64)] = ""
+    name: Annotated[str, Field(max_length=64, pattern=PRINTABLE)] = ""
     """For people only; by default the host's name and the end of the peer id."""
     capacity: PositiveReal = 1.0
     """Relative share of experts that this peer wants to own."""

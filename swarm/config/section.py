@@ -18,6 +18,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
 Coding = Literal["none", "bf16", "int8", "int4", "b2", "b1", "top8", "top16", "top32"]
 """How an agreed value's move travels: `swarm.codings`."""
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+"""Texts that people see on their terminals: no control characters."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """It begins a run id, and so the name of a folder on everybody's disk."""
 

@@ -29,7 +29,7 @@ from swarm.peer.quota import QuotaWatch, require_quota
 from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.records import RunRecord, encode_record
+from swarm.protocol.records import RunRecord, encode_record, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +194,9 @@ class Host:
 
     @property
     def name(self) -> str:
-        """What people call this peer."""
-        return self.config.peer.name or f"{socket.gethostname()}-{self.node.peer_id[-4:]}"
+        """What people call this peer; a host's name may have 64 characters, as this may."""
+        host, end = socket.gethostname(), self.node.peer_id[-4:]
+        return self.config.peer.name or f"{shortened(host, 64 - 5)}-{end}"
 
     def serve(self, store: BlobStore) -> Downloads:
         """Makes a store's blobs available to others and returns what fetches into it."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from swarm.config.section import PRINTABLE
 from swarm.protocol.schemas import DigestText, PeerText
 from swarm.protocol.strict import Strict
 
@@ -26,8 +27,6 @@ MAX_IDLE = 16
 MAX_SHARES = 256
 """Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
 
-# People see these texts on their terminals: no control characters.
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 Id = PeerText
 Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
