@@ -17,7 +17,7 @@ from peers.findings import (
     nat_of,
     verdict_of,
 )
-from peers.options import Options, option, options, program
+from peers.options import Options, options, program
 from swarm.errors import NobodyReachable
 from swarm.protocol.printable import printable
 
@@ -33,12 +33,11 @@ MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 @program("swarm-doctor")
 @options(
-    "run", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
+    "run", "run_id", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
     "gpus", "peers", "rounds", "settings", "as_json", "log_format", "log_level",
 )  # fmt: skip
-@option("--run-id", help="Which run, where several are announced.")
 @click.pass_context
-def main(context: click.Context, given: Options, run_id: str | None) -> None:
+def main(context: click.Context, given: Options) -> None:
     """Whether this machine can take part in a run, and if not what to do.
 
     Asks peers what they see: whether they can dial this machine, its clock, rates and latency.
@@ -50,7 +49,7 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
     from peers.examining import examine  # loads torch and hivemind: not for --help
 
-    examined = examine(given, run_id)
+    examined = examine(given)
     findings = findings_of(examined)
     verdict = verdict_of(examined, findings)
     if given.as_json:

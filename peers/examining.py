@@ -50,12 +50,11 @@ ASKED = 6
 """Peers that are asked what they see."""
 
 
-def examine(given: Options, run_id: str | None) -> Examined:
+def examine(given: Options) -> Examined:
     """Looks at this machine and, where a peer's address is known, asks peers for up to 130 s.
 
     Args:
         given: the program's options.
-        run_id: which run, where several are announced.
 
     Raises:
         ConfigError: an option or a run file is wrong.
@@ -66,7 +65,7 @@ def examine(given: Options, run_id: str | None) -> Examined:
     around = Around()
     if config.network.initial_peers or remembered:
         click.echo(f"asking peers, for at most {START_S + LOOK_S:.0f} s ...", err=True)
-        around = _look_around(config.network, remembered, port, Asked(wanted, run_id))
+        around = _look_around(config.network, remembered, port, Asked(wanted, given.run_id))
     run = around.run or wanted
     return Examined(
         local,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @program("swarm-export")
-@options("initial_peers", "tip", "state_dir", "identity_path", "log_format", "log_level")
+@options("initial_peers", "run_id", "tip", "state_dir", "identity_path", "log_format", "log_level")
 @option("--out", type=click.Path(path_type=Path), help="Folder to write the newest model into.")
 @option(
     "--every",
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     help="With --every: folder of the exports round-000012, ..., and of the link latest.",
 )
 @option("--keep", type=click.IntRange(min=1), default=3, help="With --every: how many stay.")
-@option("--run-id", help="Which run, where there are several.")
 @option(
     "--dtype",
     type=click.Choice(["agreed", "float32", "bfloat16"]),
@@ -79,7 +78,6 @@ def main(
     every: int | None,
     output_dir: Path | None,
     keep: int,
-    run_id: str | None,
     dtype: Dtype,
     max_shard_size: str,
     license_name: str | None,
@@ -111,10 +109,10 @@ def main(
     )
     form, published = form_of(dtype, max_shard_size, license_name), pushed_to(push_to_hub)
     if every is None:
-        export_newest(given, folder, run_id, form, evaluator=evaluator, published=published)
+        export_newest(given, folder, given.run_id, form, evaluator=evaluator, published=published)
     else:
         plan = Plan(folder, every, keep)
-        follow(given, plan, run_id, form, evaluator=evaluator, published=published)
+        follow(given, plan, given.run_id, form, evaluator=evaluator, published=published)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,10 @@ class Source(Protocol):
 
 
 @program("swarm-monitor")
-@options("initial_peers", "tip", "as_json", "log_format", "log_level")
+@options("initial_peers", "run_id", "tip", "as_json", "log_format", "log_level")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
 @option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
-@option("--run-id", help="Which run, where several are announced.")
 @option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -73,7 +72,6 @@ def main(
     once: bool,
     follow: bool,
     http: str | None,
-    run_id: str | None,
     history: Path | None,
     events: tuple[Path, ...],
     replay: Path | None,
@@ -101,7 +99,7 @@ def main(
     elif follow or given.as_json or not Console().is_terminal:
         show = functools.partial(_follow, in_json=given.as_json)
     try:
-        with _source(given, run_id, history, events, replay, to_end=once) as source:
+        with _source(given, history, events, replay, to_end=once) as source:
             show(source)
     except KeyboardInterrupt:
         return
@@ -110,7 +108,6 @@ def main(
 @contextlib.contextmanager
 def _source(
     given: Options,
-    run_id: str | None,
     history: Path | None,
     events: tuple[Path, ...],
     replay: Path | None,
@@ -137,7 +134,7 @@ def _source(
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
-        yield Watch(observer, store, run_id, kept)
+        yield Watch(observer, store, given.run_id, kept)
     finally:
         observer.stop()
 

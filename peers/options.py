@@ -169,7 +169,7 @@ class Options:
         metavar="SIZE",
         callback=gigabytes_of,
     )
-    run_id: str | None = _flag("--run-id", "Which run to join, where several are announced.")
+    run_id: str | None = _flag("--run-id", "Which run, where there are several.")
     new_run: bool = _flag(
         "--new-run",
         "Founds the run of --run even where the peers of --initial-peers are in another.",
