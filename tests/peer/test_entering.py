@@ -145,7 +145,8 @@ def test_a_member_without_its_record_must_not_vote_on_the_tip_that_it_has_fetche
 def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    peer, fetched = Joining(monkeypatch, tmp_path), []
+    peer = Joining(monkeypatch, tmp_path)
+    fetched: list[object] = []
 
     def too_few(*_: object) -> None:
         raise DataQuotaSpent("too few")
