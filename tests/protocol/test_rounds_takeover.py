@@ -412,3 +412,11 @@ def test_a_convener_that_is_heard_is_not_deposed_because_a_message_was_refused()
         pump.give(second, Undeliverable(first))
         pump.run(pump.now + 1.0)
     assert pump.nodes[second].machine.campaign.attempt == 0
+
+
+def test_conveners_that_got_no_answers_begin_apart() -> None:
+    """Each may have refused the other while it convened itself [A7]: for ever, if both began at
+    the same moment behind all others."""
+    pump = start_swarm("ABCDEF")
+    places = {node.machine._takeover._last_place() for node in pump.nodes.values()}
+    assert len(places) == 6 and min(places) >= 6
