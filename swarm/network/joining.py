@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from swarm.codecs import Content, check_finite
 from swarm.errors import (
     NobodyReachable,
+    StateError,
 )
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.foreign import check_state
 from swarm.network.node import Node
+from swarm.network.pack_set import PACK_BYTES
+from swarm.network.patience import patiently_async
 from swarm.network.records import fetch_records, publish
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.protocol.layout import Layout
@@ -95,12 +99,19 @@ async def fetch_newest_state(
 
     Returns:
         The tip that is here, whole and durable.
+
+    Raises:
+        StateError: the disk stayed full, or failed, for longer than it is waited for.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
+
+    async def comes(tip: Manifest) -> bool:
+        fetch = fetch_state(downloads, store, layout, tip, sources=sources, on_blob=on_blob)
+        return await _comes(fetch, node, store, tip)
+
     while True:
         tip = shown.record.tip
-        fetch = fetch_state(downloads, store, layout, tip, sources=sources, on_blob=on_blob)
-        if await _comes(fetch, node, store, tip):
+        if await patiently_async(partial(comes, tip), "the state of the run"):
             return shown
         try:
             newer = await newest_tip(node, downloads, run, sources, trust)
@@ -143,6 +154,8 @@ async def fetch_state(
 ) -> None:
     """Fetches every blob of a manifest from several members, shared parts first, and syncs them.
 
+    After each `PACK_BYTES` what has come is made durable, so that whoever is killed goes on there.
+
     Args:
         downloads: fetches.
         store: where blobs go.
@@ -153,16 +166,19 @@ async def fetch_state(
 
     Raises:
         BadManifest: its blobs are not those of this layout.
+        StateError: the disk failed.
     """
     check_state(manifest, layout)
     sizes = _sizes(manifest)
     units = {entry.digest: unit for unit, entry in manifest.entries.items()}
     here = sum(size for digest, size in sizes.items() if store.has(digest))
     total = sum(sizes.values())
+    keeping = _Keeping(store)
 
     def arrived(digest: Digest) -> None:
         nonlocal here
         here += sizes[digest]
+        keeping.arrived(digest, sizes[digest])
         on_blob(here, total)
 
     def check(digest: Digest, content: Content) -> None:
@@ -174,8 +190,11 @@ async def fetch_state(
         for position, digest in enumerate(_shared_first(sizes, units))
         if not store.has(digest)
     ]
-    if wants:
-        await downloads.fetch(wants, check=check, on_blob=arrived, on_failure=_log_failure)
+    try:
+        if wants:
+            await downloads.fetch(wants, check=check, on_blob=arrived, on_failure=_log_failure)
+    finally:
+        await keeping.end()
     store.put(manifest.encoded, manifest.blob)
     await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.blob])
 
@@ -189,6 +208,37 @@ def missing_bytes(store: BlobStore, manifest: Manifest) -> int:
 def _sizes(manifest: Manifest) -> dict[Digest, int]:
     values = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
     return values | dict(manifest.founding.blobs)
+
+
+class _Keeping:
+    """Makes what has come durable, a pack at a time, beside what is still to come."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._new: list[Digest] = []
+        self._num_bytes = 0
+        self._syncing: asyncio.Task[None] | None = None
+
+    def arrived(self, digest: Digest, num_bytes: int) -> None:
+        """Notes a blob that is here, and begins to sync where there is enough to do so."""
+        self._new.append(digest)
+        self._num_bytes += num_bytes
+        if self._num_bytes >= PACK_BYTES and (self._syncing is None or self._syncing.done()):
+            self._syncing = asyncio.create_task(self._sync())
+
+    async def end(self) -> None:
+        """Returns when nothing is being synced."""
+        if self._syncing:
+            await asyncio.wait([self._syncing])
+
+    async def _sync(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._num_bytes >= PACK_BYTES:
+            digests, self._new, self._num_bytes = self._new, [], 0
+            try:
+                await loop.run_in_executor(None, self._store.sync, digests)
+            except StateError as error:  # the sync of everything says it if it does not pass
+                logger.warning("what has come is not durable yet: %s", error)
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:

@@ -56,7 +56,7 @@ CAUGHT = {
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
     "transfer_limit_fixed": "J:26",
-    "timers_not_adapted": "J:16",
+    "timers_not_adapted": "J:37",
     "hand_over_not_awaited": "K:2",
     "older_moments_taken": "K:4",
     "waits_for_moments": "K:0",
