@@ -51,6 +51,7 @@ from swarm.protocol.training import (
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
+    drop_unfinished,
     load_newest,
     read_rng,
     restore_rng,
@@ -120,12 +121,12 @@ class Trainer(TrainingShell):
         """Masters are in the swarm: a peer without its state would lose no more than moments."""
         engine = self.model.engine
         engine.count_from(tip.step)
+        drop_unfinished(self.directory.private_path)
         try:
             loaded = load_newest(self.directory.private_path)
             if loaded is None:
                 return None
-            names = (field.name for field in fields(SavedWork))
-            work = SavedWork(**{name: getattr(loaded.state, name) for name in names})
+            work = SavedWork(**{f.name: getattr(loaded.state, f.name) for f in fields(SavedWork)})
             if why := problem(work):
                 raise CorruptState(why)
             engine.load_state_dict(loaded.state.engine)
@@ -237,8 +238,7 @@ class Trainer(TrainingShell):
             units = self.store(tip, bases, work.tokens)
             private = PrivateState(engine=engine, rng=rng, **asdict(work.with_values(units)))
             self.status.observer.on_saving()
-            save = partial(save_private, path, private, begun)
-            patiently(save, "private state", self._pause)
+            patiently(partial(save_private, path, private, begun), "private state", self._pause)
         return units
 
     def _save_at_rest(self, work: SavedWork) -> None:

@@ -102,8 +102,8 @@ class Loaded:
 class Saving:
     """A private state that is being written: tensors are hashed and written by threads, or workers.
 
-    The tensors must not change until it was finished. A context manager: a file that was not
-    finished when the context ends is given up, and the threads have ended.
+    The tensors must not change until it was finished or given up. A context manager: a file that
+    was not finished when the context ends is given up, and the threads have ended.
     """
 
     def __init__(self, path: Path, engine: EngineState, rng: Mapping[str, Tensor]) -> None:
@@ -111,6 +111,7 @@ class Saving:
         self.path = path
         self.is_open = True
         """Whether it can be finished: once, whatever comes of it."""
+        self._is_in_place = False
         self._tensors = engine.tensors
         self._rng = {f"rng.{name}": each for name, each in rng.items()}
         self._parts: Parts | None = None
@@ -120,8 +121,14 @@ class Saving:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Leaves nothing of it on the disk, unless it is finished; the threads have ended."""
         self.is_open = False
         self._file.give_up()
+        if not self._is_in_place:
+            drop_unfinished(self.path)
         if self._parts is not None:
             self._tidy_if_possible()
 
@@ -135,6 +142,7 @@ class Saving:
         self.is_open = False
         self._file.finish(lambda: _trailer(state, self._finished_parts()), seal=True)
         durable.put_in_place(self.path, previous=previous_path(self.path))
+        self._is_in_place = True
         self._tidy_if_possible()
 
     def _groups(self) -> list[Mapping[str, Tensor]]:
@@ -189,6 +197,14 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
                 saving.finish(state)
     except OSError as error:
         raise StateError(f"{path}: cannot be written: {error}") from error
+
+
+def drop_unfinished(path: Path) -> None:
+    """Removes what a saving that was killed, or given up, has written of the state at `path`."""
+    try:
+        durable.beside(path).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is left: %s", durable.beside(path), error)
 
 
 def load_private(path: Path) -> PrivateState:

@@ -6,6 +6,7 @@ writing its format is the short part.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -124,7 +125,10 @@ class HashedFile:
             try:
                 self._write_chunks(file)
             except BaseException:
-                file.close()
+                with contextlib.suppress(OSError):
+                    file.close()
+                with contextlib.suppress(OSError):  # others wait for the room that it takes
+                    os.truncate(self._path, 0)
                 raise
             return file
         finally:

@@ -142,6 +142,15 @@ def test_a_state_that_was_written_beside_steps_is_not_written_again(
         assert saved.state.engine.updates == life.model.engine.state_dict().updates
 
 
+def test_what_a_kill_left_of_a_private_state_is_removed_at_the_start(
+    store: BlobStore, founded: Manifest, crashed: tuple[Life, Any], tmp_path: Path
+) -> None:
+    torn = crashed[0].directory.private_path.with_name("private.new")
+    torn.write_bytes(b"torn")
+    Life(store, tmp_path, founded).resume()
+    assert not torn.exists()
+
+
 def reform_of(parent: Manifest) -> Manifest:
     return replace(parent, kind=Kind.REFORM, parent=parent.digest, generation="fresh")
 

@@ -336,6 +336,35 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
     assert_equal(load_private(path), state)
 
 
+def test_a_disk_that_is_full_is_given_back_what_was_written(path, monkeypatch):
+    """At once, since offered values wait for room while the saving is still open."""
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 640)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+    with Saving(path, state.engine, state.rng) as begun:
+        assert begun._file._written.exception(60)
+        assert path.with_name("private.new").stat().st_size == 0
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["fsync", "link"])
+def test_what_could_not_be_finished_is_removed(path, monkeypatch, name):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    save_private(path, small_state(1))
+    monkeypatch.setattr(checkpoint.os, name, full)
+    with pytest.raises(StateError, match="No space left"):
+        save_private(path, small_state(2))
+    assert list(path.parent.iterdir()) == [path]
+    assert load_private(path).round == 1
+
+
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     """A disk that stands still stops the hashing after as many chunks as may wait."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
