@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from swarm.codecs import Content
@@ -32,6 +33,7 @@ class Offering:
         self.in_turn: Callable[[Callable[[], None]], None] = lambda call: call()
         """Has something done by the thread that may change the engine."""
         self._refusing = threading.Lock()
+        self._before_refusal: Callable[[], None] = lambda: None
         self._named: dict[Unit, OfferedUnit] = {}
         """Deltas of the live values as they are: a delta that has a name is not made again."""
 
@@ -49,6 +51,18 @@ class Offering:
                 base = tip.entries[unit].digest
                 self._named[unit] = OfferedUnit(digest, num_bytes, base, delta)
                 self.model.keep_offered(filter(None, [digest, delta]))
+
+    @contextmanager
+    def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
+        """Within it a value begins anew only once `end` has returned: something reads the values.
+
+        `end` may be called several times.
+        """
+        before, self._before_refusal = self._before_refusal, end
+        try:
+            yield
+        finally:
+            self._before_refusal = before
 
     def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
         """Makes what was offered as deltas durable: it may be counted while this peer is gone."""
@@ -164,4 +178,5 @@ class Offering:
             self.model.begin_anew(tip, unit)
 
         with self._refusing:
+            self._before_refusal()
             self.in_turn(begin_anew)

@@ -223,8 +223,7 @@ class Trainer(TrainingShell):
         units = self.offering.offered_all(
             tip, bases, tokens, lambda work: patiently(work, "offered value", self._pause)
         )
-        sync = partial(self.offering.sync, units)
-        patiently(sync, "offered deltas", self._pause)
+        patiently(partial(self.offering.sync, units), "offered deltas", self._pause)
         return units
 
     async def save(
@@ -235,7 +234,8 @@ class Trainer(TrainingShell):
         self._begun = None  # the next state is another
         path = self.directory.private_path
         with self._offering(), Saving(path, engine, rng) as begun:
-            units = self.store(tip, bases, work.tokens)
+            with self.offering.refusing_after(begun.give_up):
+                units = self.store(tip, bases, work.tokens)
             private = PrivateState(engine=engine, rng=rng, **asdict(work.with_values(units)))
             self.status.observer.on_saving()
             patiently(partial(save_private, path, private, begun), "private state", self._pause)

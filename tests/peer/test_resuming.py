@@ -1,6 +1,7 @@
 """What a peer does with its private state after a crash."""
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.observing import UNOBSERVED
+from swarm.peer.offering import Offering
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
@@ -27,7 +29,10 @@ from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, Work, at_once
+from swarm.protocol.updates import StepBound
+from swarm.train import hashed_file
 from swarm.train.checkpoint import load_newest, load_private
+from swarm.train.hashed_file import HashedFile
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
 from tests.train.runs import all_names, batch, held_out, same, tiny_run
@@ -140,6 +145,42 @@ def test_a_state_that_was_written_beside_steps_is_not_written_again(
         saved = load_newest(life.directory.private_path)
         assert saved
         assert saved.state.engine.updates == life.model.engine.state_dict().updates
+
+
+def test_a_unit_that_begins_anew_while_the_state_is_written_leaves_it_readable(
+    store: BlobStore, founded: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still meanwhile, with tensors that are hashed and not written."""
+    life = Life(store, tmp_path, founded)
+    adopt_into(life.model, founded, previous="")
+    life.model.engine.step(batch(RUN, 0), lr=10.0)  # further than any honest step
+    rules = replace(life.trainer.rounds.rules, step_bound=StepBound.of(RUN))
+    monkeypatch.setattr(life.trainer.rounds, "rules", rules)
+    files, refused, write, store_all = [], [], HashedFile._write_chunks, Offering.offered_all
+    monkeypatch.setattr(life.trainer.status, "refused", lambda unit, _: refused.append(unit), False)
+    monkeypatch.setattr(hashed_file, "CHUNKS_AHEAD", 10**6)
+
+    def hashed_before(*arguments: Any) -> Any:
+        while not (files and files[0]._hashed.done()):
+            time.sleep(0.001)
+        return store_all(*arguments)
+
+    def write_late(file: HashedFile, to: Any) -> None:
+        files.append(file)
+        while not (file._given_up or len(refused) == len(life.training.due())):
+            time.sleep(0.001)
+        write(file, to)
+
+    monkeypatch.setattr(HashedFile, "_write_chunks", write_late)
+    monkeypatch.setattr(Offering, "offered_all", hashed_before)
+    work = SavedWork("", "", 0, 1, TOKENS, 1.0, 0, {}, {})
+    offer = life.finish(founded, work)
+    assert refused and {u: v.digest for u, v in offer.units.items()} == {
+        unit: founded.entries[unit].digest for unit in offer.units
+    }
+    saved = load_private(life.directory.private_path)
+    assert saved.offered == {unit: value.digest for unit, value in offer.units.items()}
+    assert same(dict(saved.engine.tensors), dict(life.model.engine.state_dict().tensors))
 
 
 def test_what_a_kill_left_of_a_private_state_is_removed_at_the_start(
