@@ -277,6 +277,13 @@ def test_a_manifest_whose_blobs_are_gone_is_jumped_over() -> None:
     assert [report.applied.manifest.digest for report in peer.of("report")] == [second.digest]
 
 
+def test_what_a_manifest_counts_is_not_lost_where_its_blobs_are_gone() -> None:
+    first = after(TIP, contributors=("me", "you"))
+    peer = Peer([applied(first), applied(after(first))], gone=frozenset({first.digest}))
+    peer.go(rounds=2)
+    assert peer.of("lose") == []
+
+
 # ---------------------------------------------------------------- late offers [O2]
 
 

@@ -77,6 +77,19 @@ def test_steps_beside_a_round_that_counts_the_offer_are_offered_on_its_manifest(
     assert peer.of("lose") == []
 
 
+def test_what_a_manifest_counts_is_not_offered_again_where_its_blobs_are_gone() -> None:
+    first = round_after(TIP, "me", "you")
+    second = round_after(first, "you")
+    half = Done(steps=1, tokens=250, completed=False)
+    peer = Peer(
+        [applied(first), applied(second)], gone=frozenset({first.digest}), at=applied(TIP)[0]
+    )
+    peer.steps = [Done(), half]
+    peer.go(rules=AHEAD)
+    assert [call.tokens for call in peer.of("lose")] == [250], "of the steps that no offer had"
+    assert tokens(peer)[1:] == [(STEPS, 1000)]
+
+
 def test_a_tip_that_comes_between_two_steps_is_adopted_and_the_rest_is_trained_on_it() -> None:
     second = round_after(TIP, "me", "you")
     partly = Done(steps=3, tokens=300, completed=False)

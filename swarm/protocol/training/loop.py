@@ -223,19 +223,19 @@ class Training:
             applied = path.pop(0)
             manifest = applied.manifest
             adoption = self.decide(manifest, self.tip.digest)
+            follows = manifest.parent == start.digest
+            is_out = offered is not None or self.again is not None
+            is_mine = follows and is_out and manifest.counts(self.me)
+            is_counted |= is_mine  # also by one that is skipped
             if not self.shell.adopt(manifest, adoption, self.tip):
                 path = path or list(await self.shell.wait(manifest, PeerState.CATCHING_UP))
                 continue
             is_kept &= adoption.shared is Action.KEEP
-            follows = manifest.parent == start.digest
-            is_out = offered is not None or self.again is not None
-            is_mine = follows and is_out and manifest.counts(self.me)
-            is_counted |= is_mine
-            late = still_late(late, adoption, is_counted=is_mine)
+            late = still_late(late, adoption, is_counted=is_counted)
             is_lost = self._loses(manifest, adoption, self.tip)
             self._moved_to(manifest, adoption)
             if self.rules.overlaps:
-                self._book_ahead(applied, is_counted=is_mine, is_lost=is_lost)
+                self._book_ahead(applied, is_counted=is_counted, is_lost=is_lost)
             else:
                 self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
             self.shell.report(applied, (offered or work) if follows else None, counted=is_mine)
