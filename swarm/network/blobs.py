@@ -187,6 +187,10 @@ class BlobStore:
             return None
         return BlobFile(place.pack, place.offset)
 
+    def known_index(self, digest: str) -> bytes | None:
+        """The same as `index` if it is in memory; None if it is not known, or of one piece."""
+        return self._indexes.get(digest)
+
     def index(self, digest: str) -> bytes | None:
         """The concatenated digests of the blob's pieces; None if it is not here.
 

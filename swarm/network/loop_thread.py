@@ -30,7 +30,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self.loop.set_exception_handler(_complain)
-        self.loop.set_default_executor(_started_pool(f"{name}-helper"))
+        self.loop.set_default_executor(started_pool(f"{name}-helper", HELPERS))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread.start()
@@ -91,15 +91,15 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
 
 
-def _started_pool(name: str) -> ThreadPoolExecutor:
+def started_pool(name: str, helpers: int) -> ThreadPoolExecutor:
     """Helpers that run already.
 
     One that cannot be started when memory is short would leave its work in the queue, where it is
     done later although the caller was told that it failed: an old record could follow a new one.
     """
-    pool = ThreadPoolExecutor(HELPERS, name)
-    all_run = threading.Barrier(HELPERS + 1, timeout=HELPERS_START_S)
-    for _ in range(HELPERS):
+    pool = ThreadPoolExecutor(helpers, name)
+    all_run = threading.Barrier(helpers + 1, timeout=HELPERS_START_S)
+    for _ in range(helpers):
         pool.submit(all_run.wait)
     all_run.wait()
     return pool

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from swarm.codecs import Content
@@ -27,9 +26,10 @@ from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
-from swarm.network.patience import patiently_async, raise_typed
+from swarm.network.patience import raise_typed
 from swarm.network.record_file import RecordFile
 from swarm.network.reducing import LeftOver, Merger, Reducing
+from swarm.network.slow_work import SlowWork
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
@@ -105,6 +105,7 @@ class RoundDriver:
         self.downloads = self.transfers.downloads
         self.left_over = LeftOver(store, machine.tip, machine.rules)
         self.reducing = Reducing(store, layout, self.open_value, self._has)
+        self._slowly = SlowWork()
         self.inbound = Inbound(
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
             foothold=machine.foothold, judge=machine.foresee, me=node.peer_id,
@@ -234,6 +235,7 @@ class RoundDriver:
         await self._work.stop()
         await self.inbound.stop()
         await self.transfers.stop()
+        self._slowly.stop()
 
     async def _run(self) -> None:
         await self._carry_out(self.machine.start(passed_s()))
@@ -266,18 +268,13 @@ class RoundDriver:
         for effect in effects:
             await self.observer.carry_out(effect, lambda it: self._actions[type(it)](self, it))
 
-    async def _patiently(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs something in another thread; a disk that is full, say, is waited for."""
-        work = partial(function, *arguments)
-        return await patiently_async(lambda: self.node.loop.run_in_executor(None, work), what)
-
     async def _persist(self, effect: Persist) -> None:
-        await self._patiently("record", self.record_file.write, effect.record, effect.links)
+        await self._slowly.record("record", self.record_file.write, effect.record, effect.links)
         self.node.ledger.admit(*who_takes_part(effect.record))
         self._parent = effect.record.parent
 
     async def _rewrite_chain(self, effect: RewriteChain) -> None:
-        await self._patiently("chain of heads", self.record_file.chain.rewrite, effect.links)
+        await self._slowly.record("chain of heads", self.record_file.chain.rewrite, effect.links)
 
     async def _send(self, effect: Send) -> None:
         try:
@@ -306,7 +303,7 @@ class RoundDriver:
 
     async def _sync_blobs(self, manifest: Manifest) -> None:
         try:
-            await self._patiently("manifest", sync_manifest, self.store, manifest)
+            await self._slowly.do("manifest", sync_manifest, self.store, manifest)
         except StateError as error:
             logger.error("manifest %s is not durable: %s", manifest.digest[:12], error)
             for digest in missing_of(error):
@@ -319,7 +316,7 @@ class RoundDriver:
         self._work.spawn(self._reduce_unit(effect, self.left_over.of(effect), self.tip))
 
     async def _reduce_unit(self, effect: Reduce, carried: Digest | None, tip: Manifest) -> None:
-        mean = await self._patiently("mean", self.reducing.mean, effect, carried)
+        mean = await self._slowly.mean(self.reducing.mean, effect, carried)
         if mean:
             self.left_over.found(tip, effect.unit, mean)
             self._inbox.put_nowait(UnitReduced(effect.roster_id, effect.unit, mean.result))
@@ -328,7 +325,7 @@ class RoundDriver:
         self._work.spawn(self._rebuild_value(effect))
 
     async def _rebuild_value(self, effect: Rebuild) -> None:
-        if problem := await self._patiently("value", self.reducing.rebuild, effect):
+        if problem := await self._slowly.do("value", self.reducing.rebuild, effect):
             logger.warning("%s is fetched whole: %s", effect.unit, problem)
             self.refused["other_bits"] += 1
             self._send_in(NotMade(effect.digest, problem))
@@ -337,9 +334,9 @@ class RoundDriver:
         self._work.spawn(self._merge(effect.tip))
 
     async def _merge(self, tip: Manifest) -> None:
-        merged = await self._patiently("merge", self.merger, tip)
+        merged = await self._slowly.do("merge", self.merger, tip)
         units = {
-            unit: ReducedUnit(*await self._patiently("merged expert", self.store_value, value))
+            unit: ReducedUnit(*await self._slowly.do("merged expert", self.store_value, value))
             for unit, value in merged.items()
         }
         self._inbox.put_nowait(MergeComputed(tip.digest, units))
@@ -364,7 +361,7 @@ class RoundDriver:
             logger.debug("%s", reason)
 
     async def _keep(self, effect: Keep) -> None:
-        await self._patiently("blobs", collect, self.store, effect.digests, time.monotonic())
+        await self._slowly.do("blobs", collect, self.store, effect.digests, time.monotonic())
 
     async def _leave(self, effect: Left) -> None:
         with self._tip_changed:

@@ -236,6 +236,8 @@ async def _index(store: BlobStore, ask: Ask, size: int) -> bytes:
     """The piece index if the asking peer needs one; hashing runs off the loop."""
     if not ask.with_index or num_pieces(size) < 2:
         return b""
+    if known := store.known_index(ask.digest):
+        return known
     try:
         index = await asyncio.get_running_loop().run_in_executor(None, store.index, ask.digest)
     except StateError as error:

@@ -19,7 +19,7 @@ from swarm.codecs import Content
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, OutOfMemory, StateError, SwarmError, Unreachable
 from swarm.experts import Slice, UnitLayout
-from swarm.network import patience
+from swarm.network import patience, slow_work
 from swarm.network.blobs import BlobStore
 from swarm.network.ledger import Ledger
 from swarm.network.loop_thread import LoopThread
@@ -316,6 +316,28 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
     bench.machine.events.clear()
     bench.machine.wait_for(Tick)
     assert not bench.machine.of(UnitReduced)
+
+
+def test_means_that_the_disk_holds_up_take_neither_the_voice_nor_all_helpers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vote waits for the record, and whoever asks or decodes for a helper."""
+    goes_on, waiting = threading.Event(), []
+
+    def synced_late(effect: Reduce, _: str | None) -> None:
+        waiting.append(effect)
+        goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(bench.driver.reducing, "mean", synced_late)
+    means = [Reduce(f"roster {number}", "shared.0", (), base="0" * 64) for number in range(10)]
+    try:
+        bench.start(*means, Persist(Record(TIP, None, None)), hello("B"), Sync(TIP))
+        assert wait_until(lambda: "post B" in bench.log)
+        bench.machine.wait_for(SyncFailed)
+        assert len(waiting) == slow_work.MEANS_AT_ONCE
+    finally:
+        goes_on.set()
+    assert wait_until(lambda: len(waiting) == len(means))
 
 
 def test_a_merge_is_computed_beside_the_rounds_stored_and_told(bench: Bench) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 from swarm.network.serve import BlobServer
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
+from swarm.protocol.digests import PIECE_BYTES, digest_of
 
 MIB = 2**20
 
@@ -111,6 +114,27 @@ def test_others_have_their_turn_between_asks_that_came_together() -> None:
     asyncio.run(ask_at_once())
     assert asked_in.total() == 320
     assert max(asked_in.values()) <= serve.ASKS_AT_ONCE
+
+
+def test_a_known_index_is_told_while_all_helpers_wait_for_the_disk() -> None:
+    blob, store = random.Random(0).randbytes(PIECE_BYTES + 1), BlobStore()
+    ask = Ask(store.put(blob), 0, 0, True).encode()
+    store.index(digest_of(blob))
+    goes_on = threading.Event()
+
+    async def ask_beside() -> list[int]:
+        loop, server = asyncio.get_running_loop(), BlobServer()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        server.attach(store)
+        held = loop.run_in_executor(None, goes_on.wait, 4)
+        try:
+            async with served(server, "member") as connection:
+                return await asyncio.wait_for(answers_to(connection, ask, 1), 2)
+        finally:
+            goes_on.set()
+            await held
+
+    assert asyncio.run(ask_beside()) == [Status.HERE]
 
 
 def test_asks_are_charged_whether_or_not_the_blob_is_here() -> None:
