@@ -20,6 +20,7 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import DataQuotaSpent
 from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
 from swarm.network.node import Node
+from swarm.network.steady_clock import SteadyClock
 from swarm.network.traffic import Traffic
 from swarm.peer.leaving import Stop
 from swarm.peer.state_directory import StateDirectory
@@ -60,8 +61,16 @@ def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
     return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
 
 
+def month_after(month: str) -> str:
+    """The month that follows one."""
+    year, number = map(int, month.split("-"))
+    return f"{year + number // 12:04}-{number % 12 + 1:02}"
+
+
 class MonthlyCount:
     """Bytes of this month, in a file that outlives the process; one that is torn counts as 0.
+
+    So does one of a month after the next, which only a clock that was wrong can have begun.
 
     Attributes:
         month: see `month_of`.
@@ -78,7 +87,8 @@ class MonthlyCount:
             left_gb = float(kept["left_gb"])
         except (OSError, ValueError, KeyError, TypeError):
             return
-        if month >= self.month:  # a clock that goes back begins no month
+        # A clock that goes back begins no month.
+        if self.month <= month <= month_after(self.month):
             self.month, self.num_bytes, self.left_gb = month, num_bytes, left_gb
 
     def add(self, num_bytes: int, now_s: float) -> None:
@@ -106,7 +116,7 @@ class DataQuota:
         count: MonthlyCount,
         quota_bytes: float,
         reserve_bytes: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Begins to count.
 
@@ -114,11 +124,12 @@ class DataQuota:
             count: of the month so far.
             quota_bytes: of a month.
             reserve_bytes: with which the peer can still leave in order.
-            clock: seconds since 1970.
+            clock: seconds since 1970, by default by the time that has passed since now: a wall
+                clock that jumps would begin a month.
         """
         self.count, self.reserve_bytes = count, reserve_bytes
-        self._quota, self._clock = quota_bytes, clock
-        self._began_s, self._before, self._warned = clock(), 0, 0.0
+        self._quota, self._clock = quota_bytes, clock or SteadyClock()
+        self._began_s, self._before, self._warned = self._clock(), 0, 0.0
 
     def look(self, moved: int) -> str | None:
         """Counts, and warns when a further mark is passed.

@@ -29,6 +29,7 @@ from swarm.peer.quota import (
     bytes_moved,
     bytes_to_leave,
     count_of,
+    month_after,
     month_of,
     require_quota,
 )
@@ -65,6 +66,32 @@ def test_a_clock_that_goes_back_begins_no_month(file: Path) -> None:
     count.add(5, NOVEMBER_S - 30 * DAY_S)
     count.write()
     assert MonthlyCount(file, NOVEMBER_S - 30 * DAY_S).num_bytes == 5
+
+
+@pytest.mark.parametrize("jump_s", [40 * DAY_S, 3650 * DAY_S])
+def test_a_clock_that_jumps_ahead_begins_no_month(
+    file: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    now_s = NOVEMBER_S
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    data = DataQuota(MonthlyCount(file, now_s), 100.0 * GB, 4.0 * GB)
+    data.look(60 * GB)
+    now_s += jump_s
+    data.look(61 * GB)
+    assert (data.count.month, data.count.num_bytes) == ("2026-11", 61 * GB)
+
+
+@pytest.mark.parametrize(("kept", "num_bytes"), [("2026-12", 5), ("2027-01", 0), ("2036-11", 0)])
+def test_a_month_that_only_a_wrong_clock_can_have_begun_is_not_kept(
+    file: Path, kept: str, num_bytes: int
+) -> None:
+    file.write_text(json.dumps({"month": kept, "bytes": 5, "left_gb": 0.0}))
+    assert MonthlyCount(file, NOVEMBER_S).num_bytes == num_bytes
+
+
+def test_the_month_after_december_is_january() -> None:
+    assert month_after("2026-12") == "2027-01"
+    assert month_after("2026-09") == "2026-10"
 
 
 @pytest.mark.parametrize("torn", ["", "{", "[]", '{"month": "2026-11"}', "\x00"])
