@@ -284,7 +284,11 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
         ("  while training", _gigabytes(plan.peaks.training), "local steps"),
         ("  while a round runs", _gigabytes(plan.peaks.running_a_round), "all its phases"),
         ("  at a merge", _gigabytes(plan.peaks.merging), "of similar experts"),
-        ("peak, disk", _gigabytes(need.disk), "mapped frozen experts"),
+        (
+            "peak, disk",
+            _gigabytes(need.disk),
+            "mapped frozen experts, what is kept for new workers",
+        ),
         ("micro-batch", f"{micro} x {run.data.sequence_length}", "tokens; the run's"),
         ("step", seconds_of(plan.step_s), f"of {run.train.batch_tokens:,} tokens, estimated"),
         ("experts that fit", experts, "with some engine"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from swarm.config import RunConfig
+from swarm.model.cost import ELEMENT_BYTES, parameters
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
@@ -213,9 +214,22 @@ def fits_here(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     return _rung(run, num_owned, options, machine).fits
 
 
+def kept_for_workers(run: RunConfig) -> float:
+    """Most bytes of shared values that are kept for new workers: in fp32, since the newest state.
+
+    That is written once a cycle where deltas are coded, else in each round [P6].
+    """
+    is_coded = {run.wire.shared_coding, run.wire.experts_coding} != {"none"}
+    rounds, every = run.round, run.round.shared_every
+    cycle = max(every, rounds.experts_every) if rounds.stagger and is_coded else every
+    return ELEMENT_BYTES["fp32"] * parameters(run.model).shared * cycle / every
+
+
 def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> Rung:
     workers = machine.fabric.size
     need = need_of(run, num_owned, options, workers)
+    if workers > 1:
+        need = replace(need, disk=need.disk + kept_for_workers(run))
     peaks = host_peaks(run, num_owned, options, num_peers=run.run.peers, need=need)
     time = step_time(run, num_owned, options, machine)
     return Rung(options, need, peaks, time, fits(need, peaks, machine))

@@ -34,7 +34,7 @@ class Need:
             stages, on the device.
         activations: the most that exists beside them on the device.
         host: masters, moments, gradients and activation checkpoints in host memory.
-        disk: frozen experts in mapped files of the engine's own.
+        disk: frozen experts in mapped files of the engine's own; what is kept for new workers.
         crowding: what a rank may need beside that on the device, where tokens of others come to
             its experts: for `CROWDING` more rows than an even share.
     """

@@ -5,10 +5,19 @@ from pathlib import Path
 import pytest
 
 from swarm.config import RunConfig, parse_config
+from swarm.model.cost import parameters
 from swarm.train.hardware import Machine
-from swarm.train.ladder import Wishes, describe, most_experts, plan_engine, rungs
+from swarm.train.ladder import (
+    Wishes,
+    describe,
+    kept_for_workers,
+    most_experts,
+    plan_engine,
+    rungs,
+)
 from swarm.train.memory import need_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.parallel.fabric import BUSES, Fabric
 from tests.train.runs import tiny_run
 
 GB = 10**9
@@ -216,3 +225,17 @@ def test_a_pipeline_of_eight_holds_an_eighth():
     micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
     two = need_of(run, 16, cut, 16)
     assert need.device_state - two.device_state == micro / 2 * 4 * 2 * 2048 * 2880
+
+
+def test_what_is_kept_for_new_workers_lies_on_the_disk():
+    """Of a cycle where the private state is written once in one, else of a round."""
+    shared = 4 * parameters(of_file("spes_7b").model).shared
+    assert kept_for_workers(of_file("spes_7b")) == shared
+    assert kept_for_workers(of_file("spes_7b_home")) == 5 * shared == pytest.approx(18e9, rel=0.02)
+    run = of_file("spes_7b_home")
+    fabric = Fabric(4, 4, BUSES["nvlink"], 10.0)
+    one, four = (
+        plan_engine(run, 8, gpu(80, 1000, 4000, **more), Wishes(engine="resident"))
+        for more in ({}, {"fabric": fabric})
+    )
+    assert (one.need.disk, four.need.disk) == (0, 5 * shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from swarm.errors import WorkersFailed
-from swarm.train.engine import EngineState
+from swarm.train.engine import Counts, EngineState
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.exchange import Message
@@ -150,3 +151,21 @@ def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) 
     assert started[0].given_s["stands"] == started[0].given_s["finish_step"] == patience.first_s
     force.tell(BEGIN)
     assert started[0].given_s["begin_step"] == patience.least_s + patience.times * 14.0
+
+
+def test_of_what_workers_were_told_only_what_came_since_the_state_on_disk_is_kept() -> None:
+    """Over a 7B's home line a cycle's shared values are 18 GB."""
+    on_disk: list[tuple[Counts, tuple[int, int]]] = []
+    history = History(None, Saved(lambda: on_disk[-1] if on_disk else None, lambda: None))
+    cycles = []
+    for cycle in (1, 2):
+        kept = history.kept({"values": torch.full((4,), float(cycle))})
+        history.add(Command({"do": "write_part"}, kept))
+        cycles.append(weakref.ref(kept))
+        del kept
+        counts: Counts = ((1,), cycle, 0, 0)
+        history.mark(counts, lambda _: True)
+        assert cycles[-1]() is not None, "the state is still being written"
+        on_disk.append((counts, (cycle, cycle)))
+    history.add(BEGIN)
+    assert [cycle() for cycle in cycles] == [None, None]

@@ -118,8 +118,10 @@ class History:
         return file
 
     def add(self, command: Command) -> None:
-        """A command was carried out."""
+        """A command was carried out; what came before a state that is on disk by now goes."""
         self._stretches[-1].commands.append(command)
+        if len(self._stretches) > 1:
+            self._forget()
 
     def froze(self, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
         """Frozen matrices have these values from now on; they stay where they are."""
@@ -133,7 +135,7 @@ class History:
             trained: whether the state holds a tensor, by name.
         """
         self._frozen = {n: values for n, values in self._frozen.items() if not trained(n)}
-        self._stretches = self._stretches[self._index() :]
+        self._forget()
         peeked = self._saved.peek()
         self._stretches.append(_Stretch(counts, peeked and peeked[1], dict(self._frozen)))
         self._last = None
@@ -159,6 +161,10 @@ class History:
         for stretch in self._stretches[index:]:
             commands += stretch.commands
         return commands
+
+    def _forget(self) -> None:
+        """Drops what new workers would not be told, and with it the files that nobody else has."""
+        self._stretches = self._stretches[self._index() :]
 
     def _index(self) -> int:
         """The first stretch that may begin with the state on disk; the oldest if none does.
