@@ -51,7 +51,7 @@ class ChainFile:
         return tuple(self._read())
 
     def _read(self, *, holding: bytes = b"") -> Iterator[Link]:
-        """Those whose lines hold these bytes; at 256 members a line has 14 kB."""
+        """Those whose lines hold these bytes; at 256 members a line has 34 kB."""
         if not self.path.exists():
             return
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):
