@@ -71,15 +71,23 @@ def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:
         list(named_tensors(layout, found.manifest, found.store))
 
 
+class FakeSource:
+    """Peers of a run that have one state."""
+
+    agreed: AgreedModel
+
+    def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
+        self.store = store
+
+    def newest(self, least_round: int) -> Manifest:
+        return self.agreed.manifest
+
+
 def test_what_was_fetched_is_removed_before_an_export_is_published(
     found: AgreedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Source:
-        def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
-            self.store = store
-
-        def newest(self, least_round: int) -> Manifest:
-            return found.manifest
+    class Source(FakeSource):
+        agreed = found
 
         def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
             self.store.put(b"a value")
@@ -102,12 +110,8 @@ def test_an_export_that_was_killed_goes_on_with_what_had_come(
 ) -> None:
     kept = found.manifest.entries["shared.0"].digest
 
-    class Source:
-        def __init__(self, observer: None, store: BlobStore, run_id: str | None) -> None:
-            self.store = store
-
-        def newest(self, least_round: int) -> Manifest:
-            return found.manifest
+    class Source(FakeSource):
+        agreed = found
 
         def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
             here.append(self.store.has(kept))
