@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,14 +14,14 @@ import click
 from peers.evaluating import Evaluator, add_task, say_command
 from peers.options import Options
 from swarm.config.amounts import size_in_bytes
-from swarm.errors import ConfigError, StateLocked
+from swarm.errors import ConfigError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.fetching import FromPeers
 from swarm.export.folder import Extra, nothing_more, write_export
 from swarm.export.following import Follower
 from swarm.export.hub import open_hub
 from swarm.export.losses import kept_losses
-from swarm.export.manager import BLOBS, ExportManager
+from swarm.export.manager import BLOBS, ExportManager, take_folder
 from swarm.model.huggingface import Dtype
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
@@ -186,12 +185,7 @@ def _fetched_beside(out: Path) -> Iterator[BlobStore]:
     out.mkdir(parents=True, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StateLocked(
-                f"{out}: another swarm-export writes into it", hint="end it, or name another --out"
-            ) from error
+        take_folder(lock, out, "--out")
         store = BlobStore(out / FETCHING)
         store.verify(store.digests())
         yield store

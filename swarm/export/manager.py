@@ -38,6 +38,26 @@ class Kept:
     manifest: Digest
 
 
+def take_folder(lock: int, folder: Path, option: str) -> None:
+    """Keeps other exporters out of a folder for as long as a descriptor is open.
+
+    Args:
+        lock: the descriptor, of the folder or of a file in it.
+        folder: as people named it.
+        option: with which they did.
+
+    Raises:
+        StateLocked: another process has it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StateLocked(
+            f"{folder}: another swarm-export writes into it",
+            hint=f"end it, or name another {option}",
+        ) from error
+
+
 class ExportManager:
     """See the module; one process at a time has it open."""
 
@@ -68,13 +88,7 @@ class ExportManager:
             raise
 
     def _take(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StateLocked(
-                f"{self.folder}: another swarm-export writes into it",
-                hint="end it, or name another --output-dir",
-            ) from error
+        take_folder(self._lock.fileno(), self.folder, "--output-dir")
         link = self.folder / LATEST
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} is there and no link", hint="name another --output-dir")

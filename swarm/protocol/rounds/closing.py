@@ -162,13 +162,9 @@ def _why(roster: OpenRoster, timers: Timers) -> str | None:
         return "nobody else is waited for"
     if roster.waited_s is None and not roster.quorum_answers:
         return None
-    reasons = []
-    for absent in roster.absent:
-        reason = _why_not(absent, roster, timers)
-        if reason is None:
-            return None
-        reasons.append(f"peer {absent.peer} {reason}")
-    return None if _pays_together(roster, timers) else ", ".join(reasons)
+    if keeps_word(roster, timers):
+        return None
+    return ", ".join(f"peer {each.peer} {_why_not(each, roster, timers)}" for each in roster.absent)
 
 
 def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
