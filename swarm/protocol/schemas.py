@@ -70,7 +70,7 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Uplink = Annotated[int, Field(ge=0, le=10**6)]
 """Mbit/s; 0 where it is not known."""
-Electors = Annotated[int, Field(ge=0, le=2**20)]
+Electors = Annotated[int, Field(ge=1, le=2**20)]
 Place = tuple[Annotated[int, Field(ge=0, le=2**40)], tuple[Electors, Generation] | tuple[()]]
 CodeText = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_REFORMS + 1)]
 Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]

@@ -197,19 +197,38 @@ def test_the_only_voter_leaves_its_run_to_a_trainee() -> None:
     assert "nobody else would be left to decide" in pump.nodes["A"].said(Topic.MEMBERSHIP)
 
 
-def test_trainees_that_have_lost_all_voters_go_on_alone_and_return_to_the_founder() -> None:
+def test_trainees_that_have_lost_all_voters_wait_for_one_and_say_so() -> None:
     pump = swarm_of("A", "XY")
     pump.run_to_height(1, "A")
     pump.run(pump.now + 1)
     pump.kill("A")
+    height = pump.nodes["X"].machine.tip.height
     pump.run(pump.now + 3 * REFORM_S)
-    generations = {pump.nodes[peer].machine.tip.generation for peer in "XY"}
-    assert len(generations) == 2 and "0" not in generations
+    assert {pump.nodes[peer].machine.tip.generation for peer in "XY"} == {"0"}
+    said = pump.nodes["X"].said(Topic.FORK)
+    assert said.count("has no vote, so it waits") == 1 and "--initialise-from" in said
     pump.restart("A")
-    pump.run(
-        pump.now + 60, lambda: {n.machine.tip.generation for n in pump.nodes.values()} == {"0"}
-    )
+    pump.run_to_height(height + 2)
     assert {node.machine.tip.generation for node in pump.nodes.values()} == {"0"}
+
+
+def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it() -> None:
+    """Had it gone on by itself, its chain would be better than that voter's, and not believed."""
+    pump = swarm_of("ABC", "X")
+    pump.run_to_height(1)
+    pump.kill("A")
+    pump.run_to_height(3, "BCX")
+    pump.kill("C")
+    height = pump.nodes["X"].machine.tip.height
+    pump.run(pump.now + REFORM_S - 2)
+    pump.kill("B")
+    pump.run(pump.now + REFORM_S)
+    pump.restart("A")
+    pump.run(pump.now + REFORM_S + 30)
+    tips = [pump.nodes[peer].machine.tip for peer in "AX"]
+    assert {tip.generation for tip in tips} != {"0"} and len({t.lineage for t in tips}) == 1
+    assert tips[0].lineage[0][0] == height
+    assert min(tip.height for tip in tips) > height
 
 
 def test_a_trainee_that_fetches_longer_than_a_lone_voter_trains_is_counted_in_the_end() -> None:

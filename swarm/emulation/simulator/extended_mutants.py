@@ -33,6 +33,7 @@ from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.reducer import Reducer
+from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
 from swarm.protocol.training import Applied, Training
@@ -92,6 +93,12 @@ class _LateByThemselves(Collector):
 class _ConvenesMeanwhile(Takeover):
     def _is_busy_catching_up(self) -> bool:
         return False
+
+
+class _TraineesReform(Reformer):
+    def _may_reform(self) -> bool:
+        since = self.now - self.timers.reform_s / 2
+        return any(self.contacts.heard.get(peer, 0.0) > since for peer in self.tip.voters)
 
 
 class _UnheardGoesFirst(Takeover):
@@ -259,6 +266,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "newest_is_fetched": Mutant.of(
         "X1: what is being made durable is applied first", _NewestIsFetched
     ),
+    "trainees_reform": Mutant.of("F3: who has no vote does not reform", _TraineesReform),
     "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
     "heard_by_chance": Mutant.of("H4: voters that are silent are greeted", _HeardByChance),
     "silent_sources_awaited": Mutant.of(

@@ -52,10 +52,10 @@ def invented_parent(world: World) -> Forged:
 
 
 def stranger_reform(world: World) -> Forged:
-    """A reform of the tip by somebody that was no member of it."""
+    """A reform by somebody that was no member, with a voter of the tip that signed nothing."""
     tip = _newest(world)
-    mine = {STRANGER: Member(0, 1.0)}
-    forged = compose_reform(tip, mine, "ab" * 16, world.task.rules, reformer=STRANGER)
+    members = {peer: Member(0, 1.0) for peer in (STRANGER, tip.order[0])}
+    forged = compose_reform(tip, members, "ab" * 16, world.task.rules)
     path = (Link(tip.head), Link(forged.head, _signed(world, forged, [STRANGER]), tip.head))
     return [_commit(world, forged, [STRANGER], path)]
 

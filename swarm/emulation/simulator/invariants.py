@@ -215,7 +215,7 @@ class Invariants:
 
     def _check_reform(self, manifest: Manifest, parent: Manifest) -> None:
         survivors = len(reform_electors(parent.head) & manifest.voters)
-        places = [(manifest.height, (n, manifest.generation)) for n in (survivors, 0)]
+        place = (manifest.height, (survivors, manifest.generation))
         same = ("height", "round", "step", "tokens", "merged", "entries", "founding")
         for name in same:
             require(
@@ -223,8 +223,8 @@ class Invariants:
                 "I6",
                 f"{short(manifest)} changes {name} of {short(parent)}",
             )
-        lineages = [(*parent.lineage, place) for place in places]
-        require(manifest.lineage in lineages, "I1", f"lineage of {short(manifest)}")
+        lineage = (*parent.lineage, place)
+        require(manifest.lineage == lineage, "I1", f"lineage of {short(manifest)}")
 
     def _check_merge(self, manifest: Manifest, parent: Manifest) -> None:
         counted = ("round", "step", "tokens", "work", "cursor", "holes", "dealt")

@@ -47,6 +47,7 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
 | F2 | `Contacts.hears_quorum` | no reform while a quorum lives |
 | F3 | `Reformer._reform_due` | a lost majority is given up |
+| F3 | `Reformer._may_reform` | by those whose reform others believe |
 | F3 | `Reformer._new_generation` | generations have unique ids |
 | M1 | `Standing.is_due` | a merge is due by the manifest alone |
 | A6, M5 | `Acceptor.proposal_problem` | rounds follow from what was signed; merges only when due |

@@ -213,8 +213,8 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     height, (electors, generation) = manifest.lineage[-1] if manifest.lineage else (-1, (0, ""))
     if (height, generation) != (manifest.height, manifest.generation):
         return "its lineage does not end with itself"
-    if not 0 <= electors <= len(manifest.voters):
-        return f"{electors} of its {len(manifest.voters)} voters were voters before"
+    if not 0 < electors <= len(manifest.voters):
+        return f"{electors} of its {len(manifest.voters)} voters voted in its parent"
     if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
         return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if manifest.invited:
@@ -240,13 +240,13 @@ def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
     if manifest.invitations != tip.invitations:
         return "its invitations are not its parent's"
     rounds = {peer: member.counted for peer, member in tip.members.items()}
-    able, (_, (electors, _)) = reform_electors(tip.head), manifest.lineage[-1]
+    able = reform_electors(tip.head)
     for peer, member in manifest.members.items():
         before = tip.members.get(peer)
         is_invited = before is not None and before.invited
         if member.counted != rounds.get(peer, 0) or member.invited != is_invited:
             return f"member {peer} is not what its parent says"
-        if member.votes and electors and peer not in able:
+        if member.votes and peer not in able:
             return f"{peer} has a vote, and had none before"
     return None
 

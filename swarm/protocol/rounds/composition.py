@@ -198,18 +198,13 @@ def compose_reform(
     members: Mapping[PeerId, Member],
     generation: str,
     rules: Rules,
-    *,
-    reformer: PeerId,
 ) -> Manifest:
     """The manifest with which survivors leave a generation that lost its majority [F3].
 
     Who voted votes on, and the founder does; trainees stay trainees, and strangers that were there
-    become some. One by a trainee or stranger ranks below all others: nobody else believes it [L2],
-    so it has the only vote, and gives way when a voter comes back.
+    become some.
     """
-    able = reform_electors(tip.head)
-    voters = able.intersection(members) if reformer in able else frozenset([reformer])
-    electors = len(able & voters)
+    voters = reform_electors(tip.head).intersection(members)
     members = {
         peer: _survivor(tip, peer, member, votes=peer in voters)
         for peer, member in sorted(members.items())
@@ -243,7 +238,7 @@ def compose_reform(
         holes=book.holes,
         dealt=book.dealt,
         owners=assignment.owners,
-        lineage=(*tip.lineage, (tip.height, (electors, generation))),
+        lineage=(*tip.lineage, (tip.height, (len(voters), generation))),
         seed=None,
         reasons=(
             f"{len(members)} survivors go on without {', '.join(lost) or 'anybody'}",

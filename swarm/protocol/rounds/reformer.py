@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from swarm.protocol.events import Regained, Topic
-from swarm.protocol.manifest import Member, PeerId
+from swarm.protocol.manifest import Digest, Member, PeerId
 from swarm.protocol.messages import Ballot, Certificate, Commit
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.blobs import Blobs
@@ -15,6 +15,7 @@ from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Life, Work
+from swarm.protocol.trust import reform_electors
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,6 +28,8 @@ class Reformer(Role):
     work: Work
     forks: Forks
     adopter: Adopter
+    _told: Digest | None = field(init=False, default=None)
+    """The tip under which this peer has said that it waits for others."""
 
     def tick(self) -> None:
         """Leaves the generation once it gives no sign of life any more."""
@@ -43,9 +46,31 @@ class Reformer(Role):
                 Topic.FORK, f"stalled for {self.timers.reform_s:.1f} s: a reform is adopted"
             )
             self.adopter.adopt(source, commit)
+        elif not self._may_reform():
+            self._tell_wait()
         elif self._reform_due():
             self.reform(
                 f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} s"
+            )
+
+    def _may_reform(self) -> bool:
+        """Whether others would believe a reform by this peer [L2].
+
+        It would else go on alone for good: its chain is better than that of a voter that comes
+        back with an earlier tip [F1], and as long as it waits that voter finds the newest one here.
+        """
+        return self.me in reform_electors(self.tip.head)
+
+    def _tell_wait(self) -> None:
+        """Says once a height why nothing happens, and what a person can do."""
+        if self._told != self.tip.digest:
+            self._told = self.tip.digest
+            self.out.explain(
+                Topic.FORK,
+                f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} "
+                "s: this peer has no vote, so it waits until one of them, or the founder, is back; "
+                "if all are gone for good, a new run can begin with this model: swarm-export "
+                "--state-dir, then swarm-peer --initialise-from",
             )
 
     def _reform_due(self) -> bool:
@@ -76,7 +101,7 @@ class Reformer(Role):
         members = {peer: Member(0, self._capacity_of(peer)) for peer in sorted([self.me, *heard])}
         nonce = self.peer.random.getrandbits(128)
         generation = self._new_generation(nonce)
-        manifest = compose_reform(self.tip, members, generation, self.rules, reformer=self.me)
+        manifest = compose_reform(self.tip, members, generation, self.rules)
         commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self.adopter.with_own_signature(commit))
         self.blobs.synced.add(manifest.digest)

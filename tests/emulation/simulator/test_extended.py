@@ -81,6 +81,9 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
 
 BY_DIRECTED_TEST = {
     "heard_by_chance": test_rounds_many.test_a_convener_that_dies_is_replaced_among_many,
+    "trainees_reform": (
+        test_rounds_trainees.test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it
+    ),
     "silent_sources_awaited": (
         test_rounds_many.test_a_contributor_that_loses_power_while_values_are_fetched_is_soon_left_out
     ),

@@ -49,6 +49,7 @@ HOLES = {
     "A:20057": "of a swarm that lost all its members a stranger was left, and could not go on",
     "F:99": "strangers had reformed, which nobody believed, and did not come back",
     "K:51": "the same, with a larger reform than that of the member",
+    "K:70000138": "a trainee had reformed, and its chain was better than that of a voter",
     "M:7901545": "a convener heard by one alone was back each time before others were done",
     "K:52006049": "two conveners that refused each other began at the same moment for ever",
     "L:52002120": "a lone voter's rounds were as short as others fetched its values",
