@@ -284,6 +284,7 @@ class Starter:
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
+        drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
         recompute_initial(shown.record.tip, run, layout, store)
         self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
         shown = self.wait_for(

@@ -180,6 +180,23 @@ def test_what_came_in_a_turn_survives_a_kill(tmp_path: Path) -> None:
     assert BlobStore(tmp_path).digests() == [dying.manifest.founding.validation]
 
 
+def damage(folder: Path, content: bytes) -> None:
+    """Changes the first byte of a blob that lies in a store."""
+    for pack in (folder / "packs").glob("*.pack"):
+        pack.write_bytes(pack.read_bytes().replace(content, b"?" + content[1:]))
+
+
+def test_what_was_changed_on_the_disk_since_is_fetched_anew(swarm: Swarm, tmp_path: Path) -> None:
+    digest = swarm.manifest.founding.validation
+    store = BlobStore(tmp_path)
+    store.sync([store.put(b"held", digest)])
+    damage(tmp_path, b"held")
+    swarm.store = BlobStore(tmp_path)
+    assert bytes(swarm.store.get(digest) or b"") == b"?eld"
+    source(swarm).bring(swarm.manifest, Form())
+    assert bytes(swarm.store.get(digest) or b"") == b"held"
+
+
 def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(
     swarm: Swarm,
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from swarm.config import PeerConfig
 from swarm.errors import DataQuotaSpent
+from swarm.network.blobs import BlobStore
 from swarm.network.finding import Opened
 from swarm.network.loop_thread import LoopThread
 from swarm.network.record_file import RecordFile
@@ -21,6 +22,7 @@ from swarm.peer.leaving import Stop
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.wanted import Wanted
 from swarm.protocol.abstaining import UNTIL_IT_CONTRIBUTES, abstains, without_record
+from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record, Regained
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.messages import Ballot, Certificate, Link
@@ -156,6 +158,26 @@ def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
     with pytest.raises(DataQuotaSpent, match="too few"):
         peer.joined()
     assert not fetched
+
+
+def test_what_was_changed_since_a_join_that_was_killed_is_not_taken_for_the_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    value = b"value" * 100
+    entries = {unit: replace(e, digest=digest_of(value)) for unit, e in OWN.entries.items()}
+    tip = replace(OWN, entries=entries)
+    store = BlobStore(tmp_path)
+    store.sync([store.put(value)])
+    for pack in (tmp_path / "packs").glob("*.pack"):
+        pack.write_bytes(pack.read_bytes().replace(value, b"Value" * 100))
+    assert BlobStore(tmp_path).has(digest_of(value))
+    peer = Joining(monkeypatch, tmp_path)
+
+    async def shows(*_: object) -> Shown:
+        return Shown(Record(tip, CERTIFICATE, FOUNDING), PATH[:2])
+
+    monkeypatch.setattr(entering, "newest_tip", shows)
+    assert not peer.joined().store.has(digest_of(value)), "it is fetched anew"
 
 
 @pytest.fixture
