@@ -199,7 +199,7 @@ class Options:
         type=int,
     )
     linger: float | None = _flag(
-        "--linger", "Seconds to serve after the end.", sets="peer.linger_s", type=float
+        "--linger", "Seconds to serve on after the last fetch.", sets="peer.linger_s", type=float
     )
     leave_timeout: float | None = _flag(
         "--leave-timeout",

@@ -93,5 +93,8 @@ def take_part(
     with peer:
         if peer.train().round >= peer.run.run.rounds and not stop():
             linger_s = config.peer.linger_s
-            logger.info("finished; serving others for %.0f s (Ctrl+C ends it)", linger_s)
+            logger.info(
+                "finished; serving others until nobody has fetched for %.0f s (Ctrl+C ends it)",
+                linger_s,
+            )
             peer.serve(linger_s)

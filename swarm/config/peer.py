@@ -20,7 +20,7 @@ class PeerSection(Section):
     wait_for_peers: Positive = 1
     """A founder starts the first round when so many peers are present."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
-    """How long a finished peer goes on serving blobs and records."""
+    """How long a finished peer goes on serving after somebody has fetched last; a day at most."""
     leave_timeout_s: PositiveReal = 120.0
     """A peer that is asked to leave may finish its round and hand its experts over for so long."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from math import inf
 
 from swarm.errors import SwarmError
@@ -15,6 +16,8 @@ from swarm.protocol.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+SERVE_LOOK_S = 0.5
+MAX_SERVING_S = 86_400.0
 COURTESY_S = 30.0
 """With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
 
@@ -55,6 +58,27 @@ class Stop:
     def remaining_s(self) -> float:
         """Seconds until a peer that was asked to stop goes, whatever is not done by then."""
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
+
+
+def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[None]:
+    """Yields twice a second while a finished peer is still of use, a day at most.
+
+    A quorum has the last round; over thin lines the others may fetch it for hours, and if all that
+    have it went they would train that round once more, as a generation of their own.
+
+    Args:
+        stop: ends it.
+        sent: how many bytes of blobs others have fetched so far.
+        seconds: after which nobody is expected any more, since somebody has fetched last.
+    """
+    last_s = began_s = time.monotonic()
+    before = sent()
+    while time.monotonic() < min(last_s + seconds, began_s + MAX_SERVING_S):
+        if stop.wait(SERVE_LOOK_S):
+            return
+        yield
+        if sent() > before:
+            before, last_s = sent(), time.monotonic()
 
 
 def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +26,7 @@ from swarm.peer.founding import found
 from swarm.peer.held_out_text import end_of_text, held_out_of
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
-from swarm.peer.leaving import Stop, leave
+from swarm.peer.leaving import Stop, leave, serving
 from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.merged_blobs import merge_blobs
@@ -48,7 +47,6 @@ from swarm.protocol.rounds import RoundMachine, Rules
 
 logger = logging.getLogger(__name__)
 
-SERVE_LOOK_S = 0.5
 STOP_S = 10.0
 NO_WISH = Wanted()
 THIS_MACHINE = PeerConfig()
@@ -72,7 +70,7 @@ class Peer:
         """Takes part in a run that was entered; see `start`, `found`, `join` and `resume`."""
         host, run = starter.host, started.run
         self.run, self.run_id, self.peer_id = run, started.run_id, host.node.peer_id
-        self.status = starter.status(run, started.directory)
+        self.status, self._traffic = starter.status(run, started.directory), host.node.traffic
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
         line = OwnLine(host, self.status, started.run_id)
@@ -322,13 +320,13 @@ class Peer:
         self._stop.ask()
 
     def serve(self, seconds: float) -> None:
-        """Goes on answering others after the training, until the time is over or `stop` is called.
+        """Goes on answering others after the training, until `stop` is called.
 
         Args:
-            seconds: how long.
+            seconds: that it serves on after somebody has fetched last; a day in all at most.
         """
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s and not self._stop.wait(SERVE_LOOK_S):
+        traffic = self._traffic
+        for _ in serving(self._stop, lambda: traffic.blob_bytes_sent, seconds):
             self.status.follow(self.tip)
 
     def weights(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 from swarm.network.round_driver import RoundDriver
 from swarm.peer import leaving
 from swarm.peer.expert_moments import ExpertMoments
-from swarm.peer.leaving import COURTESY_S, Stop, leave
+from swarm.peer.leaving import COURTESY_S, MAX_SERVING_S, Stop, leave, serving
 from swarm.protocol.manifest import Manifest
 from tests.protocol.round_pump import found, make_rules
 
@@ -139,3 +140,33 @@ def test_a_stop_is_asked_once_and_has_a_time_out() -> None:
     remaining_s = stop.remaining_s
     stop.ask()
     assert stop.remaining_s <= remaining_s
+
+
+class Served:
+    """Others fetch a byte at each look until a time, and the person stops the peer at another."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, until_s: float, stop_s: float = inf
+    ) -> None:
+        self.now_s, self.until_s, self.stop_s, self.looks = 0.0, until_s, stop_s, 0
+        monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for _ in serving(cast(Stop, self), self.sent, 60.0):
+            self.looks += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        self.now_s += timeout_s
+        return self.now_s >= self.stop_s
+
+    def sent(self) -> int:
+        return int(min(self.now_s, self.until_s) / leaving.SERVE_LOOK_S)
+
+
+def test_a_finished_peer_serves_as_long_as_somebody_fetches_what_only_it_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quorum has the last round; over thin lines the rest of the members fetch it for hours."""
+    assert Served(monkeypatch, 0.0).now_s == 60.0
+    served = Served(monkeypatch, 7200.0)
+    assert served.now_s == 7260.0 and served.looks == 2 * served.now_s
+    assert Served(monkeypatch, 1e9).now_s == MAX_SERVING_S
+    assert Served(monkeypatch, 1e9, stop_s=100.0).now_s == 100.0

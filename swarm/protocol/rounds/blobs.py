@@ -87,7 +87,7 @@ class Blobs(Role):
         super().__post_init__()
         self.synced = {self.tip.digest}
         accepted = self.standing.record.accepted
-        if accepted:
+        if accepted and not self.lacking(accepted.manifest):  # some may be damaged since, or gone
             self.synced.add(accepted.manifest.digest)
 
     @property
