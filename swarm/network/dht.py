@@ -13,7 +13,7 @@ from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 
-from swarm.errors import NobodyReachable, SwarmError
+from swarm.errors import NobodyReachable
 from swarm.network.bounded_msgpack import BoundedSerializer, guard_hivemind
 from swarm.network.counted_dht import CountedP2P
 from swarm.network.daemon import Address
@@ -175,8 +175,8 @@ async def open_dht(
     """A DHT node on this daemon that has met its `peers`; records of members go before others'.
 
     Raises:
-        NobodyReachable: `must_reach`, and none of the peers answered.
-        SwarmError: this machine's clock differs too much from theirs, or they cannot dial back.
+        NobodyReachable: `must_reach`, and none of the peers answered, this machine's clock differs
+            too much from theirs, or they cannot dial back.
     """
     guard_hivemind()
     guard_stores()
@@ -195,7 +195,7 @@ async def open_dht(
             cache_refresh_before_expiry=0,
         )
     except ValidationError as error:
-        raise SwarmError(str(error), hint=_REFUSED) from error
+        raise NobodyReachable(str(error), hint=_REFUSED) from error
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
         raise NobodyReachable(f"none of {texts} is a living peer") from error

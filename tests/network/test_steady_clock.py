@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
 import pytest
+from hivemind.dht import protocol
 
+from swarm.errors import NobodyReachable
 from swarm.network import steady_clock
-from swarm.network.steady_clock import SteadyClock
+from swarm.network.steady_clock import SteadyClock, dht_clock
 from tests.network.conftest import Peers, records_of
 
 WAIT_S = 60.0
@@ -50,3 +53,14 @@ def test_time_in_which_the_machine_slept_counts(monkeypatch) -> None:
     passed_s = steady_clock.passed_s
     monkeypatch.setattr(steady_clock, "passed_s", lambda: passed_s() + 3600)
     assert clock() - before == pytest.approx(3600, abs=5)
+
+
+def test_a_clock_that_others_do_not_have_is_as_good_as_nobody_at_the_first_start(
+    peers: Peers, monkeypatch
+) -> None:
+    first = peers.node()
+    falling_s = itertools.count(dht_clock()(), -100.0)  # each look is 100 s before the one before
+    monkeypatch.setattr(protocol, "get_dht_time", lambda: next(falling_s))
+    with pytest.raises(NobodyReachable, match="local time") as refused:
+        peers.node(known_peers=first.addresses)
+    assert refused.value.exit_code == 3 and "set this machine's clock" in refused.value.hint
