@@ -19,7 +19,7 @@ from swarm.export.facts import ExportFacts
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.observer import Observer
 from swarm.peer.held_out_text import held_out_text, held_out_tokens
-from swarm.peer.state_directory import IDENTITY_FILE
+from swarm.peer.kept_settings import identity_path_of
 from swarm.progress import duration
 from swarm.protocol.printable import printable
 
@@ -147,9 +147,7 @@ def evaluator_of(
         require_tasks(list(shots))
     signer = None
     if publish:
-        of_peer = given.state_dir.expanduser() / IDENTITY_FILE
-        if given.identity_path:
-            signer = load_or_create_identity(Path(given.identity_path).expanduser())
-        elif of_peer.exists():
-            signer = load_or_create_identity(of_peer)
+        key = identity_path_of(given.state_dir.expanduser(), given.identity_path)
+        if given.identity_path or key.exists():
+            signer = load_or_create_identity(key)
     return Evaluator(scores, shots, signer, publish)

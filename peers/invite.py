@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -42,14 +41,17 @@ def main(given: Options, uses: int, good_for: int) -> None:
     from swarm.network.identity import load_or_create_identity  # with the next: not for --help
     from swarm.network.invitations import invite  # loads hivemind and torch
     from swarm.network.record_file import RecordFile  # loads hivemind and torch
+    from swarm.peer.kept_settings import identity_path_of  # loads hivemind and torch
     from swarm.peer.state_directory import current_run_of  # loads hivemind and torch
 
     folder = given.state_dir.expanduser()
     run_id, directory = current_run_of(folder, given.run_id)
-    key = Path(given.identity_path).expanduser() if given.identity_path else None
-    path = key or folder / "identity.key"
+    path = identity_path_of(folder, given.identity_path)
     if not path.exists():
-        raise StateError(f"{path} is missing", hint="name the --state-dir of a peer of the run")
+        raise StateError(
+            f"{path} is missing",
+            hint="name the --state-dir of a peer of the run, or its key with --identity-path",
+        )
     identity = load_or_create_identity(path)
     record = RecordFile(directory.record_path).read()
     if record is None:

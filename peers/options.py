@@ -121,7 +121,7 @@ class Options:
     )
     identity_path: str | None = _flag(
         "--identity-path",
-        "Key file; by default in the state folder.",
+        "Key file, kept for later starts; by default in the state folder.",
         sets="network.identity_path",
     )
     client_mode: bool | None = _flag(

@@ -93,7 +93,7 @@ def load_or_create_identity(path: Path) -> Identity:
     return Identity(path, peer_id, public_key, key, is_new)
 
 
-_NEW_IDENTITY = "move it away to start as a new peer"
+_NEW_IDENTITY = "put a copy back, or move it away to start as a new peer with a new --state-dir"
 
 
 def _create(path: Path) -> None:

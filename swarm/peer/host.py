@@ -28,6 +28,7 @@ from swarm.peer.observing import PeerObserver
 from swarm.peer.quota import QuotaWatch, require_quota
 from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
+from swarm.peer.way_in import path_of_key
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.records import RunRecord, encode_record, shortened
 
@@ -152,7 +153,7 @@ class Host:
             stop: asked when this peer is to leave; None for one of its own.
 
         Raises:
-            StateError, StateLocked: the directory cannot be used.
+            StateError, StateLocked: the directory cannot be used, or lacks the key of its runs.
             NobodyReachable: none of the given addresses answered.
             NetworkDown: libp2p's daemon did not start.
             DataQuotaSpent: the month's bytes are used up.
@@ -167,7 +168,7 @@ class Host:
             require_quota(config.network, state)
             network = config.network
             node = Node.start(
-                identity_path=Path(network.identity_path or state.identity_path).expanduser(),
+                identity_path=path_of_key(network.identity_path, state),
                 network=network,
                 known_peers=network.initial_peers,
                 remembered=state.known_peers,

@@ -9,13 +9,14 @@ from pathlib import Path
 from swarm import durable
 from swarm.config import PeerConfig, validate_config
 from swarm.errors import ConfigError
-from swarm.peer.state_directory import RunDirectory
+from swarm.peer.state_directory import IDENTITY_FILE, SETTINGS_FILE, RunDirectory
 from swarm.protocol.invitation import Invitation
 
 logger = logging.getLogger(__name__)
 
 KEPT = (
     ("peer", "name"),
+    ("network", "identity_path"),
     ("network", "host_maddrs"),
     ("network", "announce_maddrs"),
     ("network", "client_mode"),
@@ -24,8 +25,9 @@ KEPT = (
     ("network", "max_download_mbit"),
     ("network", "data_quota_gb"),
 )
-"""Section and field: what others know this peer by, where it is for them, if anywhere, and what its
-line may carry, since a person who forgets that at a later start pays for it."""
+"""Section and field: who this peer is, what others know it by, where it is for them, if anywhere,
+and what its line may carry, since a person who forgets that at a later start pays for it."""
+_KEY = "network.identity_path"
 
 
 def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
@@ -42,6 +44,8 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
         for section, field in KEPT
         if field in getattr(config, section).model_fields_set
     }
+    if path_of_key := given.get(_KEY):  # a later start may be made in another folder
+        given[_KEY] = str(Path(path_of_key).expanduser().absolute())
     before = _read(path)
     # A peer that is told where to listen does so, although it only dialled out before.
     listens = "network.host_maddrs" in given
@@ -61,6 +65,17 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     if given and {**kept, **given} != before:
         durable.write_file(path, json.dumps({**kept, **given}).encode())
     return whole
+
+
+def identity_path_of(folder: Path, given: str | None) -> Path:
+    """Where the key of a state directory's peer is: as given now, or to an earlier start.
+
+    Args:
+        folder: the state directory; nothing is written.
+        given: what a person named now, if anything.
+    """
+    path = given or _read(folder / SETTINGS_FILE).get(_KEY)
+    return Path(path).expanduser() if isinstance(path, str) else folder / IDENTITY_FILE
 
 
 def kept_invitation(given: Invitation | None, directory: RunDirectory) -> Invitation | None:

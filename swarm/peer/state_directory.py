@@ -6,7 +6,7 @@ STATE_DIR/
 ├── port                the port chosen first, used again
 ├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
-├── settings            its name, addresses and limits, kept for later starts
+├── settings            its name, key's path, addresses and limits, kept for later starts
 ├── line                what was found out about its uplink, and when
 ├── workers.key         what machines with workers for this peer must hold (0600)
 ├── data_used           bytes moved this month, with --data-quota
@@ -59,6 +59,7 @@ from swarm.protocol.training import SavedWork
 logger = logging.getLogger(__name__)
 
 IDENTITY_FILE = "identity.key"
+SETTINGS_FILE = "settings"
 MAX_KNOWN_PEERS = 64
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
@@ -267,7 +268,7 @@ class StateDirectory:
     @property
     def settings_path(self) -> Path:
         """What later starts need not repeat."""
-        return self.path / "settings"
+        return self.path / SETTINGS_FILE
 
     @property
     def line_path(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from swarm.errors import ConfigError, StateError
 from swarm.peer.state_directory import StateDirectory
@@ -44,3 +45,30 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
             hint="found one with --run FILE, join one with --initial-peers ADDRESS, or go on with "
             f"one with --state-dir DIR; {state.path} has none",
         )
+
+
+def path_of_key(given: str | None, state: StateDirectory) -> Path:
+    """Where the peer's key is to be; none is made beside runs whose key is elsewhere, or lost.
+
+    Under a new key it would be a stranger in them: without vote, experts, or the right to invite.
+
+    Args:
+        given: the path that the person named; None for the file in the state directory.
+        state: what is on disk.
+
+    Raises:
+        StateError: there is no key, and a record of a run.
+    """
+    path = Path(given or state.identity_path).expanduser()
+    try:
+        is_missing = not path.exists()
+    except OSError:  # whoever reads it says so
+        is_missing = False
+    if is_missing and state.run_ids:
+        raise StateError(
+            f"identity file {path} is missing, and --state-dir {state.path} has "
+            f"{', '.join(state.run_ids)} of the peer whose key it was",
+            hint="put the key back, or name it with --identity-path; without it, start as a new "
+            "peer with a new --state-dir",
+        )
+    return path

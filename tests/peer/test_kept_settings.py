@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from swarm.config import PeerConfig, parse_config
-from swarm.errors import DataQuotaSpent
+from swarm.errors import DataQuotaSpent, StateError
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite
 from swarm.peer.host import Host
-from swarm.peer.kept_settings import kept_invitation, with_kept
+from swarm.peer.kept_settings import identity_path_of, kept_invitation, with_kept
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.quota import count_of
 from swarm.peer.state_directory import RunDirectory, StateDirectory
+from swarm.peer.way_in import path_of_key
 
 
 def given(*settings: str) -> PeerConfig:
@@ -93,6 +94,40 @@ def test_a_quota_of_an_earlier_start_is_looked_at_before_anything_is_moved(tmp_p
     state.close()
     with pytest.raises(DataQuotaSpent, match="2 of 1 GB"):
         Host.open(given("network.client_mode=true"), tmp_path, UNOBSERVED)
+
+
+def test_a_key_that_is_elsewhere_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, there = tmp_path / "state", tmp_path / "there"
+    state.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(there)
+    assert identity_path_of(state, None) == state / "identity.key"
+    first = with_kept(given("network.identity_path=mine.key"), state / "settings")
+    monkeypatch.chdir(tmp_path)
+    again = with_kept(given(), state / "settings")
+    assert first.network.identity_path == again.network.identity_path == str(there / "mine.key")
+    assert identity_path_of(state, None) == there / "mine.key"
+    assert identity_path_of(state, "~/k") == Path("~/k").expanduser(), "what is named now wins"
+
+
+def test_a_peer_whose_key_is_missing_does_not_come_back_as_a_stranger(tmp_path: Path) -> None:
+    here, elsewhere = given("network.client_mode=true"), tmp_path / "mine.key"
+    moved = given("network.client_mode=true", f"network.identity_path={str(elsewhere)!r}")
+    run = tmp_path / "state" / "runs" / "demo-0123456789abcdef"
+    run.mkdir(parents=True)
+    (run / "record").write_bytes(b"a record")
+    for config, key in ((here, tmp_path / "state" / "identity.key"), (moved, elsewhere)):
+        with pytest.raises(StateError, match=f"{key} is missing.*{run.name}") as refused:
+            Host.open(config, tmp_path / "state", UNOBSERVED)
+        assert "--identity-path" in refused.value.hint and not key.exists()
+    state = StateDirectory(tmp_path / "state")
+    load_or_create_identity(elsewhere)
+    assert path_of_key(str(elsewhere), state) == elsewhere
+    (run / "record").unlink()
+    assert path_of_key(None, state) == state.identity_path
+    state.close()
 
 
 def test_a_member_that_comes_back_has_its_invitation_still(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def test_scores_are_signed_by_the_key_that_is_named_else_by_the_peers(tmp_path: 
     assert signer(given) == known
     named = dataclasses.replace(given, identity_path=str(mine))
     assert signer(named) == load_or_create_identity(mine).peer_id != known
+    (tmp_path / "settings").write_text(json.dumps({"network.identity_path": str(mine)}))
+    assert signer(given) == signer(named), "the peer was given that key"
 
 
 def test_a_task_without_data_is_told_and_the_rest_goes_on(

@@ -56,6 +56,15 @@ def test_the_founder_prints_one_line_that_a_joiner_takes(tmp_path: Path) -> None
     assert tip.is_anchor(invitation.inviter)
 
 
+def test_the_key_that_a_peer_was_given_once_signs_for_it(tmp_path: Path) -> None:
+    folder, _ = state_of(tmp_path / "peer")
+    key = (folder / "identity.key").rename(tmp_path / "mine.key")
+    (folder / "settings").write_text(json.dumps({"network.identity_path": str(key)}))
+    result = run_invite(folder)
+    assert result.exit_code == 0, result.output
+    assert read_invitation(result.stdout.strip()).inviter == load_or_create_identity(key).peer_id
+
+
 def test_who_is_no_anchor_is_refused(tmp_path: Path) -> None:
     folder, _ = state_of(tmp_path, founder="F")
     result = run_invite(folder)
