@@ -72,6 +72,20 @@ async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
     return _sound(node, {peer: said for peer, said in zip(asked, answers, strict=True) if said})
 
 
+async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> list[Announced]:
+    """The runs that these peers are in, as soon as one of them says so; empty if none does in time.
+
+    Args:
+        node: which goes on connecting to the addresses that it was given.
+        peers: who is asked.
+        within_s: for so long they are asked again and again; once in any case.
+    """
+    end_s = time.monotonic() + within_s
+    while not (told := await runs_of(node, peers)) and time.monotonic() < end_s:
+        await asyncio.sleep(POLL_S)
+    return told
+
+
 async def _run_of(node: Node, peer: PeerId) -> RunRecord | None:
     try:
         answer = await node.request(peer, RUN_QUESTION, ASK_S)

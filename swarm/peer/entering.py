@@ -23,7 +23,6 @@ from swarm.network.finding import (
     find_run,
     open_run,
     runs_here,
-    runs_of,
     whom_to_ask,
 )
 from swarm.network.founding import await_founding
@@ -32,6 +31,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
+from swarm.peer.entrances import require_reached, runs_there
 from swarm.peer.host import Host
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
@@ -59,7 +59,6 @@ FIND_S = 60.0
 FIND_BEFORE_FOUNDING_S = 6.0
 BEGUN_S = 60.0
 STOP_POLL_S = 0.2
-WHO_RUNS_S = 30.0
 
 Result = TypeVar("Result")
 
@@ -106,7 +105,8 @@ class Starter:
 
         Raises:
             RunMismatch: the run is not what was asked for.
-            NobodyReachable: no run was announced, and none may be founded.
+            NobodyReachable: no run was announced, and none may be founded; or nobody at a new
+                address answers.
             CorruptState, DataError: see `resume` and `join`.
         """
         wanted, current = self.wanted, self._run_to_resume()
@@ -131,11 +131,7 @@ class Starter:
             return current if run.fingerprint() == wanted.run.fingerprint() else None
         if wanted.run_id or not self.config.network.initial_peers:
             return current
-        told = self.node.run(runs_of(self.node, self.node.entrances), WHO_RUNS_S)
-        if told and current not in {run.record.run for run in told}:
-            logger.info("run=%s is not what runs there; joining what does", current)
-            return None
-        return current
+        return current if self.wait_for(runs_there(self.host, current)) else None
 
     # ------------------------------------------------ resume
 
@@ -222,7 +218,8 @@ class Starter:
             run_id: that it must have, if one is known.
 
         Raises:
-            NobodyReachable: no run was announced in time (only when no file was given).
+            NobodyReachable: no run was announced in time (only when no file was given); or none of
+                the given addresses answers.
             RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
                 configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
@@ -244,6 +241,7 @@ class Starter:
             if wanted:
                 if not self.wanted.beside_others:
                     require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
+                require_reached(self.host)
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",

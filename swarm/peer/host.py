@@ -204,15 +204,8 @@ class Host:
         self.reception.server.attach(store)
         return Downloads(self.node, store)
 
-    def remember_peers(self) -> None:
-        """Keeps the addresses that are known now for the next start."""
-        self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
-
     def close(self) -> None:
         """Leaves the network and gives the state directory free."""
-        try:
-            self.remember_peers()
-        finally:
-            self.quota.end()
-            self.node.stop(NETWORK_STOP_S)
-            self.state.close()
+        self.quota.end()
+        self.node.stop(NETWORK_STOP_S)
+        self.state.close()

@@ -12,7 +12,10 @@ from click.testing import CliRunner
 from peers import export, local, peer
 from peers.join_line import say_how_to_join
 from peers.options import Program
+from swarm.network.identity import load_or_create_identity
+from swarm.peer import entering, entrances
 from swarm.peer.state_directory import StateDirectory
+from tests.peer.test_founding import Founder
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 
@@ -106,6 +109,28 @@ def test_a_run_id_that_is_not_on_disk_is_not_waited_for(tmp_path: Path) -> None:
     assert "has no run nosuch-0123456789abcdef; it has none" in line
     code, line = stumble(peer.main, "--state-dir", tmp_path, "--run-id", "nosuch")
     assert (code, "'nosuch' is no run id" in line) == (6, True)
+
+
+@pytest.mark.parametrize("given", [(), ("--run", DEMO), ("--run", DEMO, "--new-run")])
+def test_an_address_at_which_nobody_is_beside_an_old_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    """As of a friend, whose port is closed, where the demo was tried before."""
+    monkeypatch.setattr(entrances, "NEW_S", 0.2)
+    monkeypatch.setattr(entering, "FIND_BEFORE_FOUNDING_S", 0.2)
+    friend = load_or_create_identity(tmp_path / "friend.key").peer_id
+    founder = Founder(tmp_path / "state")
+    old = founder.found(load_or_create_identity(founder.state.identity_path).peer_id)
+    founder.state.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens there
+        dead = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}/p2p/{friend}"
+        where = ("--state-dir", founder.folder, "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+        code, line = stumble(peer.main, *where, "--initial-peers", dead, *given)
+    assert code == 3
+    assert dead in line and "without --initial-peers" in line
+    assert bool(given) or old.run_id in line
+    assert founder.runs() == {old.run_id}
 
 
 def test_the_line_for_joiners_names_the_run(capsys: pytest.CaptureFixture[str]) -> None:
