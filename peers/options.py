@@ -172,7 +172,7 @@ class Options:
     run_id: str | None = _flag("--run-id", "Which run, where there are several.")
     new_run: bool = _flag(
         "--new-run",
-        "Founds the run of --run even where the peers of --initial-peers are in another.",
+        "Founds the run of --run even if --state-dir, or who is at --initial-peers, is in another.",
         is_flag=True,
         default=False,
     )

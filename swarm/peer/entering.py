@@ -44,6 +44,7 @@ from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
+from swarm.peer.way_in import require_finished
 from swarm.progress import fetching
 from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
@@ -104,7 +105,8 @@ class Starter:
         """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.
 
         Raises:
-            RunMismatch: the run is not what was asked for.
+            RunMismatch: the run is not what was asked for; or one was to be founded in place of
+                that on disk, which is not finished.
             NobodyReachable: no run was announced, and none may be founded; or nobody at a new
                 address answers.
             CorruptState, DataError: see `resume` and `join`.
@@ -113,9 +115,11 @@ class Starter:
         if current and (started := self.resume(current, may_join=wanted.run is None)):
             wanted.require(started.run)
             return started
-        if wanted.run is not None and not self.config.network.initial_peers:
-            return None
-        return self.join(wanted.run_id or current)
+        may_join = wanted.run is None or current or self.config.network.initial_peers
+        joined = self.join(wanted.run_id or current) if may_join else None
+        if joined is None:
+            require_finished(wanted, self.state)
+        return joined
 
     def _run_to_resume(self) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""

@@ -22,7 +22,8 @@ class Wanted:
         run_id: its id, where several are announced or on disk.
         settings: `section.field` -> value that it must have, where `run` is not given.
         invitation: with what this peer asks to join.
-        beside_others: whether `run` may be founded where those that it enters by are in another.
+        beside_others: whether `run` may be founded where those that it enters by are in another, or
+            the state directory is, and that is not finished.
         vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
             joiner must have; None where tokens are bytes, or a joiner takes what the run has.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from swarm.errors import ConfigError, StateError
+from swarm.errors import ConfigError, CorruptState, RunMismatch, StateError
+from swarm.network.record_file import RecordFile
+from swarm.peer.agreement import explain_difference
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.wanted import Wanted
 
@@ -44,6 +46,39 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
             "nothing says which run is meant",
             hint="found one with --run FILE, join one with --initial-peers ADDRESS, or go on with "
             f"one with --state-dir DIR; {state.path} has none",
+        )
+
+
+def require_finished(wanted: Wanted, state: StateDirectory) -> None:
+    """Refuses to found a run in place of one that this peer is in, as after a change of its file.
+
+    Every setting is part of a run, its number of rounds too: with other settings it is another run.
+
+    Args:
+        wanted: with the configuration of the run to be founded.
+        state: what is on disk.
+
+    Raises:
+        RunMismatch: the run on disk has other settings, and is not finished.
+        CorruptState: it has, and cannot tell whether it is.
+    """
+    current = wanted.run_id or state.current_run
+    if wanted.run is None or wanted.beside_others or current is None:
+        return
+    directory = state.run(current)
+    try:
+        run = directory.read_config()
+    except CorruptState:  # as where its folder was removed
+        return
+    difference = explain_difference(wanted.run, run)
+    record = RecordFile(directory.record_path).read() if difference else None
+    is_finished = record is not None and record.tip.round >= run.run.rounds
+    if difference and not is_finished:
+        raise RunMismatch(
+            f"--state-dir {state.path} is in {current}, which is not finished, and not the run of "
+            f"this file: {difference}",
+            hint=f"swarm-peer --state-dir {state.path} --run-id {current} goes on with it; "
+            "--new-run founds a second run beside it",
         )
 
 

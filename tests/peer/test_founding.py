@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.config import PeerConfig
+from swarm.config import PeerConfig, RunConfig
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
@@ -29,7 +29,7 @@ class Founder:
     def __init__(self, folder: Path) -> None:
         self.state, self.folder = StateDirectory(folder), folder
 
-    def found(self, peer_id: str = "me") -> Started:
+    def found(self, peer_id: str = "me", run: RunConfig = RUN) -> Started:
         host: Any = SimpleNamespace(
             node=SimpleNamespace(peer_id=peer_id), state=self.state, config=PeerConfig(),
             stop=Stop(1.0), serve=lambda _: None,
@@ -37,7 +37,7 @@ class Founder:
         starter, text = Starter(host, Wanted(), UNOBSERVED), FoundText(None, bytes(8), 2)
         any_text: Any = SimpleNamespace(found=lambda *_: text, folder=None, shards=None)
         starter.text = any_text
-        return found(starter, RUN)
+        return found(starter, run)
 
     def runs(self) -> set[str]:
         return {path.name for path in self.folder.glob("runs/*")}

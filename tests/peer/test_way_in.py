@@ -1,15 +1,20 @@
 """A start that could only wait is refused at once, with what is there and what to do."""
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from swarm.errors import ConfigError, StateError, SwarmError
+from swarm.config import RunConfig
+from swarm.errors import ConfigError, CorruptState, RunMismatch, StateError, SwarmError
 from swarm.network.address_book import Remembered
+from swarm.network.record_file import RecordFile
 from swarm.peer.state_directory import StateDirectory, current_run_of
 from swarm.peer.wanted import Wanted
-from swarm.peer.way_in import require_way_in
+from swarm.peer.way_in import require_finished, require_way_in
+from tests.peer.test_founding import Founder
 from tests.train.runs import tiny_run
 
 ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/x"
@@ -72,3 +77,57 @@ def test_a_file_an_address_or_a_remembered_peer_is_a_way_in(state: StateDirector
     require_way_in(Wanted(), (ADDRESS,), state)
     state.known_peers = [Remembered(ADDRESS, 1.0)]
     require_way_in(Wanted(), (), state)
+
+
+# ---------------------------------------------------------------- a run file that was changed
+
+
+def founded(folder: Path, run: RunConfig, at_round: int = 0) -> tuple[StateDirectory, str]:
+    """The state directory of a peer that has founded a run, and is at some round of it."""
+    founder = Founder(folder)
+    started = founder.found(run=run)
+    tip = replace(started.record.tip, round=at_round)
+    RecordFile(started.directory.record_path).write(replace(started.record, tip=tip))
+    return founder.state, started.run_id
+
+
+def with_rounds(rounds: int) -> RunConfig:
+    return tiny_run(run={"rounds": rounds})
+
+
+def test_a_founder_whose_file_was_changed_does_not_found_a_second_run(tmp_path: Path) -> None:
+    state, name = founded(tmp_path, with_rounds(8), at_round=7)
+    changed = Wanted(run=with_rounds(12))
+    for wanted in (changed, replace(changed, run_id=name)):
+        with pytest.raises(RunMismatch, match=r"run\.rounds: asked 12, the run has 8") as refused:
+            require_finished(wanted, state)
+        assert f"--state-dir {tmp_path} --run-id {name} goes on with it" in refused.value.hint
+    require_finished(replace(changed, beside_others=True), state)
+    require_finished(Wanted(run=with_rounds(8)), state)
+    require_finished(Wanted(), state)
+    state.close()
+
+
+@pytest.mark.parametrize("left", ["finished", "no folder", "no run"])
+def test_a_run_that_is_over_keeps_nobody_from_founding_another(tmp_path: Path, left: str) -> None:
+    state, name = founded(tmp_path, with_rounds(8), at_round=8)
+    if left != "finished":
+        shutil.rmtree(state.run(name).path)
+    if left == "no run":
+        (tmp_path / "current_run").unlink()
+    require_finished(Wanted(run=with_rounds(12)), state)
+    state.close()
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_run_that_may_not_be_over_is_no_reason_to_found_another(
+    tmp_path: Path, missing: bool
+) -> None:
+    """A join that was killed has no record yet; a damaged one tells nothing."""
+    state, name = founded(tmp_path, with_rounds(8), at_round=8)
+    record = state.run(name).record_path
+    record.unlink() if missing else record.write_bytes(b"torn")
+    record.with_suffix(".previous").unlink(missing_ok=True)
+    with pytest.raises(RunMismatch if missing else CorruptState, match=name):
+        require_finished(Wanted(run=with_rounds(12)), state)
+    state.close()

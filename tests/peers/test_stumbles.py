@@ -14,6 +14,7 @@ from peers.join_line import say_how_to_join
 from peers.options import Program
 from swarm.network.identity import load_or_create_identity
 from swarm.peer import entering, entrances
+from swarm.peer.entering import Started
 from swarm.peer.state_directory import StateDirectory
 from tests.peer.test_founding import Founder
 
@@ -111,6 +112,31 @@ def test_a_run_id_that_is_not_on_disk_is_not_waited_for(tmp_path: Path) -> None:
     assert (code, "'nosuch' is no run id" in line) == (6, True)
 
 
+@pytest.fixture
+def founds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that founds a run all the same does not go on to train in it."""
+    monkeypatch.setattr("swarm.peer.peer.found", lambda *_: pytest.fail("it founded a run"))
+
+
+def with_old_run(folder: Path) -> tuple[Founder, Started]:
+    """A state directory with a run that is not finished."""
+    founder = Founder(folder)
+    old = founder.found(load_or_create_identity(founder.state.identity_path).peer_id)
+    founder.state.close()
+    return founder, old
+
+
+@pytest.mark.usefixtures("founds_nothing")
+def test_a_run_file_that_was_changed_since(tmp_path: Path) -> None:
+    founder, old = with_old_run(tmp_path)
+    listen = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+    code, line = stumble(peer.main, "--state-dir", tmp_path, "--run", DEMO, *listen)
+    assert code == 7
+    assert f"is in {old.run_id}, which is not finished" in line and "--new-run" in line
+    assert founder.runs() == {old.run_id}
+
+
+@pytest.mark.usefixtures("founds_nothing")
 @pytest.mark.parametrize("given", [(), ("--run", DEMO), ("--run", DEMO, "--new-run")])
 def test_an_address_at_which_nobody_is_beside_an_old_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
@@ -119,9 +145,7 @@ def test_an_address_at_which_nobody_is_beside_an_old_run(
     monkeypatch.setattr(entrances, "NEW_S", 0.2)
     monkeypatch.setattr(entering, "FIND_BEFORE_FOUNDING_S", 0.2)
     friend = load_or_create_identity(tmp_path / "friend.key").peer_id
-    founder = Founder(tmp_path / "state")
-    old = founder.found(load_or_create_identity(founder.state.identity_path).peer_id)
-    founder.state.close()
+    founder, old = with_old_run(tmp_path / "state")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nobody listens there
         dead = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}/p2p/{friend}"
