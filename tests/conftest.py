@@ -1,9 +1,12 @@
-"""What every test runs under: one thread, no network hub, a home and an environment of its own."""
+"""What every test runs under: one thread, no network hub, a home, an environment, and loggers."""
 
+import logging
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -59,6 +62,33 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the home that pytest_configure made."""
     shutil.rmtree(config.stash[SCRATCH_HOME], ignore_errors=True)
+
+
+@contextmanager
+def loggers_as_before() -> Iterator[None]:
+    """What programs set up for their process goes at the end: tests share one.
+
+    `peers/program_log.py` `configure_logging` names the loggers; monitor and doctor set a level.
+    """
+    root, theirs = logging.getLogger(), logging.getLogger("hivemind")
+    ours = logging.getLogger("swarm.progress")
+    levels = {logger: logger.level for logger in (root, theirs, ours)}
+    handlers = {logger: logger.handlers[:] for logger in (root, theirs)}
+    propagate = theirs.propagate
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        for logger, before in handlers.items():
+            logger.handlers[:] = before
+        theirs.propagate = propagate
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    with loggers_as_before():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

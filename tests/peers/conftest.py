@@ -1,7 +1,4 @@
-"""Programs set logging up for their process, here they share one; and a model to export."""
-
-import logging
-from collections.abc import Iterator
+"""A model to export."""
 
 import pytest
 
@@ -11,15 +8,6 @@ from swarm.peer.agreed_model import AgreedModel
 from swarm.protocol.layout import Layout, layout_of
 from tests.export import models
 from tests.peers.exports import HELD_OUT, small_demo
-
-
-@pytest.fixture(autouse=True)
-def _root_logger_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from peers.program_log import (
     progress_logger,
 )
 from swarm.progress import Progress
+from tests.conftest import loggers_as_before
 
 
 def record(message: str, *args: object) -> logging.LogRecord:
@@ -76,3 +77,27 @@ def test_on_a_terminal_work_is_a_bar_below_the_lines_that_goes_when_it_is_done()
     assert "round 1/2: step 1 of 2, loss 2.5, \\x1b[31m12 tokens/s, 3 s left" in said
     assert "a line" in said
     assert not handler.bars.task_ids and handler.bars.finished
+
+
+def state_of_loggers() -> dict[str, object]:
+    root, theirs = logging.getLogger(), logging.getLogger("hivemind")
+    return {
+        "root's level": root.level,
+        "root's handlers": root.handlers[:],
+        "their level": theirs.level,
+        "their handlers": theirs.handlers[:],
+        "their way to the root": theirs.propagate,
+        "the level of progress": progress_logger.level,
+    }
+
+
+def test_what_a_program_sets_up_ends_with_its_test() -> None:
+    theirs = logging.getLogger("hivemind")  # as it is once hivemind was imported
+    theirs.handlers[:], theirs.propagate = [logging.NullHandler()], False
+    theirs.setLevel(logging.INFO)
+    before = state_of_loggers()
+    with loggers_as_before():
+        configure_logging("plain", "error")
+        within = state_of_loggers()
+        assert [name for name in before if within[name] == before[name]] == []
+    assert state_of_loggers() == before
