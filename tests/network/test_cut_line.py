@@ -9,6 +9,7 @@ from swarm.emulation.links import Link
 from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
 from swarm.network.direct import UNACKED_S
 from swarm.network.flow import FIRST_ANSWER_S
+from tests.processes import running
 
 LISTEN = """
 import socket
@@ -48,16 +49,14 @@ def test_an_ask_that_is_never_acknowledged_fails_and_one_that_is_waits_for_its_a
     try:
         (ask, _), (listen, _), host = links.place(0), links.place(1), address_of(1)
         command = [*listen, sys.executable, "-c", LISTEN.format(host=host)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as listening:
+        with running(command, stdout=subprocess.PIPE) as listening:
             assert listening.stdout and listening.stdout.readline() == b"ready\n"
-            asking = subprocess.Popen(
-                [*ask, sys.executable, "-c", ASK.format(host=host, silence_s=UNACKED_S + 1)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert asking.stdout and asking.stdout.readline() == "silent\n"
-            links.cut([(0, 1), (1, 0)])
-            found, _ = asking.communicate("go on\n", timeout=60)
-            listening.kill()
+            command = [*ask, sys.executable, "-c", ASK.format(host=host, silence_s=UNACKED_S + 1)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            with running(command, **pipes) as asking:
+                assert asking.stdout and asking.stdout.readline() == "silent\n"
+                links.cut([(0, 1), (1, 0)])
+                found, _ = asking.communicate("go on\n", timeout=60)
         kind, seconds = found.split()
         assert kind == "TimeoutError"
         assert UNACKED_S <= float(seconds) < FIRST_ANSWER_S

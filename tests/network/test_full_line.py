@@ -21,6 +21,7 @@ from swarm.network.full_line import (
     sampled,
 )
 from swarm.peer.link_check import UPLINK_S
+from tests.processes import running
 
 
 def samples(
@@ -156,15 +157,13 @@ def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
     try:
         (send, _), (take, _), host = links.place(0), links.place(1), address_of(1)
         receiver = TAKE.format(host=host, pause_s=pause_s, buffer=buffer)
-        taking = subprocess.Popen([*take, sys.executable, "-c", receiver], stdout=subprocess.PIPE)
-        assert taking.stdout is not None
-        taking.stdout.readline()
         sender = MEASURE.format(host=host, seconds=UPLINK_S)
-        found = subprocess.run(
-            [*send, sys.executable, "-c", sender], capture_output=True, timeout=60, check=True
-        )
-        taking.wait(30)
-        taking.stdout.close()
+        command = [*take, sys.executable, "-c", receiver]
+        with running(command, stdout=subprocess.PIPE) as taking:
+            assert taking.stdout is not None and taking.stdout.readline() == b"up\n"
+            found = subprocess.run(
+                [*send, sys.executable, "-c", sender], capture_output=True, timeout=60, check=True
+            )
         return found.stdout.decode().strip()
     finally:
         links.close()

@@ -120,7 +120,7 @@ def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given
             found.append(peer.train())
             peer.serve(5)
 
-    founder = threading.Thread(target=founding)
+    founder = threading.Thread(target=founding, daemon=True)  # a failed test has no joiner
     founder.start()
     assert heard.is_up.wait(ALONE_S)
     with swarm.Peer.join([heard.address], tmp_path / "joiner", config=machine()) as joiner:

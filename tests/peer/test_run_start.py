@@ -93,7 +93,7 @@ def test_round_0_has_the_loss_of_the_checkpoint_and_joiners_fetch_it(
             peer.train()
             peer.serve(5)
 
-    founder = threading.Thread(target=founding)
+    founder = threading.Thread(target=founding, daemon=True)  # a failed test has no joiner
     founder.start()
     assert heard.is_up.wait(ALONE_S)
     joins = Heard()

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from peers.worker import main
 from swarm.train.parallel.agent import Agent
 from swarm.train.parallel.handshake import key_at
+from tests.processes import LIMIT_S, running
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +83,9 @@ def test_sigterm_ends_a_waiting_node_with_one_line(key: str) -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     command = [sys.executable, "-m", "peers.worker", "--controller", address, "--key", key]
     command += ["--workers", "1", "--log-format", "plain"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
+    with running(command, stderr=subprocess.PIPE, text=True) as agent:
         assert agent.stderr is not None
         assert "waiting for the controller at " in agent.stderr.readline()
         agent.terminate()
         assert agent.stderr.read().strip() == "swarm-worker: error: interrupted"
-    assert agent.returncode == 130
+        assert agent.wait(LIMIT_S) == 130

@@ -22,6 +22,7 @@ from swarm.monitor.causes import Cause, Fault, causes_of
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
 from swarm.peer.looking import START_S, Watch
+from tests.processes import running
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
@@ -140,12 +141,9 @@ def looks(swarm: LocalSwarm, place: int) -> Iterator[Iterator[Any]]:
     prefix, _ = swarm.links.place(place)
     command = [*prefix, sys.executable, "-m", "peers.monitor", "--json", "--follow"]
     command += ["--initial-peers", swarm.peers[0].join_address()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with running(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        try:
-            yield (json.loads(line) for line in process.stdout)
-        finally:
-            process.terminate()
+        yield (json.loads(line) for line in process.stdout)
 
 
 def test_a_dead_owner_is_named_with_its_experts(runner: FaultRunner, watch: Watch) -> None:

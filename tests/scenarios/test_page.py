@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarm.emulation.local_swarm import LocalSwarm
+from tests.processes import running
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 
 pytestmark = pytest.mark.scenario
@@ -41,8 +42,9 @@ def url(swarm: LocalSwarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     addresses = ["--initial-peers", swarm.peers[1].join_address()]
     with (
         errors.open("wb") as to,
-        subprocess.Popen(
+        running(
             [sys.executable, "-m", "peers.monitor", *addresses, "--http", "127.0.0.1:0"],
+            limit_s=20 * ROUND_S,  # all tests of this file look at it
             stdout=subprocess.PIPE,
             stderr=to,
             text=True,

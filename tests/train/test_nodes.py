@@ -23,6 +23,7 @@ from swarm.train.parallel.handshake import admit, key_at
 from swarm.train.parallel.nodes import Nodes, versions
 from swarm.train.parallel.roster import Node, Wanted
 from swarm.train.parallel.wire import Wire, encoded
+from tests.processes import running
 from tests.train.crews import Crews, SharedCrew, lent_engines
 from tests.train.runs import all_names, new_engine, same
 from tests.train.test_expert_parallel import LR, five_steps
@@ -61,10 +62,9 @@ def listening(key_file, wanted, wait_s=LIMIT_S, **more):
         nodes.close()
 
 
-def agent_process(port, key_file, *options):
+def agent_command(port, key_file, *options):
     command = [sys.executable, "-m", "peers.worker", "--controller", f"127.0.0.1:{port}"]
-    command += ["--key", str(key_file), "--workers", "1", *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return [*command, "--key", str(key_file), "--workers", "1", *options]
 
 
 def wait_until(is_so, within_s=LIMIT_S):
@@ -82,8 +82,11 @@ class Agents:
     """Two nodes of a worker each, which are started again if they were killed."""
 
     def __init__(self, port, key_file):
-        self.start = lambda: agent_process(port, key_file)
+        self.command = agent_command(port, key_file)
         self.processes = [self.start(), self.start()]
+
+    def start(self):
+        return subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
 
     def kill(self, pid):
         """Kills the agent with this worker, and starts another one in its place."""
@@ -253,16 +256,15 @@ while True:
 @pytest.mark.exhaustive
 def test_workers_of_a_node_end_with_a_controller_that_is_killed(key_file):
     command = [sys.executable, "-c", CONTROLLER, str(key_file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as controller:
-        port = int(controller.stdout.readline())
-        agent = agent_process(port, key_file, "--once")
-        pids = [int(word) for word in controller.stdout.readline().split()]
-        assert len(pids) == 2 and pids[1] in children(agent.pid)
-        controller.kill()
-    with agent:
-        wait_until(lambda: all(map(is_gone, pids)), within_s=GONE_S)
-        assert agent.wait(LIMIT_S) == 0
-        assert "the controller is gone" in agent.stderr.read()
+    with running(command, stdout=subprocess.PIPE) as controller:
+        command = agent_command(int(controller.stdout.readline()), key_file, "--once")
+        with running(command, stderr=subprocess.PIPE, text=True) as agent:
+            pids = [int(word) for word in controller.stdout.readline().split()]
+            assert len(pids) == 2 and pids[1] in children(agent.pid)
+            controller.kill()
+            wait_until(lambda: all(map(is_gone, pids)), within_s=GONE_S)
+            assert agent.wait(LIMIT_S) == 0
+            assert "the controller is gone" in agent.stderr.read()
 
 
 PROGRAMS = Path(sys.executable).parent
@@ -277,7 +279,7 @@ def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(ke
         command = [PROGRAMS / "torchrun", "--no-python", "--standalone", "--nproc-per-node", "2"]
         command += [PROGRAMS / "swarm-worker", "--controller", f"127.0.0.1:{nodes.port}"]
         command += ["--key", key_file, "--log-format", "plain"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        with running(command, stderr=subprocess.PIPE, text=True) as launcher:
             options = [EngineOptions.of(RUN)]
             engine = ParallelEngine(RUN, options, lambda: Crew(Place(1), nodes, **leaving))
             train(engine, RUN, [0])

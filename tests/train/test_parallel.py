@@ -26,6 +26,7 @@ from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import routing_controls_at
+from tests.processes import running
 from tests.train.crews import lent_engines
 from tests.train.runs import all_names, batch, bits, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
@@ -377,7 +378,7 @@ def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_
     """They end within 10 s, whatever they compute; the state on disk is whole, and goes on."""
     path = tmp_path / "private"
     command = [sys.executable, "-c", CONTROLLER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as controller:
+    with running(command, stdout=subprocess.PIPE) as controller:
         pids = [int(word) for word in controller.stdout.readline().split()]
         assert len(pids) == 2 and not any(map(is_gone, pids))
         for _ in range(3):

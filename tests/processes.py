@@ -1,0 +1,35 @@
+"""Processes that end with the test that started them, whatever becomes of it."""
+
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+LIMIT_S = 300.0
+"""Less than the time after which a test counts as hung."""
+
+
+@contextmanager
+def running(
+    command: Sequence[Any], *, limit_s: float = LIMIT_S, **options: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """A process that is killed at the end of the block, and after a limit at the latest.
+
+    `subprocess.Popen` as a context waits for the end of its process for ever, also where an assert
+    has failed; and who reads a line of a process that says nothing waits as long.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: seconds after which it is killed, so that whoever reads what it says goes on.
+        options: those of `subprocess.Popen`.
+    """
+    with subprocess.Popen(command, **options) as process:
+        limit = threading.Timer(limit_s, process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            process.kill()
