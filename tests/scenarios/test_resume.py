@@ -14,6 +14,7 @@ from swarm.data.tokenise import BYTE
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
+    NOBODY_LEFT_OUT,
     ROUND_S,
     agreed_state,
     contributes,
@@ -29,13 +30,12 @@ from tests.scenarios.swarms import (
 pytestmark = pytest.mark.scenario
 
 NUM_PEERS = 3
-NOBODY_LEFT_OUT = ["run.rounds=6", "round.roster_after_s=300.0", "round.reform_after_s=600.0"]
-"""Peers that start one after another on a busy machine must all be waited for: exact mode."""
+SIX_ROUNDS = ["run.rounds=6", *NOBODY_LEFT_OUT]
 
 
 def test_six_rounds_with_everybody_killed_four_times_equal_the_reference(tmp_path: Path) -> None:
     """Between accept, record and swap of a round or a merge; once after three rounds."""
-    run_file = write_run(tmp_path, NOBODY_LEFT_OUT)
+    run_file = write_run(tmp_path, SIX_ROUNDS)
     with LocalSwarm(
         tmp_path / "swarm",
         run_file,

@@ -11,6 +11,7 @@ from swarm.data.tokenise import BYTE
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
+    NOBODY_LEFT_OUT,
     agreed_state,
     finish,
     peer_id,
@@ -35,7 +36,8 @@ def test_three_rounds_with_a_merge_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners_per_expert: int, engine: str
 ) -> None:
     monkeypatch.setenv("SWARM_ENGINE", engine)
-    run_file = write_run(tmp_path, [f"ownership.owners_per_expert={owners_per_expert}"])
+    dealt = f"ownership.owners_per_expert={owners_per_expert}"
+    run_file = write_run(tmp_path, [dealt, *NOBODY_LEFT_OUT])
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
         swarm.start()

@@ -19,6 +19,7 @@ from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import LinkTooSlow
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
+    NOBODY_LEFT_OUT,
     ROUND_S,
     agreed_state,
     finish,
@@ -39,7 +40,7 @@ NUM_PEERS = 3
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
     """A finished run of one peer that listens and two that only dial out."""
     folder = tmp_path_factory.mktemp("unreachable")
-    run_file = write_run(folder, ["ownership.owners_per_expert=2"])
+    run_file = write_run(folder, ["ownership.owners_per_expert=2", *NOBODY_LEFT_OUT])
     with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
         founder = started.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
         address = founder.join_address()
