@@ -169,9 +169,12 @@ def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
         links.close()
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_a_peer_behind_a_thin_uplink_finds_its_rate() -> None:
-    assert float(measured_in_namespaces(pause_s=0.0, buffer=2**20)) == pytest.approx(8, rel=0.12)
+    found = measured_in_namespaces(pause_s=0.0, buffer=2**20)
+    assert found != "None", "the line was not what held the sender up"
+    assert float(found) == pytest.approx(8, rel=0.12)
 
 
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
