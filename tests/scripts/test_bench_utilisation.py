@@ -269,6 +269,7 @@ def test_a_state_that_the_disk_cannot_hold_is_refused_before_anything_starts(
         script.measure_swarm(case, 1, tmp_path / "row", None)
 
 
+@pytest.mark.scenario
 def test_the_quick_run_measures_real_processes(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,8 +278,8 @@ def test_the_quick_run_measures_real_processes(
     swarm, server = found["rows"]
     for row in (swarm, server):
         assert 0 < row["utilisation"] < 1
-        total_s = row["utilisation"] * row["cycle_s"] + sum(row["stalls"].values())
-        assert total_s == pytest.approx(row["cycle_s"], abs=0.1)
+        # "other" is what is left of a cycle: less than nothing, if a second was counted twice.
+        assert min(row["stalls"].values()) >= 0
         assert row["sent_mb"] > 1
     assert swarm["stalls"]["waiting"] > 0
     assert swarm["not_counted"] == 0
