@@ -22,8 +22,9 @@ pytestmark = pytest.mark.scenario
 NUM_FOUNDERS = 3
 START_S = 30.0
 """A peer prints its line within this."""
-NOISE_S = 2.0
-"""Processes that start beside a swarm on two cores slow every peer of it down."""
+NOISE_S = 10.0
+"""Processes that start beside a swarm on two cores slow every peer of it down; a joiner that was
+waited for would cost 14 s (T_late)."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,8 @@ def test_a_joiner_owns_experts_in_the_manifest_after_the_one_that_lists_it(
     wait_until_contributing(swarm, joiner)
     me = peer_id(joiner)
     listed = next(e["round"] for e in rounds(olds[0]) if me in e["members"])
-    owned = {event["round"]: event["owned"] for event in rounds(joiner)}
-    assert owned[listed + 1]
+    first = next(event for event in rounds(joiner) if event["round"] > listed)
+    assert first["owned"]
     during = [e for peer in olds for e in rounds(peer) if e["time"] > began_s]
     assert most_extra_wait_s(during, before) <= usual_s(before, "seconds") + NOISE_S
 
