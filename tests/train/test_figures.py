@@ -122,11 +122,10 @@ def test_a_rank_that_is_slow_is_named_and_the_others_wait_for_it():
     run = tiny_run(train={"micro_batch_sequences": 1})
     found = ranks_of(run, 2, slow=1)
     assert [rank.micro_batches for rank in found] == [2, 2]
-    assert found[0].waited_s["sums"] > SLEEP_S > found[1].waited_s["sums"]
+    assert found[0].waited_s["sums"] > found[1].waited_s["sums"] + SLEEP_S / 2
     assert found[1].own_s > 2 * SLEEP_S
     folded_ = folded(found)
     assert folded_.slowest == 1 and folded_.why.endswith("with as many micro-batches")
-    assert folded_.shares["sums"] > 0.2
 
 
 def test_a_rank_with_fewer_micro_batches_is_named():
