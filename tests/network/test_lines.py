@@ -42,7 +42,7 @@ def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
 def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swarm.network.lines.SILENT_S", 0.1)
+    monkeypatch.setattr("swarm.network.lines.SILENT_S", 1.0)
     told: list[str] = []
     lines = Lines()
     lines.when_cut = lambda: told.append(",".join(lines.unreached()))
@@ -54,7 +54,7 @@ def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
             await asyncio.sleep(0.05)
             if is_heard:
                 await handler(peer, b"")
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(1.2)
             raise Unreachable("no answer")
 
     async def all_of_it() -> None:
