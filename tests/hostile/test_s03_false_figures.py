@@ -44,7 +44,7 @@ def besieged(lonely: Lonely, attacker: Node, crowd: list[Stranger]) -> Lonely:
         claims = {"height": HIGHEST, "round": HIGHEST, "rounds_total": 2**60, "reason": "believe"}
         record = encode_record(peer_record(who.peer_id, manifest_digest="ff" * 32, **claims))
         key = peers_key(lonely.id, shard_of(who.peer_id))
-        assert store(attacker, lonely.node, key, [(who, record)], life_s=20.0)
+        assert store(attacker, lonely.node, key, [(who, record)])
     assert len(attacker.run(present_peers(attacker, lonely.id), WAIT_S)) == CROWD + 1
     return lonely
 
@@ -59,6 +59,7 @@ def test_a_height_that_no_run_reaches_is_no_record(crowd: list[Stranger]) -> Non
 def test_an_exporter_asks_the_peer_at_the_address_whatever_others_claim(besieged: Lonely) -> None:
     guest = Observer.start(besieged.node.addresses, BlobStore(), WAIT_S)
     try:
+        besieged.announce()
         announced = guest.find(None, WAIT_S)
         seen = guest.look(besieged.id, WAIT_S)
         assert len(seen.peers) == CROWD + 1
@@ -71,6 +72,7 @@ def test_the_monitor_shows_the_round_of_the_manifest_and_its_members_first(
     besieged: Lonely,
 ) -> None:
     arguments = ["--initial-peers", besieged.node.addresses[0], "--once"]
+    besieged.announce()
     result = CliRunner().invoke(monitor, [*arguments, "--json"])
     assert result.exit_code == 0, result.stderr
     shown = json.loads(result.stdout)
