@@ -6,6 +6,7 @@ peers see of each other is the line up of one, the line down of the other, and t
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,12 +124,15 @@ class Line:
     mbit: float
     free_at_s: float = 0.0
 
+    def is_full(self, now_s: float) -> bool:
+        """Whether the queue takes no further packet."""
+        return self.free_at_s - now_s > MOST_QUEUED_S
+
     def leaves_at(self, now_s: float, num_bytes: int) -> float | None:
         """When the last byte of a packet is through; None if the queue is full."""
-        begin_s = max(now_s, self.free_at_s)
-        if begin_s - now_s > MOST_QUEUED_S:
+        if self.is_full(now_s):
             return None
-        self.free_at_s = begin_s + num_bytes * 8 / (self.mbit * 1e6)
+        self.free_at_s = max(now_s, self.free_at_s) + num_bytes * 8 / (self.mbit * 1e6)
         return self.free_at_s
 
 
@@ -154,46 +158,88 @@ class Losses:
         return percent > 0 and self._draw.random() * 100 < percent
 
 
+@dataclass
+class _Access:
+    """The two lines of a peer's link, and what is lost before them."""
+
+    link: Link
+    losses: Losses
+    up: Line
+    down: Line
+
+
 class Shaper:
-    """When packets between peers arrive, if they do; knows nothing of sockets or clocks."""
+    """Packets on their way between peers; knows nothing of sockets or clocks.
+
+    A packet takes the receiver's line only when it has left the sender's: while it queues there,
+    the packets of others pass. Moments are seconds, and each call's is none before the last's.
+
+    Attributes:
+        cuts: who does not reach whom.
+        packets: what became of packets -> how many.
+    """
 
     def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
         """Nothing is on its way yet; peers have several links in turn, `seed` is of losses."""
         self._links = (link,) if isinstance(link, Link) else tuple(link)
         self.cuts = Cuts()
+        self.packets: dict[str, int] = {}
         self._draw = random.Random(seed)
-        self._losses: dict[int, Losses] = {}
-        self._up: dict[int, Line] = {}
-        self._down: dict[int, Line] = {}
+        self._accesses: dict[int, _Access] = {}
+        self._on_way: list[tuple[float, int, _Access | None, int, bytes]] = []
+        """Heap: when a packet leaves a line, its number, whose line up (None: the receiver's,
+        and the delay is over), the receiver, content."""
+        self._num_sent = 0
 
     def link_of(self, peer: int) -> Link:
         """The link of a peer."""
         return self._links[peer % len(self._links)]
 
-    def arrives_at(
-        self, now_s: float, source: int, target: int, num_bytes: int
-    ) -> tuple[float | None, str]:
-        """When a packet arrives, None if it is lost; and why.
+    def _access_of(self, peer: int) -> _Access:
+        access = self._accesses.get(peer)
+        if access is None:
+            link = self.link_of(peer)
+            lines = Line(link.up_mbit), Line(link.down_mbit)
+            access = self._accesses[peer] = _Access(link, Losses(link, self._draw), *lines)
+        return access
 
-        Args:
-            now_s: it is sent at this moment; calls come in the order of their moments.
-            source: the peer that sends it.
-            target: the peer that it is for.
-            num_bytes: of the packet.
-        """
+    @property
+    def next_s(self) -> float | None:
+        """When `arrived` has something to do again; None: nothing is on its way."""
+        return self._on_way[0][0] if self._on_way else None
+
+    def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
+        """Takes a packet on its way, unless it is lost or the queue before the line up is full."""
+        access = self._access_of(source)
         if self.cuts.loses(source, target):
-            return None, "cut"
-        losses = self._losses.get(source)
-        if losses is None:
-            losses = self._losses[source] = Losses(self.link_of(source), self._draw)
-        if losses.next_is_lost():
-            return None, "lost"
-        up = self._up.setdefault(source, Line(self.link_of(source).up_mbit))
-        down = self._down.setdefault(target, Line(self.link_of(target).down_mbit))
-        passed_s = up.leaves_at(now_s, num_bytes)
-        if passed_s is None:
-            return None, "queue up is full"
-        at_s = down.leaves_at(passed_s, num_bytes)
-        if at_s is None:
-            return None, "queue down is full"
-        return at_s + one_way_s(self.link_of(source), self.link_of(target)), "delivered"
+            self._count("cut")
+        elif access.losses.next_is_lost():
+            self._count("lost")
+        elif (left_s := access.up.leaves_at(now_s, len(packet))) is None:
+            self._count("queue up is full")
+        else:
+            self._num_sent += 1
+            heapq.heappush(self._on_way, (left_s, self._num_sent, access, target, packet))
+
+    def arrived(self, now_s: float) -> list[tuple[int, bytes]]:
+        """Receivers and contents of the packets that have arrived by now, in this order."""
+        on_way, found = self._on_way, []
+        while on_way and on_way[0][0] <= now_s:
+            left_s, number, sender, target, packet = on_way[0]
+            if sender is None:
+                heapq.heappop(on_way)
+                found.append((target, packet))
+                self._count("delivered")
+                continue
+            receiver = self._access_of(target)
+            through_s = receiver.down.leaves_at(left_s, len(packet))
+            if through_s is None:
+                heapq.heappop(on_way)
+                self._count("queue down is full")
+                continue
+            at_s = through_s + one_way_s(sender.link, receiver.link)
+            heapq.heapreplace(on_way, (at_s, number, None, target, packet))
+        return found
+
+    def _count(self, what: str) -> None:
+        self.packets[what] = self.packets.get(what, 0) + 1

@@ -1,7 +1,7 @@
 """A network of namespaces: one per peer, each with a subnet of its own, joined by this process.
 
-Every namespace has a TUN device whose other end is here: a thread reads packets, asks the
-`Shaper` when they arrive, and writes them then. So rate, delay, loss and cuts need no kernel
+Every namespace has a TUN device whose other end is here: a thread reads packets, gives them to the
+`Shaper`, and writes them when they arrive. So rate, delay, loss and cuts need no kernel
 module (netem is missing on many machines); the price is about 40 µs of CPU a packet.
 Needs root and /dev/net/tun.
 """
@@ -9,7 +9,6 @@ Needs root and /dev/net/tun.
 from __future__ import annotations
 
 import fcntl
-import heapq
 import os
 import select
 import struct
@@ -83,8 +82,6 @@ class NamespaceLinks:
         self._poll = select.epoll()
         self._is_open = True
         self._thread = threading.Thread(target=self._forward, name="shaper", daemon=True)
-        self.packets: dict[str, int] = {}
-        """What became of packets -> how many."""
         _remove_leftovers()
         self._thread.start()
 
@@ -162,34 +159,30 @@ class NamespaceLinks:
 
     # ------------------------------------------------ packets
 
+    @property
+    def packets(self) -> dict[str, int]:
+        """What became of packets -> how many."""
+        return self._shaper.packets
+
     def _forward(self) -> None:
-        waiting: list[tuple[float, int, int, bytes]] = []
-        order = 0
         while self._is_open:
-            until_s = waiting[0][0] - time.monotonic() if waiting else IDLE_S
+            next_s = self._shaper.next_s
+            until_s = IDLE_S if next_s is None else next_s - time.monotonic()
             for handle, _ in self._poll.poll(max(0.0, min(until_s, IDLE_S))):
                 for packet in _read_all(handle, self._mtu_bytes):
-                    order += 1
-                    self._schedule(packet, handle, order, waiting)
-            while waiting and waiting[0][0] <= time.monotonic():
-                _, _, handle, packet = heapq.heappop(waiting)
-                _write(handle, packet)
+                    self._send(packet, handle)
+            for target, packet in self._shaper.arrived(time.monotonic()):
+                _write(self._devices[target], packet)
 
-    def _schedule(
-        self, packet: bytes, handle: int, order: int, waiting: list[tuple[float, int, int, bytes]]
-    ) -> None:
+    def _send(self, packet: bytes, handle: int) -> None:
         # IPv4 only: the destination is in bytes 16 to 19; the third says which peer.
         if packet[0] >> 4 != 4:
             return
         with self._lock:
             source, target = self._peers[handle], packet[18]
-            outlet = self._devices.get(target)
-            if outlet is None or (target in self._hidden and _opens(packet)):
-                return
-            at_s, reason = self._shaper.arrives_at(time.monotonic(), source, target, len(packet))
-        self.packets[reason] = self.packets.get(reason, 0) + 1
-        if at_s is not None:
-            heapq.heappush(waiting, (at_s, order, outlet, packet))
+            is_hidden = target in self._hidden and _opens(packet)
+            if target in self._devices and not is_hidden:
+                self._shaper.send(time.monotonic(), source, target, packet)
 
 
 def _name(peer: int, pid: int | None = None) -> str:

@@ -19,9 +19,13 @@ from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.emulation.links import Cuts, Line, Link, Shaper, one_way_s
 
 CHUNK_BYTES = 16 * 1024
+MOST_CHUNKS = 256
+"""Of one direction of a connection on a line, and as many on their way."""
 CUT_POLL_S = 0.1
 STOP_S = 5.0
 HOST = "127.0.0.1"
+Chunks = asyncio.Queue[tuple[float, bytes]]
+"""Each with the moment when it leaves, seconds of the monotonic clock; an empty one is the end."""
 
 
 class ProxyLinks:
@@ -29,8 +33,7 @@ class ProxyLinks:
 
     def __init__(self, link: Link | Sequence[Link]) -> None:
         self._shape, self._cuts = Shaper(link), Cuts()
-        self._up: dict[int, Line] = {}
-        self._down: dict[int, Line] = {}
+        self._lines: dict[int, tuple[Line, Line]] = {}
         self._ports: dict[int, tuple[int, int]] = {}
         """Peer -> (its own port, its proxy's)."""
         self._loop = asyncio.new_event_loop()
@@ -126,39 +129,58 @@ class ProxyLinks:
     async def _carry(
         self, source: int, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        flying: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
+        """Carries one direction: each chunk goes up, down and over the distance, in this order.
 
-        async def deliver() -> None:
-            chunk = b"-"
-            while chunk:
-                at_s, chunk = await flying.get()
-                await asyncio.sleep(max(0.0, at_s - time.monotonic()))
-                while self._cuts.loses(source, target):
-                    await asyncio.sleep(CUT_POLL_S)
-                writer.write(chunk)
-                await writer.drain()
-            writer.write_eof()
+        Others pass meanwhile: a chunk takes the line down only once it has left the line up.
+        """
+        climbing, flying = Chunks(MOST_CHUNKS), Chunks(MOST_CHUNKS)
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self._send_up(source, target, reader, climbing))
+            parts.create_task(self._send_down(source, target, climbing, flying))
+            parts.create_task(self._deliver(source, target, flying, writer))
 
-        delivering = asyncio.ensure_future(deliver())
-        try:
-            while chunk := await reader.read(CHUNK_BYTES):
-                await flying.put((await self._passed_at(source, target, len(chunk)), chunk))
-            await flying.put((0.0, b""))
-            await delivering
-        finally:
-            delivering.cancel()
-            await asyncio.gather(delivering, return_exceptions=True)
+    async def _send_up(
+        self, source: int, target: int, reader: asyncio.StreamReader, climbing: Chunks
+    ) -> None:
+        up, down = self._lines_of(source)[0], self._lines_of(target)[1]
+        while chunk := await reader.read(CHUNK_BYTES):
+            while down.is_full(time.monotonic()):  # as TCP, which sends no more then
+                await asyncio.sleep(CUT_POLL_S)
+            while (left_s := up.leaves_at(time.monotonic(), len(chunk))) is None:
+                await asyncio.sleep(CUT_POLL_S)
+            await climbing.put((left_s, chunk))
+        await climbing.put((time.monotonic(), b""))
 
-    async def _passed_at(self, source: int, target: int, num_bytes: int) -> float:
-        """When a chunk arrives; waits while the lines are full."""
-        up = self._up.setdefault(source, Line(self._shape.link_of(source).up_mbit))
-        down = self._down.setdefault(target, Line(self._shape.link_of(target).down_mbit))
-        while (passed_s := up.leaves_at(time.monotonic(), num_bytes)) is None:
-            await asyncio.sleep(CUT_POLL_S)
-        while (at_s := down.leaves_at(passed_s, num_bytes)) is None:
-            await asyncio.sleep(CUT_POLL_S)
-            passed_s = max(passed_s, time.monotonic())
-        return at_s + one_way_s(self._shape.link_of(source), self._shape.link_of(target))
+    async def _send_down(self, source: int, target: int, climbing: Chunks, flying: Chunks) -> None:
+        delay_s = one_way_s(self._shape.link_of(source), self._shape.link_of(target))
+        down, chunk = self._lines_of(target)[1], b"-"
+        while chunk:
+            left_s, chunk = await climbing.get()
+            await _sleep_until(left_s)
+            while (through_s := down.leaves_at(left_s, len(chunk))) is None:
+                await asyncio.sleep(CUT_POLL_S)
+                left_s = max(left_s, time.monotonic())
+            await flying.put((through_s + delay_s, chunk))
+
+    async def _deliver(
+        self, source: int, target: int, flying: Chunks, writer: asyncio.StreamWriter
+    ) -> None:
+        chunk = b"-"
+        while chunk:
+            at_s, chunk = await flying.get()
+            await _sleep_until(at_s)
+            while self._cuts.loses(source, target):
+                await asyncio.sleep(CUT_POLL_S)
+            writer.write(chunk)
+            await writer.drain()
+        writer.write_eof()
+
+    def _lines_of(self, peer: int) -> tuple[Line, Line]:
+        """A peer's lines up and down, which all its connections share."""
+        if peer not in self._lines:
+            link = self._shape.link_of(peer)
+            self._lines[peer] = Line(link.up_mbit), Line(link.down_mbit)
+        return self._lines[peer]
 
     def _dialler(self, port: int) -> int:
         """The peer that dials from a port; -1 for others, such as a monitor."""
@@ -166,6 +188,10 @@ class ProxyLinks:
             if port == own:  # libp2p dials from the port that it listens on, where it can
                 return peer
         return _peer_of_socket(port)
+
+
+async def _sleep_until(at_s: float) -> None:
+    await asyncio.sleep(max(0.0, at_s - time.monotonic()))
 
 
 def _free_port() -> int:

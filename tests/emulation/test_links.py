@@ -1,5 +1,6 @@
 """Emulated links: when packets arrive, which are lost, and namespaces that really shape."""
 
+import math
 import random
 import subprocess
 import sys
@@ -18,38 +19,110 @@ HOME = Link(up_mbit=8, down_mbit=80, rtt_ms=50)
 PACKET_BYTES = 1000
 
 
+class Timed:
+    """A shaper that a test sends through; says when packets arrive, as it had to be asked."""
+
+    def __init__(self, shaper: Shaper) -> None:
+        self.shaper, self.num_sent = shaper, 0
+        self.arrivals: dict[int, float] = {}
+        """Number of a packet, by the order of sending -> when it arrived, seconds."""
+
+    def send(self, now_s: float, source: int, target: int, num_bytes: int = PACKET_BYTES) -> int:
+        """Sends one more packet, after all that is due before; returns its number."""
+        self.run(now_s)
+        number, self.num_sent = self.num_sent, self.num_sent + 1
+        self.shaper.send(now_s, source, target, number.to_bytes(4, "big").ljust(num_bytes))
+        return number
+
+    def run(self, until_s: float = math.inf) -> dict[int, float]:
+        """Lets arrive what does until a moment; returns all arrivals so far."""
+        while (at_s := self.shaper.next_s) is not None and at_s <= until_s:
+            for _, packet in self.shaper.arrived(at_s):
+                self.arrivals[int.from_bytes(packet[:4], "big")] = at_s
+        return self.arrivals
+
+
 def test_a_packet_takes_both_lines_and_half_the_round_trip() -> None:
-    at_s, _ = Shaper(HOME).arrives_at(10.0, 0, 1, PACKET_BYTES)
+    timed = Timed(Shaper(HOME))
+    timed.send(10.0, 0, 1)
     # 1 ms up at 8 Mbit/s, 0.1 ms down at 80, 25 ms on the way.
-    assert at_s == pytest.approx(10.0 + 0.001 + 0.0001 + 0.025)
+    assert timed.run() == {0: pytest.approx(10.0 + 0.001 + 0.0001 + 0.025)}
 
 
 def test_a_stream_gets_the_rate_of_its_slowest_line() -> None:
-    shaper = Shaper(HOME)
-    arrivals = [shaper.arrives_at(0.0, 0, 1, PACKET_BYTES)[0] for _ in range(100)]
-    took_s = float(arrivals[-1] or 0) - float(arrivals[0] or 0)
-    assert 99 * PACKET_BYTES * 8 / took_s == pytest.approx(8e6, rel=0.01)
+    for link in (HOME, Link(up_mbit=80, down_mbit=8, rtt_ms=50)):
+        timed = Timed(Shaper(link))
+        for _ in range(100):
+            timed.send(0.0, 0, 1)
+        arrivals = timed.run()
+        took_s = arrivals[99] - arrivals[0]
+        assert 99 * PACKET_BYTES * 8 / took_s == pytest.approx(8e6, rel=0.01)
 
 
 def test_a_full_queue_drops() -> None:
-    shaper = Shaper(HOME)
-    found = [shaper.arrives_at(0.0, 0, 1, PACKET_BYTES) for _ in range(400)]
-    kept = sum(at_s is not None for at_s, _ in found)
+    timed = Timed(Shaper(HOME))
+    for _ in range(400):
+        timed.send(0.0, 0, 1)
+    kept = len(timed.run())
     # What passes in MOST_QUEUED_S, and the one that is on the line.
     assert kept == pytest.approx(MOST_QUEUED_S * 8e6 / 8 / PACKET_BYTES, abs=2)
-    assert found[-1] == (None, "queue up is full")
+    assert timed.shaper.packets == {"delivered": kept, "queue up is full": 400 - kept}
+
+
+def test_a_full_queue_before_the_line_down_drops() -> None:
+    timed = Timed(Shaper(Link(up_mbit=8, down_mbit=8, rtt_ms=0)))
+    for i in range(1000):
+        for source in (0, 1):
+            timed.send(i * 0.001, source, 2)
+    kept = len(timed.run())
+    # Both lines up carry all; that down carries half, and what still queues at the end.
+    assert kept == pytest.approx(1000 + MOST_QUEUED_S * 1000, abs=2)
+    assert timed.shaper.packets == {"delivered": kept, "queue down is full": 2000 - kept}
 
 
 def test_two_peers_share_the_line_down_of_a_third() -> None:
-    shaper = Shaper(Link(up_mbit=80, down_mbit=8, rtt_ms=0))
-    shaper.arrives_at(0.0, 0, 2, PACKET_BYTES)
-    at_s, _ = shaper.arrives_at(0.0, 1, 2, PACKET_BYTES)
-    assert at_s == pytest.approx(0.0001 + 2 * 0.001)
+    timed = Timed(Shaper(Link(up_mbit=80, down_mbit=8, rtt_ms=0)))
+    timed.send(0.0, 0, 2)
+    timed.send(0.0, 1, 2)
+    assert timed.run()[1] == pytest.approx(0.0001 + 2 * 0.001)
+
+
+def test_what_queues_in_a_peers_line_up_is_in_no_others_way() -> None:
+    idle = Timed(Shaper(HOME))
+    idle.send(0.0, 1, 2)
+    (idle_s,) = idle.run().values()
+    timed = Timed(Shaper(HOME))
+    for _ in range(300):  # more than its line up queues
+        timed.send(0.0, 0, 2)
+    other = timed.send(0.0, 1, 2)
+    arrivals = timed.run()
+    assert timed.shaper.packets["queue up is full"] > 0
+    assert max(arrivals.values()) > MOST_QUEUED_S, "the first peer's line was full"
+    assert arrivals[other] == pytest.approx(idle_s, abs=2 * PACKET_BYTES * 8 / 80e6)
+
+
+def test_a_peer_that_sends_twice_what_its_line_carries_costs_others_no_packet() -> None:
+    timed, others = Timed(Shaper(HOME)), []
+    for i in range(4000):  # 16 Mbit/s for 2 s
+        timed.send(i * 0.0005, 0, 2)
+        if i % 20 == 0:
+            others.append((i * 0.0005, timed.send(i * 0.0005, 1, 2)))
+    arrivals = timed.run()
+    delays_s = [arrivals[number] - sent_s for sent_s, number in others]
+    assert max(delays_s) < 0.001 + 0.025 + 3 * PACKET_BYTES * 8 / 80e6
+    assert timed.shaper.packets["queue up is full"] > 1000
+
+
+def lost_by(shaper: Shaper, source: int, num_packets: int) -> int:
+    """How many of so many packets of a peer are lost."""
+    before = shaper.packets.get("lost", 0)
+    for _ in range(num_packets):
+        shaper.send(0.0, source, 1 - source, b"packet")
+    return shaper.packets.get("lost", 0) - before
 
 
 def test_so_many_packets_are_lost_as_the_link_says() -> None:
-    shaper = Shaper(Link(1000, 1000, 1, loss_pct=5.0), seed=1)
-    lost = [shaper.arrives_at(float(i), 0, 1, 100)[1] for i in range(4000)].count("lost")
+    lost = lost_by(Shaper(Link(1000, 1000, 1, loss_pct=5.0), seed=1), 0, 4000)
     # Binomial: standard deviation 0.34 percentage points.
     assert lost / 40 == pytest.approx(5.0, abs=1.2)
 
@@ -88,20 +161,20 @@ def test_a_bad_line_may_let_some_through_and_a_good_one_lose_some() -> None:
 
 def test_the_bursts_of_one_peer_are_not_those_of_another() -> None:
     shaper = Shaper(Link(1000, 1000, 1, bursts=Bursts(p_pct=50.0, r_pct=0.001)), seed=1)
-    first = [shaper.arrives_at(float(i), 0, 1, 100)[1] for i in range(50)]
-    assert first[-1] == "lost", "its line turned bad and stays so"
-    assert shaper.arrives_at(51.0, 1, 0, 100)[1] == "delivered", "a line begins as a good one"
+    lost_by(shaper, 0, 50)
+    assert lost_by(shaper, 0, 1) == 1, "its line turned bad and stays so"
+    assert lost_by(shaper, 1, 1) == 0, "a line begins as a good one"
 
 
 def test_peers_have_several_links_in_turn() -> None:
     near, far = Link(8, 80, 10), Link(80, 8, 90)
-    shaper = Shaper([near, far])
-    assert [shaper.link_of(peer) for peer in range(3)] == [near, far, near]
-    at_s, _ = shaper.arrives_at(10.0, 0, 1, PACKET_BYTES)
+    timed = Timed(Shaper([near, far]))
+    assert [timed.shaper.link_of(peer) for peer in range(3)] == [near, far, near]
+    first, second = timed.send(10.0, 0, 1), timed.send(20.0, 1, 0)
+    arrivals = timed.run()
     # 1 ms up at 8 Mbit/s, 1 ms down at 8, and half of the mean of both round trips.
-    assert at_s == pytest.approx(10.0 + 0.001 + 0.001 + 0.025)
-    at_s, _ = shaper.arrives_at(20.0, 1, 0, PACKET_BYTES)
-    assert at_s == pytest.approx(20.0 + 0.0001 + 0.0001 + 0.025)
+    assert arrivals[first] == pytest.approx(10.0 + 0.001 + 0.001 + 0.025)
+    assert arrivals[second] == pytest.approx(20.0 + 0.0001 + 0.0001 + 0.025)
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from swarm.emulation.controls import INDEX_VARIABLE
-from swarm.emulation.links import Link
-from swarm.emulation.proxies import ProxyLinks
+from swarm.emulation.links import MOST_QUEUED_S, Link
+from swarm.emulation.proxies import HOST, ProxyLinks
 
 RATE_MBIT = 40.0
 SENT_BYTES = 1_000_000
+WAIT_S = 20.0
 CLIENT = """
 import socket, sys
 s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -84,3 +85,43 @@ def test_a_cut_holds_back_what_its_peer_sends_and_nothing_else(
     assert not held.wait(1.0)
     links.mend([(0, 1)])
     assert held.wait(20.0)
+
+
+def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) -> None:
+    links = ProxyLinks(Link(up_mbit=8, down_mbit=80, rtt_ms=10))
+    try:
+        _, listen = links.place(1)
+        port = port_in(listen, "--announce-maddrs")
+        with (
+            socket.create_server((HOST, port_in(listen, "--host-maddrs"))) as server,
+            # This process is no peer, and has lines of its own.
+            socket.create_connection((HOST, port), WAIT_S) as mine,
+            accepted(server) as near,
+        ):
+            command = [sys.executable, "-c", CLIENT, str(port), str(SENT_BYTES)]
+            environment = {**os.environ, INDEX_VARIABLE: "0"}
+            clients.append(subprocess.Popen(command, env=environment))
+            with accepted(server) as full:
+                left = SENT_BYTES - len(full.recv(1))
+                delay_s = min(ping_s(mine, near) for _ in range(3))
+                while left:  # it sent all the time: for 1 s, and had the pings waited, 0.75
+                    left -= len(full.recv(left))
+        assert delay_s < 0.6 * MOST_QUEUED_S
+    finally:
+        links.close()
+
+
+def accepted(server: socket.socket) -> socket.socket:
+    """The next connection to a server."""
+    server.settimeout(WAIT_S)
+    connection, _ = server.accept()
+    connection.settimeout(WAIT_S)
+    return connection
+
+
+def ping_s(sender: socket.socket, receiver: socket.socket) -> float:
+    """How long a byte is on its way."""
+    began_s = time.monotonic()
+    sender.sendall(b"-")
+    receiver.recv(1)
+    return time.monotonic() - began_s
