@@ -236,8 +236,8 @@ class FaultRunner:
             if now_s - since_s > self.bounds.trap_s:
                 self.hangs.append(f"{name}: nobody came to {fault.at.phase} in time")
         for peer in self.swarm.peers:
-            code = peer.exit_code
-            if code is not None and code >= 0 and peer.index not in self.actions.gone:
+            code = peer.own_end
+            if code is not None and peer.index not in self.actions.gone:
                 tail = " ".join(peer.output()[-300:].split())
                 self.ended.append(f"peer-{peer.index}, status {code}: {tail}")
 

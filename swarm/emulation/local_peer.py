@@ -51,6 +51,8 @@ class LocalPeer:
     program: str = "peers.peer"
     prefix: Sequence[str] = ()
     process: Popen[bytes] | None = None
+    _sent: set[int] = field(default_factory=set)
+    """Signals that its present or last life was sent from here."""
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
     _events_read: tuple[Path, int] | None = None
@@ -65,6 +67,7 @@ class LocalPeer:
         """Starts the process."""
         assert not self.alive, f"peer {self.index} runs already"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._sent.clear()
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             command = [*self.prefix, sys.executable, "-m", self.program, *self.arguments]
@@ -79,6 +82,15 @@ class LocalPeer:
     def exit_code(self) -> int | None:
         """How the last life ended; None while it runs."""
         return self.process.poll() if self.process else None
+
+    @property
+    def own_end(self) -> int | None:
+        """The same of a life that was not ended by a signal from here; None of one that was.
+
+        A negative one is the signal of a crash, or of the system when memory is short.
+        """
+        code = self.exit_code
+        return None if code is None or -code in self._sent else code
 
     @property
     def stands_still(self) -> bool:
@@ -121,6 +133,7 @@ class LocalPeer:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process, if it runs."""
         if self.process and self.alive:
+            self._sent.add(number)
             self.process.send_signal(number)
 
     def pause(self) -> None:

@@ -117,19 +117,21 @@ class LocalSwarm:
         """Waits until a condition holds.
 
         Raises:
-            SwarmError: it does not hold in time, or a peer ended on its own with an error.
+            SwarmError: it does not hold in time, or a peer ended on its own with an error and the
+                condition does not hold then.
         """
         end_s = time.monotonic() + timeout_s
-        while not done(self):
+        while True:
+            # Before the condition, which may be the end of a peer.
+            failed = [(peer, code) for peer in self.peers if (code := peer.own_end)]
+            if done(self):
+                return
+            for peer, code in failed:
+                raise SwarmError(
+                    f"peer {peer.index} ended with status {code}: {peer.output()[-2000:]}"
+                )
             if time.monotonic() > end_s:
                 raise SwarmError(f"{what}: not within {timeout_s:.0f} s; logs in {self.folder}")
-            for peer in self.peers:
-                # A negative code is a signal: a drill killed it.
-                if peer.exit_code is not None and peer.exit_code > 0:
-                    raise SwarmError(
-                        f"peer {peer.index} ended with status {peer.exit_code}: "
-                        f"{peer.output()[-2000:]}"
-                    )
             if on_poll:
                 on_poll(self)
             time.sleep(POLL_S)

@@ -1,7 +1,9 @@
 """When a plan's faults are carried out, on peers that are no processes."""
 
+import itertools
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,20 @@ from typing import Any
 import pytest
 
 from swarm.emulation.controls import Caught
-from swarm.emulation.fault_plan import At, Fault, FaultPlan, Heal, Join, Kill, Leave, Pause, Slow
+from swarm.emulation.fault_plan import (
+    At,
+    Fault,
+    FaultPlan,
+    Heal,
+    Join,
+    Kill,
+    Leave,
+    Pause,
+    Restart,
+    Slow,
+)
 from swarm.emulation.fault_runner import Bounds, FaultRunner
+from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import ConfigError
 
@@ -25,9 +39,12 @@ class Peer:
     alive: bool = True
     stands_still: bool = False
     exit_code: int | None = None
+    _sent: set[int] = field(default_factory=set)
     last_address: str = "address"
     done: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    own_end = LocalPeer.own_end
 
     def events(self) -> list[dict[str, Any]]:
         return self.history
@@ -37,7 +54,11 @@ class Peer:
 
     def kill(self) -> None:
         self.done.append("kill")
-        self.alive, self.exit_code = False, -9
+        self.send(signal.SIGKILL)
+        self.dies_of(signal.SIGKILL)
+
+    def dies_of(self, number: signal.Signals) -> None:
+        self.alive, self.exit_code = False, -number
 
     def pause(self) -> None:
         self.done.append("pause")
@@ -45,8 +66,10 @@ class Peer:
     def resume(self) -> None:
         self.done.append("resume")
 
-    def send(self, number: int) -> None:
-        self.done.append("leave")
+    def send(self, number: signal.Signals) -> None:
+        self._sent.add(number)
+        if number == signal.SIGINT:
+            self.done.append("leave")
 
     def applied(self, number: int) -> None:
         event = {"event": "applied", "kind": "quorum", "height": number, "round": number}
@@ -57,7 +80,7 @@ class Swarm(LocalSwarm):
     """Peers that start at once."""
 
     def restart(self, peer: Any, arguments: Sequence[str]) -> None:
-        peer.alive, peer.exit_code = True, None
+        peer.alive, peer.exit_code, peer._sent = True, None, set()
         peer.done.append("start")
 
     def add(self, arguments: Sequence[str]) -> Any:
@@ -199,6 +222,38 @@ def test_a_peer_that_ends_on_its_own_is_reported_and_one_that_left_is_not(tmp_pa
     peers[2].alive, peers[2].exit_code = False, 9
     assert not runner.run(lambda: False, 1.0)
     assert runner.ended == ["peer-2, status 9: the last words"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
+def test_a_peer_that_dies_of_a_signal_is_reported_unless_a_fault_killed_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    killed = Kill(kind="kill", peer=1, at=NOW, for_s=1e6)
+    slowed = Slow(kind="slow", peer=2, factor=2.0, at=NOW)
+    runner, peers = runner_of(tmp_path, killed, slowed, max_down=2)
+    runner.poll()
+    assert [fault.kind for fault in runner.happened] == ["kill", "slow"]
+    assert runner.run(turns(1), 1.0)
+    runner.actions.away[1] = time.time()  # as when a cut of the killed peer ends meanwhile
+    assert runner.run(turns(1), 1.0), "it is dead because the plan said so"
+    peers[2].dies_of(number)
+    assert not runner.run(lambda: False, 1.0)
+    assert runner.ended == [f"peer-2, status {-number}: the last words"]
+
+
+def test_a_peer_that_dies_of_a_signal_in_its_next_life_is_reported(tmp_path: Path) -> None:
+    runner, peers = runner_of(tmp_path, Restart(kind="restart", peer=1, at=NOW))
+    runner.poll()
+    assert peers[1].done == ["kill", "start"]
+    peers[1].dies_of(signal.SIGKILL)
+    assert not runner.run(lambda: False, 1.0)
+    assert runner.ended == ["peer-1, status -9: the last words"]
+
+
+def turns(number: int) -> Callable[[], bool]:
+    """A condition that holds after it was asked so often."""
+    asked = itertools.count(1)
+    return lambda: next(asked) > number
 
 
 def test_no_manifest_for_too_long_is_a_hang(tmp_path: Path) -> None:

@@ -1,10 +1,17 @@
-"""What a local swarm sums up from the histories of its peers."""
+"""What a local swarm sums up from the histories of its peers, and how it sees that they end."""
 
 import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from swarm.emulation.local_peer import Event, LocalPeer
+import pytest
+
+from swarm.emulation.local_peer import Event, LocalPeer, launch
 from swarm.emulation.local_swarm import LocalSwarm, bytes_sent, summary
+from swarm.errors import SwarmError
 
 
 def applied(round_: int, sent: int) -> Event:
@@ -36,3 +43,33 @@ def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) ->
         peers.append(LocalPeer(index, folder, [], {}))
     swarm = LocalSwarm(tmp_path, Path("run.toml"), 2, peers=peers)
     assert summary(swarm)["bytes_sent_per_peer_per_round"] == 100
+
+
+@contextmanager
+def swarm_of(folder: Path, program: str) -> Iterator[LocalSwarm]:
+    """A swarm of one process that runs a program of a line."""
+    peer = LocalPeer(0, folder / "peer-0", [], {})
+    with LocalSwarm(folder, Path("run.toml"), 1, peers=[peer]) as swarm:
+        with peer.log_path.open("wb") as log:
+            peer.process = launch([sys.executable, "-c", program], log, {})
+        yield swarm
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
+def test_a_peer_that_dies_of_a_signal_of_its_own_ends_the_waiting(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    kills_itself = f"import os; os.kill(os.getpid(), {int(number)})"
+    with swarm_of(tmp_path, kills_itself) as swarm:
+        with pytest.raises(SwarmError, match=rf"peer 0 ended with status {-number}:"):
+            swarm.wait_until(lambda _: False, what="nothing", timeout_s=20.0)
+        swarm.wait_until(lambda swarm: not swarm.peers[0].alive, what="its end", timeout_s=20.0)
+
+
+def test_a_peer_that_is_killed_from_here_is_no_failure(tmp_path: Path) -> None:
+    with swarm_of(tmp_path, "import time; time.sleep(60)") as swarm:
+        (peer,) = swarm.peers
+        peer.kill()
+        assert (peer.exit_code, peer.own_end) == (-signal.SIGKILL, None)
+        with pytest.raises(SwarmError, match="nothing: not within 0 s"):
+            swarm.wait_until(lambda _: False, what="nothing", timeout_s=0.0)
