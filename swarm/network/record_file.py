@@ -57,10 +57,27 @@ class RecordFile:
         """Makes the record durable: when this returns it survives a kill and a power cut.
 
         Before it, what the chain of heads has gained: a link more than the tip's does no harm.
+        Killed at any moment, it leaves an intact record, if there was one.
         """
         self.chain.append(links)
-        body = encode_record(record)
-        durable.write_file(self.path, with_digest(body), previous=self.previous)
+        content = with_digest(encode_record(record))
+        if self._is_lost():
+            # The damaged one must not become the predecessor, nor the one before it stay there:
+            # its peer may have voted at more heights since than it would abstain from [P5].
+            durable.write_file(self.previous, content)
+            durable.write_file(self.path, content)
+        else:
+            durable.write_file(self.path, content, previous=self.previous)
+
+    def _is_lost(self) -> bool:
+        """Whether there was a record and the newest is missing or damaged."""
+        try:
+            return without_digest(self.path.read_bytes()) is None
+        except FileNotFoundError:
+            return self.previous.exists()
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.path, error.strerror)
+            return True
 
     def read(self) -> Record | None:
         """The newest intact record, or None when this peer never had one.

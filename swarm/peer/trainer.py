@@ -51,10 +51,9 @@ from swarm.protocol.training import (
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
-    drop_unfinished,
-    load_newest,
     read_rng,
     restore_rng,
+    resume_newest,
     save_private,
 )
 from swarm.train.engine import EngineState, StepStats
@@ -121,9 +120,8 @@ class Trainer(TrainingShell):
         """Masters are in the swarm: a peer without its state would lose no more than moments."""
         engine = self.model.engine
         engine.count_from(tip.step)
-        drop_unfinished(self.directory.private_path)
         try:
-            loaded = load_newest(self.directory.private_path)
+            loaded = resume_newest(self.directory.private_path)
             if loaded is None:
                 return None
             work = SavedWork(**{f.name: getattr(loaded.state, f.name) for f in fields(SavedWork)})

@@ -93,10 +93,12 @@ class PrivateState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A private state and which of the two files it came from, in a sentence."""
+    """A private state and which of the two files it came from, also in a sentence."""
 
     state: PrivateState
     reason: str
+    is_before: bool
+    """Whether it is the state before, since the newest is damaged or missing."""
 
 
 class Saving:
@@ -293,10 +295,31 @@ def load_newest(path: Path) -> Loaded | None:
             logger.error("%s", error)
             damaged.append(str(error))
             continue
-        return Loaded(state, "; ".join([*damaged, f"using {candidate.name}, round {state.round}"]))
+        reason = "; ".join([*damaged, f"using {candidate.name}, round {state.round}"])
+        return Loaded(state, reason, is_before=candidate != path)
     if damaged:
         raise CorruptState("; ".join(damaged), hint="remove the files to start from the manifest")
     return None
+
+
+def resume_newest(path: Path) -> Loaded | None:
+    """The same for the peer that saves here, before it does: what is of no use to it goes.
+
+    So does what a saving that was killed has left. A damaged state gives its place to the one
+    before, whose place it would take with the next saving: killed then, that would leave none.
+
+    Raises:
+        CorruptState: all files that are there are damaged.
+    """
+    drop_unfinished(path)
+    loaded = load_newest(path)
+    if loaded and loaded.is_before:
+        try:
+            previous_path(path).replace(path)
+            durable.sync_folder(path.parent)
+        except OSError as error:
+            logger.warning("%s stays as it is: %s", path, error)
+    return loaded
 
 
 def previous_path(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +99,65 @@ def test_a_crash_anywhere_in_a_write_leaves_the_old_record(
     assert file.read() == FIRST
     file.write(SECOND)
     assert file.read() == SECOND
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, os.unlink])
+@pytest.mark.parametrize("again", [cut, flip, empty, os.unlink])
+def test_a_record_that_is_damaged_again_after_the_next_write_is_replaced_again(
+    written: RecordFile, damage, again
+) -> None:
+    damage(written.path)
+    found = written.read()
+    assert found is not None
+    later = replace(found, promised=Ballot(3, "B"))
+    written.write(later)
+    assert written.read() == later
+    again(written.path)
+    until_height = FIRST.tip.height + ABSTAIN_HEIGHTS
+    assert written.read() == replace(later, abstain_until_height=until_height)
+
+
+@pytest.mark.parametrize("damage", [cut, os.unlink])
+@pytest.mark.parametrize("moment", range(9))
+def test_a_kill_at_any_moment_of_a_write_after_damage_leaves_an_intact_record(
+    written: RecordFile, damage, moment: int, monkeypatch
+) -> None:
+    damage(written.path)
+    found = written.read()
+    assert found is not None
+    later = replace(found, promised=Ballot(3, "B"))
+    calls = 0
+
+    def killing(real):
+        def call(*given, **named):
+            nonlocal calls
+            calls += 1
+            if calls > moment:
+                raise KeyboardInterrupt
+            return real(*given, **named)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for owner, name in ((os, "fsync"), (os, "link"), (Path, "replace"), (Path, "unlink")):
+            patched.setattr(owner, name, killing(getattr(owner, name)))
+        with suppress(KeyboardInterrupt):
+            written.write(later)
+    # Of each of two files: unlink, fsync, replace, fsync of the folder.
+    assert (calls > moment) == (moment < 8)
+    assert written.read() in (found, later)
+    written.write(later)
+    assert written.read() == later
+
+
+def test_a_record_before_the_last_but_one_is_never_fallen_back_to(written: RecordFile) -> None:
+    """Whose peer may have voted at more heights than it abstains from."""
+    cut(written.path)  # while its peer runs, and knows what it has promised
+    later = replace(FIRST, tip=replace(FIRST.tip, height=2, round=2))
+    written.write(later)
+    cut(written.path)
+    found = written.read()
+    assert found is not None and found.tip == later.tip
 
 
 def test_a_record_is_durable_before_it_gets_its_name(written: RecordFile, monkeypatch) -> None:

@@ -20,6 +20,7 @@ from swarm.train.checkpoint import (
     previous_path,
     read_rng,
     restore_rng,
+    resume_newest,
     save_private,
 )
 from swarm.train.engine import EngineState
@@ -198,6 +199,36 @@ def test_a_damaged_file_gives_way_to_the_one_before_and_says_so(path, caplog):
     assert "not what was written" in loaded.reason
     assert "using private.previous, round 1" in loaded.reason
     assert "not what was written" in caplog.text
+
+
+def test_who_goes_on_from_the_state_before_keeps_it_until_the_next_is_there(path, monkeypatch):
+    """A kill between the names of a saving must not leave two damaged files."""
+    save_private(path, small_state(1))
+    save_private(path, small_state(2))
+    path.write_bytes(path.read_bytes()[:-5])
+    unfinished = path.with_name("private.new")
+    unfinished.write_bytes(b"a saving that was killed")
+    assert load_newest(path).state.round == 1, "reading alone changes nothing"
+    assert path.exists() and unfinished.exists()
+    loaded = resume_newest(path)
+    assert loaded.state.round == 1 and "not what was written" in loaded.reason
+    assert_equal(loaded.state, small_state(1))
+    assert [file.name for file in path.parent.iterdir()] == ["private"]
+    replace_file = checkpoint.Path.replace
+
+    def killed_at_last(self, target):
+        if target == path:
+            raise Killed
+        return replace_file(self, target)
+
+    monkeypatch.setattr(checkpoint.Path, "replace", killed_at_last)
+    with pytest.raises(Killed):
+        save_private(path, small_state(3))
+    monkeypatch.undo()
+    assert resume_newest(path).state.round == 1
+    save_private(path, small_state(3))
+    path.write_bytes(b"")
+    assert load_newest(path).state.round == 1
 
 
 def test_two_damaged_files_are_an_error_that_names_both(path):
