@@ -22,7 +22,8 @@ class PeerSection(Section):
     linger_s: Annotated[float, Field(ge=0)] = 60.0
     """How long a finished peer goes on serving after somebody has fetched last; a day at most."""
     leave_timeout_s: PositiveReal = 120.0
-    """A peer that is asked to leave may finish its round and hand its experts over for so long."""
+    """A peer that is asked to leave may finish its round and hand its experts over for so long;
+    local steps that need more than half of it are dropped."""
 
 
 def _checked_address(text: str, first_port: int, example: str) -> str:

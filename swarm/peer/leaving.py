@@ -11,6 +11,7 @@ from math import inf
 from swarm.errors import SwarmError
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.expert_moments import ExpertMoments
+from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,13 @@ SERVE_LOOK_S = 0.5
 MAX_SERVING_S = 86_400.0
 COURTESY_S = 30.0
 """With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
+
+
+class StopAsked(Exception):
+    """The person asked this peer to stop, and its round is over or cannot be finished."""
+
+    has_saved = False
+    """Whether the steps since the last offer are in the private state."""
 
 
 class Stop:
@@ -58,6 +66,20 @@ class Stop:
     def remaining_s(self) -> float:
         """Seconds until a peer that was asked to stop goes, whatever is not done by then."""
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
+
+    def lacks_time(self, steps_left: int, step_s: float) -> bool:
+        """Whether a peer that was asked to stop cannot finish its round first; see the log.
+
+        Args:
+            steps_left: of the round.
+            step_s: mean seconds of one so far; 0 before the first.
+        """
+        if not self():
+            return False
+        finishes, reason = finishes_in_time(steps_left, step_s, self.remaining_s)
+        if not finishes:
+            logger.info("%s", reason)
+        return not finishes
 
 
 def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[None]:

@@ -26,7 +26,7 @@ from swarm.peer.founding import found
 from swarm.peer.held_out_text import end_of_text, held_out_of
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
-from swarm.peer.leaving import Stop, leave, serving
+from swarm.peer.leaving import Stop, StopAsked, leave, serving
 from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.merged_blobs import merge_blobs
@@ -35,7 +35,7 @@ from swarm.peer.own_line import OwnLine
 from swarm.peer.publisher import Publisher, announcement
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.threads import start_threads, usable_cores
-from swarm.peer.trainer import StopAsked, Trainer
+from swarm.peer.trainer import Trainer
 from swarm.peer.unit_threads import UnitThreads
 from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import require_way_in

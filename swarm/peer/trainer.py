@@ -27,7 +27,7 @@ from swarm.network.contents import BlobGone
 from swarm.network.patience import patiently
 from swarm.peer.beside import Beside
 from swarm.peer.expert_moments import ExpertMoments
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, StopAsked
 from swarm.peer.live_model import LiveModel
 from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
@@ -35,7 +35,7 @@ from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Adoption
-from swarm.protocol.deadlines import LocalWork, finishes_in_time
+from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
@@ -65,10 +65,6 @@ WAIT_SLICE_S = 0.5
 """How soon a waiting trainer notices that it was asked to stop."""
 SAY_WHY_EVERY_S = 15.0
 """A peer that waits says what for, so often."""
-
-
-class StopAsked(Exception):
-    """The person asked this peer to stop, and its round is over or cannot be finished."""
 
 
 class Trainer(TrainingShell):
@@ -107,6 +103,9 @@ class Trainer(TrainingShell):
         """
         try:
             return at_once(self.training.run())
+        except StopAsked as asked:
+            self._lose_unoffered(asked)
+            raise
         finally:
             self.making.wait()
 
@@ -167,11 +166,13 @@ class Trainer(TrainingShell):
             self.status.on_step(step, stats)
             self.moments.on_step(skipped=stats.skipped)
 
+        lacks_time = False
+
         def steps_left(steps: int, seconds: float) -> int:
+            nonlocal lacks_time
             step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
             work = left(done + steps, step_s, time.monotonic() - task.began_s)
-            if not task.is_offered:
-                self._check_time_left(work.steps, step_s)
+            lacks_time = not task.is_offered and self.stop.lacks_time(work.steps, step_s)
             self.status.progress.planned(done + steps, work.steps)
             if work.seconds is not None:
                 self.rounds.expect(tip.digest, work.seconds)
@@ -188,30 +189,14 @@ class Trainer(TrainingShell):
             left=steps_left,
             stop=lambda: (
                 self.rounds.newest.manifest.digest != tip.digest
+                or lacks_time
                 or (task.is_offered and self.stop())
             ),
             on_step=on_step,
         )
         self.status.end_steps(stats)
         self.offering.changed()
-        if before is None:
-            return stats
-        return replace(
-            stats,
-            steps=before.steps + stats.steps,
-            tokens=before.tokens + stats.tokens,
-            seconds=before.seconds + stats.seconds,
-            skipped=before.skipped + stats.skipped,
-        )
-
-    def _check_time_left(self, steps_left: int, step_s: float) -> None:
-        """A peer that was asked to leave drops local steps that it cannot finish in time."""
-        if not self.stop():
-            return
-        finishes, reason = finishes_in_time(steps_left, step_s, self.stop.remaining_s)
-        if not finishes:
-            logger.info("%s", reason)
-            raise StopAsked
+        return stats.after(before)
 
     # ------------------------------------------------ offers
 
@@ -239,13 +224,15 @@ class Trainer(TrainingShell):
             patiently(partial(save_private, path, private, begun), "private state", self._pause)
         return units
 
-    def _save_at_rest(self, work: SavedWork) -> None:
+    def _save_at_rest(self, work: SavedWork) -> bool:
         engine, rng = self._state()
         private = PrivateState(engine=engine, rng=rng, **asdict(work))
         try:
             save_private(self.directory.private_path, private)
         except StateError as error:
             logger.error("what was trained since the last private state is lost: %s", error)
+            return False
+        return True
 
     async def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
@@ -332,9 +319,16 @@ class Trainer(TrainingShell):
 
     def may_stop(self) -> None:
         if self.stop():
-            if work := self.training.unsaved():
-                self._save_at_rest(work)
-            raise StopAsked
+            asked, work = StopAsked(), self.training.unsaved()
+            asked.has_saved = work is not None and self._save_at_rest(work)
+            raise asked
+
+    def _lose_unoffered(self, asked: StopAsked) -> None:
+        """Counts steps that were neither offered nor saved, and end with this life."""
+        training, work = self.training, self.training.work
+        is_out = training.made is not None and not training.rules.overlaps
+        if isinstance(work, LocalStats) and work.tokens and not (is_out or asked.has_saved):
+            self.lose(work.tokens, "the peer was asked to leave before it could offer them")
 
     def _pause(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds

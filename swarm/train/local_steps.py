@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.config import RunConfig
 from swarm.data.loader import Dealt, Loader
@@ -60,6 +60,18 @@ class LocalStats:
     completed: bool
     routing: RoutingStats | None = None
     workers: tuple[RankFigures, ...] = ()
+
+    def after(self, before: LocalStats | None) -> LocalStats:
+        """The same with steps that were done before in the round; their losses are not in it."""
+        if before is None:
+            return self
+        return replace(
+            self,
+            steps=before.steps + self.steps,
+            tokens=before.tokens + self.tokens,
+            seconds=before.seconds + self.seconds,
+            skipped=before.skipped + self.skipped,
+        )
 
 
 def train_local_steps(

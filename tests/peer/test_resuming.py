@@ -15,7 +15,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.peer.expert_moments import ExpertMoments
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, StopAsked
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.offering import Offering
@@ -23,16 +23,18 @@ from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
-from swarm.peer.trainer import StopAsked, Trainer
+from swarm.peer.trainer import Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, Work, at_once
+from swarm.protocol.training.ahead import Tally
 from swarm.protocol.updates import StepBound
 from swarm.train import hashed_file
 from swarm.train.checkpoint import load_newest, load_private
 from swarm.train.hashed_file import HashedFile
+from swarm.train.local_steps import LocalStats
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
 from tests.train.runs import all_names, batch, held_out, same, tiny_run
@@ -294,6 +296,30 @@ def test_a_peer_that_stops_at_rest_saves_what_only_its_offers_had(
     with pytest.raises(StopAsked):
         life.trainer.may_stop()
     assert not life.directory.private_path.exists(), "nothing is new"
+
+
+def test_a_peer_between_two_private_states_keeps_the_steps_since_its_offer_when_it_stops(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    """Where rounds overlap, and it is still on the list when it comes back."""
+    slices = {**SLICED.round.model_dump(), "overlap": "round"}
+    run = SLICED.model_copy(update={"round": type(SLICED.round)(**slices)})
+    founded = founded_by(store, run)
+    tip = replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
+    life = Life(store, tmp_path, tip, config=run)
+    life.resume()
+    life.model.engine.step(batch(run, 0), lr=1e-2)
+    life.training.work = LocalStats(1, 64, 1.0, 0, None, None, completed=False)
+    life.training.is_unsaved = True
+    life.trainer.stop = cast(Stop, lambda: True)
+    with pytest.raises(StopAsked) as asked:
+        life.trainer.may_stop()
+    assert asked.value.has_saved
+    again = Life(store, tmp_path, tip, config=run)
+    assert again.resume() == (tip, None)
+    assert again.training.ahead.behind == Tally(1, 64, 1.0), "goes with the next offer"
+    names = all_names(run)
+    assert same(again.model.engine.read(names), life.model.engine.read(names))
 
 
 def test_a_round_that_went_on_takes_the_finished_steps_away(
