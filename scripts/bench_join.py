@@ -21,9 +21,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller, tidy
 
+from peers.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
@@ -142,28 +144,36 @@ def ratio_of_means(some: Sequence[float], others: Sequence[float]) -> tuple[floa
     return ratio, ratio * math.hypot(*shares)
 
 
-def main() -> int:
-    arguments = parse()
-    folder, say = folder_of(arguments, "join"), teller()
-    link = LINKS[arguments.link]
+def measure(
+    arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> tuple[list[Join], list[float], int]:
+    """The newcomers, the lengths of rounds without any, and the bytes of the agreed state."""
     links = open_links([arguments.link], say)
     swarm = LocalSwarm(
         folder / "swarm", RUN_FILE, arguments.peers, founder_options=MODEL, links=links
     )
-    joins, quiet = [], []
+    joins, quiet = list[Join](), list[float]()
     try:
         FaultRunner(swarm, FaultPlan(step_s=STEP_S), say=say).prepare()
         swarm.start()
         wait(swarm, lambda: num_rounds(swarm) >= 2, "two rounds", START_S)
         for _ in range(arguments.joins):
             quiet += rest(swarm)
-            joins.append(join(swarm, statistics.median(quiet), link.down_mbit))
+            down_mbit = LINKS[arguments.link].down_mbit
+            joins.append(join(swarm, statistics.median(quiet), down_mbit))
             say(f"joined after {joins[-1].seconds:.1f} s (bound {joins[-1].bound_s:.1f})")
         quiet += rest(swarm)
-        num_bytes = state_bytes(swarm.peers[0])
+        return joins, quiet, state_bytes(swarm.peers[0])
     finally:
         swarm.kill()
         links.close()
+
+
+def main() -> int:
+    arguments = parse()
+    folder, say = folder_of(arguments, "join"), teller()
+    with ending_as_ctrl_c():
+        joins, quiet, num_bytes = measure(arguments, folder, say)
     during = [seconds for found in joins for seconds in found.round_s]
     ratio, error = ratio_of_means(during, quiet)
     verdict = {

@@ -24,6 +24,7 @@ from typing import Any
 
 from rehearsal import add_common, folder_of, report, settings, teller, tidy
 
+from peers.command import ending_as_ctrl_c
 from swarm.config.amounts import link_rates
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.links import Link
@@ -163,7 +164,8 @@ def main() -> int:
         each = [link for text in given for link in links_of(text, arguments.slower)]
     except ConfigError as error:
         sys.exit(f"--link: {error}; names are {', '.join(LINKS)}")
-    done, phases_s, packets = measure(arguments, each, folder)
+    with ending_as_ctrl_c():
+        done, phases_s, packets = measure(arguments, each, folder)
     say(f"measured {arguments.rounds} rounds")
     link_of = [each[peer % len(each)] for peer in range(len(done))]
     of_rounds = [

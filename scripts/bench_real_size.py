@@ -30,6 +30,7 @@ from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, teller, tidy
 
+from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
@@ -298,10 +299,11 @@ def main() -> int:
     bench = Bench(arguments, say)
     counted = parameters(bench.run.model)
     say(f"{counted.total / 1e6:.0f} M parameters, {bench.folder}")
-    try:
-        exported = bench.go()
-    finally:
-        bench.swarm.kill()
+    with ending_as_ctrl_c():
+        try:
+            exported = bench.go()
+        finally:
+            bench.swarm.kill()
     rows = compared(bench, exported)
     for each in rows:
         say("{process:8} {phase:12} {megabytes:6} MB, planned {planned_megabytes:6} "

@@ -25,20 +25,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from peers.command import ending_as_ctrl_c
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import SwarmError
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"
 LIMIT = 1.5
 GIVE_UP_S = 600.0
+MANY = 1_000_000
 CHOICE = re.compile(r"threads: (\d+) \(")
 OPENMP = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def spin() -> None:
     os.setsid()  # as programs of other people: Linux shares cores among sessions first
-    while True:
-        pass
+    parent = multiprocessing.parent_process()
+    while parent is None or parent.is_alive():  # after a kill -9 nobody ends it
+        for _ in range(MANY):
+            pass
 
 
 @contextmanager
@@ -104,7 +108,7 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     seconds: dict[str, list[float]] = {"local": [], "hand": []}
     threads: list[int] = []
-    with load(args.load):
+    with ending_as_ctrl_c(), load(args.load):
         for turn in range(args.turns):
             for kind in ("local", "hand") if turn % 2 == 0 else ("hand", "local"):
                 found, chosen = rounds_of(

@@ -80,6 +80,7 @@ from utilisation_rows import (
     table,
 )
 
+from peers.command import ending_as_ctrl_c
 from peers.link_tables import link_named
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.links import Link, Links
@@ -372,7 +373,8 @@ def main(
         name, home = f"{case.mode}, {case.link}", folder / f"row-{count}"
         say(f"{name}: steps of {case.step_s:.2f} s, {case.plan.cycle_s:.0f} s a cycle as planned")
         try:
-            found = with_peers(case, arguments.cycles, home)
+            with ending_as_ctrl_c():
+                found = with_peers(case, arguments.cycles, home)
         except SwarmError as error:
             failed.append(f"{name}: {error}")
             say(failed[-1])

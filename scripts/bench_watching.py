@@ -44,6 +44,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peers.command import ending_as_ctrl_c
 from swarm.emulation.local_swarm import LocalSwarm, applied
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"
@@ -175,7 +176,7 @@ def main() -> None:
         parser.error("needs two processor cores: the watcher has one to itself")
     os.sched_setaffinity(0, CORES[:-1])
     settings = (*SETTINGS, f"round.local_steps={arguments.local_steps}")
-    with tempfile.TemporaryDirectory(prefix="bench-watching-") as folder:
+    with ending_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="bench-watching-") as folder:
         path = Path(folder) / "swarm"
         with LocalSwarm(path, RUN_FILE, arguments.peers, founder_options=settings) as swarm:
             swarm.start()

@@ -37,6 +37,7 @@ from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, settings, teller
 
+from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.links import Link
 from swarm.emulation.local_swarm import Event, LocalSwarm, applied
@@ -384,7 +385,8 @@ def main(
         run = run_of(overrides)
         home = folder / f"swarm-{count}"
         try:
-            measured = with_swarm(mode, overrides, num_peers, arguments.rounds, home)
+            with ending_as_ctrl_c():
+                measured = with_swarm(mode, overrides, num_peers, arguments.rounds, home)
         except SwarmError as error:
             failed.append(f"{mode.name}, N = {num_peers}: {error}")
             say(failed[-1])

@@ -1,7 +1,15 @@
-"""Drills and soaks that are ended from outside: their peers run in sessions of their own."""
+"""Scripts whose swarms are ended from outside: their peers run in sessions of their own."""
 
+import contextlib
+import importlib
+import multiprocessing
+import os
+import select
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,35 +18,106 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+WITH_A_SWARM = sorted(p.stem for p in SCRIPTS.glob("*.py") if "LocalSwarm(" in p.read_text())
+WORDS = {
+    "bench_threads": ["--load", "1"],
+    "bench_utilisation": ["--quick", "--mode", "exact"],
+    "bench_watching": ["monitor"],
+}
+"""Of a script that needs some, or would take long without."""
 
-@pytest.fixture(params=["drill", "soak"])
-def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    return __import__(request.param)
+
+class Links:
+    """A network that does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def test_a_rehearsal_that_is_ended_ends_its_peers_first(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture(params=WITH_A_SWARM)
+def script(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> ModuleType:
+    """A script in a folder of its own, without a network and with all cores."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    sys.modules.pop(request.param, None)
+    found = importlib.import_module(request.param)
+    monkeypatch.setattr(found, "NamespaceLinks", Links, raising=False)
+    monkeypatch.setattr(found, "open_links", Links, raising=False)
+    monkeypatch.setattr(found, "why_not_here", lambda: None, raising=False)
+    monkeypatch.setattr(found, "CORES", [0, 1], raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    for name in getattr(found, "OPENMP", ()):  # it takes them away
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [request.param, *WORDS.get(request.param, [])])
+    return found
+
+
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that does not end these tests where a script does not hear it."""
+    before = signal.signal(request.param, lambda *_: None)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[LocalSwarm]:
+    """The swarms that were stopped or killed."""
+    found: list[LocalSwarm] = []
+    for way in ("stop", "kill"):
+        monkeypatch.setattr(LocalSwarm, way, lambda swarm: found.append(swarm))
+    return found
+
+
+def test_all_scripts_with_a_swarm_are_here() -> None:
+    assert {"drill", "soak", "bench_join", "bench_threads", "bench_watching"} < set(WITH_A_SWARM)
+
+
+def test_a_script_that_is_ended_ends_its_peers_first(
+    script: Any,
+    number: signal.Signals,
+    ended: list[LocalSwarm],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended: list[LocalSwarm] = []
+    started: list[LocalSwarm] = []
 
-    def begin(*_: object) -> None:
-        signal.raise_signal(signal.SIGTERM)
+    def start(swarm: LocalSwarm) -> None:
+        started.append(swarm)
+        signal.raise_signal(number)
         raise AssertionError("it was not heard")
 
-    class Links:
-        def close(self) -> None: ...
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        script.main()
+    assert ended == started
+    assert len(started) == 1
+    assert multiprocessing.active_children() == []
 
-    any_links: Any = Links()
-    monkeypatch.setattr(script, script.__name__, begin)
-    monkeypatch.setattr(script, "open_links", lambda *_: any_links, raising=False)
-    for way in ("stop", "kill"):
-        monkeypatch.setattr(LocalSwarm, way, lambda swarm: ended.append(swarm))
-    monkeypatch.setattr(sys, "argv", [script.__name__, "--state-dir", str(tmp_path)])
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            script.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert len(ended) == 1
+
+BUSY = """
+import multiprocessing, signal
+import bench_threads
+with bench_threads.load(1):
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_busy_processes_end_with_a_script_that_is_killed() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    command = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as killed:
+        assert killed.stdout
+        busy = int(killed.stdout.readline())
+        killed.kill()
+        try:
+            # Both had the pipe open: it ends with the second.
+            assert select.select([killed.stdout], [], [], 30.0)[0], "it still spins"
+            assert killed.stdout.read() == b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(busy, signal.SIGKILL)
