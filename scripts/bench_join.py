@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller, tidy
+from rehearsal import RUN_FILE, add_common, folder_of, killing, report, settings, teller, tidy
 
 from peers.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import FaultPlan
@@ -153,7 +153,7 @@ def measure(
         folder / "swarm", RUN_FILE, arguments.peers, founder_options=MODEL, links=links
     )
     joins, quiet = list[Join](), list[float]()
-    try:
+    with killing(swarm):
         FaultRunner(swarm, FaultPlan(step_s=STEP_S), say=say).prepare()
         swarm.start()
         wait(swarm, lambda: num_rounds(swarm) >= 2, "two rounds", START_S)
@@ -164,9 +164,6 @@ def measure(
             say(f"joined after {joins[-1].seconds:.1f} s (bound {joins[-1].bound_s:.1f})")
         quiet += rest(swarm)
         return joins, quiet, state_bytes(swarm.peers[0])
-    finally:
-        swarm.kill()
-        links.close()
 
 
 def main() -> int:

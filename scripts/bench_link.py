@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rehearsal import add_common, folder_of, report, settings, teller, tidy
+from rehearsal import add_common, folder_of, killing, report, settings, teller, tidy
 
 from peers.command import ending_as_ctrl_c
 from swarm.config.amounts import link_rates
@@ -140,7 +140,7 @@ def measure(
         found = [applied(peer.events()) for peer in swarm.peers]
         return [[event for event in events if event["kind"] == "quorum"] for events in found]
 
-    try:
+    with killing(swarm):
         swarm.start()
         swarm.wait_until(
             lambda _: all(len(events) >= rounds for events in histories()),
@@ -149,9 +149,6 @@ def measure(
         )
         logs = [peer.log_path.read_text() for peer in swarm.peers]
         return [history[:rounds] for history in histories()], data_phases_s(logs), links.packets
-    finally:
-        swarm.kill()
-        links.close()
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, settings, teller
+from rehearsal import RUN_FILE, add_common, folder_of, killing, settings, teller
 
 from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
@@ -307,14 +307,10 @@ def measure(mode: Mode, overrides: list[str], num_peers: int, least: int, folder
             return []
         return [_counters(peer.prefix) for peer in swarm.peers]
 
-    try:
+    with killing(swarm):
         swarm.start()
         before, then = after(1, START_S), after(num_rounds + 1, num_rounds * ROUND_S)
         found = histories()
-    finally:
-        swarm.kill()
-        if links is not None:
-            links.close()
     counted = [event for each in found for event in window_of(each, num_rounds, num_peers)]
     cycles = num_rounds / mode.setting.rounds
     moved = [

@@ -1,13 +1,16 @@
 """What the programs share that rehearse a swarm's life: the run, the folder, the report."""
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+
+from swarm.emulation.local_swarm import LocalSwarm
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/rehearsal.toml"
 
@@ -29,6 +32,19 @@ def tidy(folder: Path, arguments: argparse.Namespace) -> None:
     """Removes a temporary folder: of large models gigabytes. After a failure it is worth a look."""
     if arguments.state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def killing(swarm: LocalSwarm) -> Iterator[None]:
+    """Kills the peers in the end, and closes their network also where one is not to be killed."""
+    try:
+        yield
+    finally:
+        try:
+            swarm.kill()
+        finally:
+            if swarm.links is not None:
+                swarm.links.close()
 
 
 def settings(*overrides: str) -> list[str]:

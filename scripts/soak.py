@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
+from rehearsal import RUN_FILE, add_common, folder_of, killing, report, settings, teller
 
 from peers.command import ending_as_ctrl_c
 from swarm import load_run
@@ -116,12 +116,9 @@ def soaked(
     )
     plan = plan_of(arguments.every, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
-    try:
+    with killing(swarm):
         soak(runner, arguments.minutes)
         return runner, [peer.index for peer in swarm.peers if peer.alive]
-    finally:
-        swarm.kill()
-        links.close()
 
 
 def verdict_of(

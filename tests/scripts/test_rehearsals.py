@@ -12,14 +12,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
+from swarm.errors import SwarmError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WITH_A_SWARM = sorted(p.stem for p in SCRIPTS.glob("*.py") if "LocalSwarm(" in p.read_text())
+WITH_A_NETWORK = {"bench_join", "bench_link", "bench_utilisation", "bench_wire", "soak"}
 WORDS = {
     "bench_threads": ["--load", "1"],
     "bench_utilisation": ["--quick", "--mode", "exact"],
@@ -31,9 +33,12 @@ WORDS = {
 class Links:
     """A network that does nothing."""
 
+    closed: ClassVar[list["Links"]] = []
+
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed.append(self)
 
 
 @pytest.fixture(params=WITH_A_SWARM)
@@ -44,6 +49,7 @@ def script(
     monkeypatch.syspath_prepend(SCRIPTS)
     sys.modules.pop(request.param, None)
     found = importlib.import_module(request.param)
+    monkeypatch.setattr(Links, "closed", [])
     monkeypatch.setattr(found, "NamespaceLinks", Links, raising=False)
     monkeypatch.setattr(found, "open_links", Links, raising=False)
     monkeypatch.setattr(found, "why_not_here", lambda: None, raising=False)
@@ -95,7 +101,28 @@ def test_a_script_that_is_ended_ends_its_peers_first(
         script.main()
     assert ended == started
     assert len(started) == 1
+    assert Links.closed == [swarm.links for swarm in started if swarm.links]
     assert multiprocessing.active_children() == []
+
+
+def test_a_network_is_closed_though_a_peer_of_it_is_not_to_be_killed(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[LocalSwarm] = []
+
+    def start(swarm: LocalSwarm) -> None:
+        started.append(swarm)
+        raise KeyboardInterrupt
+
+    def kill(_: LocalSwarm) -> None:
+        raise SwarmError("peer 1 still runs after 10 s")
+
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    monkeypatch.setattr(LocalSwarm, "kill", kill)
+    with contextlib.suppress(KeyboardInterrupt, SwarmError):
+        script.main()
+    assert Links.closed == [swarm.links for swarm in started if swarm.links]
+    assert bool(Links.closed) == (script.__name__ in WITH_A_NETWORK)
 
 
 BUSY = """
