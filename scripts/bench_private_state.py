@@ -43,7 +43,9 @@ def make_state(gigabytes: float) -> PrivateState:
     tensors = {f"{kind}.{k}": torch.randn(elements) for kind in kinds for k in range(NUM_UNITS)}
     engine = EngineState(tensors, (0,), 1, 0, 0)
     rng = {"cpu": torch.get_rng_state()}
-    return PrivateState(engine, "run", "ab" * 32, 1, 6, 1, offered={}, expert_bases={}, rng=rng)
+    return PrivateState(
+        engine, "run", "ab" * 32, 1, 6, 1, 1.0, 0, offered={}, expert_bases={}, rng=rng
+    )
 
 
 def store_values(state: PrivateState, folder: Path) -> None:
