@@ -2,9 +2,10 @@
 """What share of a named link the rounds of a swarm use that waits for them.
 
 Peers in namespaces of their own take one local step a round, so nearly all of it is transfers. The
-use is what a peer sent in a round, over what its uplink carries in the time that it waited for the
-round; control, reducing and voting are in that time. Of the data phase, from the roster to the
-decision, what counts is the line that needs longest. Needs root (see swarm-local --link).
+use is what a peer sent in a round, over what its uplink carries in the seconds of the round; the
+step, control, reducing and voting are in that time. Of the data phase, from the first roster until
+the last peer has the manifest, what counts is the line that needs longest. Needs root (see
+swarm-local --link).
 
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
@@ -16,11 +17,10 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rehearsal import add_common, folder_of, killing, report, settings, teller, tidy
 
@@ -28,6 +28,7 @@ from peers.command import ending_as_ctrl_c
 from swarm.config.amounts import link_rates
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.links import Link
+from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import ConfigError
@@ -97,32 +98,86 @@ def links_of(text: str, slower: float) -> list[Link]:
     ]
 
 
-_DATA_PHASE = re.compile(r"^(\S+) DEBUG topic=round (roster closed with|height (\d+) decided with)")
+_OF_A_ROUND = re.compile(
+    r"(\S+) (?:DEBUG topic=round (?:roster closed with|height (\d+) decided with)"
+    r"|INFO round=\S+ kind=\S+ height=(\d+) )"
+)
 
 
-def data_phases_s(logs: Sequence[str]) -> dict[int, float]:
-    """Height -> seconds between its roster and its decision, as its convener logged them."""
+def rosters_closed_at(logs: Sequence[str]) -> dict[int, float]:
+    """Height -> when its first roster was closed, as the logs of all peers have it.
+
+    Seconds since the epoch, to the whole one below. A roster that was closed anew, by the same
+    convener or the next one, moves the bytes of the first once more, or what was left of them.
+    """
     found: dict[int, float] = {}
     for log in logs:
-        closed = None
-        for match in filter(None, map(_DATA_PHASE.match, log.splitlines())):
-            at = datetime.fromisoformat(match[1])
-            if match[3] and closed:
-                found[int(match[3])] = (at - closed).total_seconds()
-            closed = None if match[3] else at
+        height = 1
+        for match in filter(None, map(_OF_A_ROUND.match, log.splitlines())):
+            if before := match[2] or match[3]:
+                height = max(height, int(before) + 1)
+            else:
+                at_s = datetime.fromisoformat(match[1]).timestamp()
+                found[height] = min(at_s, found.get(height, at_s))
     return found
 
 
-def needed_s(link: Link, event: dict[str, Any]) -> float:
+@dataclass(frozen=True)
+class DataPhase:
+    """What of a round is transfers.
+
+    Attributes:
+        seconds: from its first roster until the last peer had the manifest.
+        used: of the line that needs longest, the share of that.
+    """
+
+    seconds: float
+    used: float
+
+
+def data_phases(
+    link_of: Sequence[Link], done: Sequence[Sequence[Event]], closed_at: Mapping[int, float]
+) -> list[DataPhase]:
+    """Of each round that all peers report and whose roster is known.
+
+    The bytes that a peer reports are those since its manifest before, among them what it sent to
+    those that had that one later: so the time until the last had it is theirs too.
+    """
+    by_height = [{event["height"]: event for event in history} for history in done]
+    found, before = list[DataPhase](), list[float]()
+    for height in sorted(set.intersection(*map(set, by_height))):
+        events = [history[height] for history in by_height]
+        had_at = [event["time"] for event in events]
+        before = before or had_at
+        if height in closed_at:
+            seconds = max(had_at) - closed_at[height]
+            rests_s = [max(before) - had_s for had_s in before]
+            each = zip(link_of, events, rests_s, strict=True)
+            used = max(needed_s(link, event) / (seconds + rest_s) for link, event, rest_s in each)
+            found.append(DataPhase(seconds, used))
+        before = had_at
+    return found
+
+
+def needed_s(link: Link, event: Event) -> float:
     """What the line of a peer needs for the blobs of a round, in the direction that needs more."""
     up_bytes, down_bytes = float(event["blob_bytes_sent"]), float(event["blob_bytes_received"])
     return max(up_bytes / link.up_mbit, down_bytes / link.down_mbit) * 8e-6
 
 
+def whole_s(event: Event) -> float:
+    """Seconds in which a peer moved the bytes that it reports of a round.
+
+    All since its manifest before; in the first round those before its steps are a start's.
+    """
+    is_first = event["round"] == 1
+    return float(event["training_s"] + event["wait_s"] if is_first else event["seconds"])
+
+
 def measure(
     arguments: argparse.Namespace, each: Sequence[Link], folder: Path
-) -> tuple[list[list[dict[str, Any]]], dict[int, float], dict[str, int]]:
-    """What each peer reports of its rounds, `data_phases_s`, and what became of packets."""
+) -> tuple[list[list[Event]], dict[int, float], dict[str, int]]:
+    """What each peer reports of its rounds, `rosters_closed_at`, and what became of packets."""
     rounds, links = arguments.rounds, NamespaceLinks(each, congestion=arguments.congestion)
     swarm = LocalSwarm(
         folder / "swarm",
@@ -136,7 +191,7 @@ def measure(
         links=links,
     )
 
-    def histories() -> list[list[dict[str, Any]]]:
+    def histories() -> list[list[Event]]:
         found = [applied(peer.events()) for peer in swarm.peers]
         return [[event for event in events if event["kind"] == "quorum"] for events in found]
 
@@ -148,7 +203,8 @@ def measure(
             timeout_s=rounds * ROUND_S,
         )
         logs = [peer.log_path.read_text() for peer in swarm.peers]
-        return [history[:rounds] for history in histories()], data_phases_s(logs), links.packets
+        found = [history[:rounds] for history in histories()]
+        return found, rosters_closed_at(logs), links.packets
 
 
 def main() -> int:
@@ -162,21 +218,17 @@ def main() -> int:
     except ConfigError as error:
         sys.exit(f"--link: {error}; names are {', '.join(LINKS)}")
     with ending_as_ctrl_c():
-        done, phases_s, packets = measure(arguments, each, folder)
+        done, closed_at, packets = measure(arguments, each, folder)
     say(f"measured {arguments.rounds} rounds")
     link_of = [each[peer % len(each)] for peer in range(len(done))]
     of_rounds = [
         [
-            event["blob_bytes_sent"] * 8e-6 / link.up_mbit / event["wait_s"]
+            event["blob_bytes_sent"] * 8e-6 / link.up_mbit / whole_s(event)
             for link, event in zip(link_of, events, strict=True)
         ]
         for events in zip(*done, strict=True)
     ]
-    of_phases = [
-        max(map(needed_s, link_of, events)) / phases_s[events[0]["height"]]
-        for events in zip(*done, strict=True)
-        if events[0]["height"] in phases_s
-    ]
+    phases = data_phases(link_of, done, closed_at)
     used = [share for shares in of_rounds for share in shares]
     verdict = {
         "link": " ".join(given),
@@ -188,8 +240,8 @@ def main() -> int:
             for history in done
         ],
         "wait_s": [round(event["wait_s"], 1) for history in done for event in history],
-        "data_phase_s": [round(seconds, 1) for seconds in phases_s.values()],
-        "data_phase_used": [round(share, 3) for share in of_phases],
+        "data_phase_s": [round(phase.seconds, 1) for phase in phases],
+        "data_phase_used": [round(phase.used, 3) for phase in phases],
         "uplink_used": round(statistics.mean(used), 3),
         "uplink_used_least": round(min(used), 3),
         "uplink_used_by_round": [round(statistics.mean(shares), 3) for shares in of_rounds],
