@@ -122,7 +122,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
-    for bank in model._banks():
+    for bank in model.banks.values():
         for name, stack in list(bank.frozen.items()):
             tensor = stack.tensor.normal_(std=0.02)  # type: ignore[attr-defined]
             bank.register_parameter(f"frozen_{name}", nn.Parameter(tensor, requires_grad=False))
@@ -159,7 +159,7 @@ def bench_fsdp(
 ) -> dict[str, Any]:
     """FSDP2 with CPU offload."""
     tuned = variant == "tuned"
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=0, world_size=1)
     torch.manual_seed(0)
     model = fsdp_model(run, owned, args, tuned=tuned)
