@@ -2,7 +2,7 @@
 """Several processes as one engine against one process: seconds, and what crosses between them.
 
     python scripts/bench_parallel.py                                   # CPU, the demo's model
-    python scripts/bench_parallel.py --device cuda --shape 7b --meshes w1 dp2 --backend gloo
+    python scripts/bench_parallel.py --device cuda --shape 2b --meshes w1 dp2 --backend gloo
 
 A mesh is named by its parts: w1 is one worker, dp2 two whole models, ep2 the experts dealt out over
 two, pp2 the layers cut over two, tp2 heads, experts and tokens cut over two, dp2-ep2 and tp2-pp2
