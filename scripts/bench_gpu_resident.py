@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 """The resident engine on a GPU: share of the peak rate (MFU), peak memory, longest context.
 
-    python scripts/bench_gpu_resident.py mfu --shape 7b --tokens 32768
+    python scripts/bench_gpu_resident.py mfu --shape 7b          # fits 80 GB
     python scripts/bench_gpu_resident.py peak --shape 2b         # the paper's 2 x 2048 tokens
     python scripts/bench_gpu_resident.py context --shape 7b  # streaming, layers' inputs on the host
     python scripts/bench_gpu_resident.py mfu --device cpu --shape demo --tokens 512 --length 64
 
 MFU counts useful operations only: frozen experts without weight gradients, nothing recomputed,
-attention over half the square. `--peak-tflops` is the dense bf16 rate it is compared with.
+attention over half the square. `--peak-tflops` is the dense bf16 rate it is compared with. Each
+variant is printed as it is done, and all of them once more at the end; of one that does not fit the
+error takes the place of its figures.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import torch
 from bench_gpu_measure import (
     LR,
     SHAPES,
@@ -33,75 +36,110 @@ from bench_gpu_measure import (
 )
 
 from swarm.config import RunConfig
+from swarm.errors import lacks_memory
 from swarm.train.engine import Engine
 from swarm.train.memory import need_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.stepping import make_engine
 
 WARM_UP = 2
+Found = dict[str, Any]
 
 
 def engine_of(run: RunConfig, owned: int, options: EngineOptions) -> Engine:
     """An engine with random weights."""
     engine = make_engine(run, options)
-    engine.own(range(owned))
-    fill(engine, run, options.device)
+    try:
+        engine.own(range(owned))
+        fill(engine, run, options.device)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
-def bench_mfu(args: argparse.Namespace) -> dict[str, Any]:
+def figures_of(
+    run: RunConfig, owned: int, options: EngineOptions, measured: Callable[[Engine], Found]
+) -> Found:
+    """What is measured of an engine, from its start to its end; the error where memory is short."""
+    need = need_of(run, owned, options)
+    found: Found = {"predicted_gb": need.device / 1e9}
+    if options.kind is EngineKind.STREAMING:
+        found["predicted_host_gb"] = need.host / 1e9
+    try:
+        found = _from_start_to_end(run, owned, options, measured) | found
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        found["error"] = str(error).partition("\n")[0]
+    reset_peak(options.device)
+    return found
+
+
+def _from_start_to_end(
+    run: RunConfig, owned: int, options: EngineOptions, measured: Callable[[Engine], Found]
+) -> Found:
+    """Of an engine that nobody holds any longer when this returns or has failed."""
+    with closing(engine_of(run, owned, options)) as engine:
+        return measured(engine)
+
+
+def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
     """Tokens a second and share of the peak rate, with and without computing layers again."""
-    shape, found = SHAPES[args.shape], {}
+    shape = SHAPES[args.shape]
     run = run_of(shape, args.tokens // args.length, args.length, clip="global", micro=args.micro)
-    for recompute in args.recompute:
-        options = replace(EngineOptions.of(run, device=args.device), recompute=recompute)
-        engine = engine_of(run, shape.owned, options)
+
+    def measured(engine: Engine) -> Found:
         tokens = batches(run, WARM_UP + args.steps)
         for each in tokens[:WARM_UP]:
             engine.step(each, lr=LR)
         reset_peak(args.device)
         step_s = seconds_of_steps(
-            lambda each, engine=engine: engine.step(each, lr=LR), tokens[WARM_UP:], args.device
+            lambda each: engine.step(each, lr=LR), tokens[WARM_UP:], args.device
         )
         rate = tflops(run, shape.owned, run.train.batch_tokens / step_s)
-        found[recompute] = {
+        return {
             "step_s": step_s,
             "tokens_per_s": run.train.batch_tokens / step_s,
             "tflops": rate,
             "mfu": rate / args.peak_tflops,
             "peak_gb": peak_gb(args.device),
-            "predicted_gb": need_of(run, shape.owned, options).device / 1e9,
         }
-        engine.close()
-        del engine
-        reset_peak(args.device)
-    return found
+
+    for recompute in args.recompute:
+        options = replace(EngineOptions.of(run, device=args.device), recompute=recompute)
+        yield recompute, figures_of(run, shape.owned, options, measured)
 
 
-def bench_peak(args: argparse.Namespace) -> dict[str, Any]:
+def bench_peak(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
     """Peak of the paper's micro-batch, for this ownership and for owning everything."""
-    found = {}
     for name in (args.shape, f"{args.shape}-all"):
         run = run_of(SHAPES[name], 4, 2048, clip="global", micro=2)
+
+        def measured(engine: Engine, run: RunConfig = run) -> Found:
+            reset_peak(args.device)
+            for each in batches(run, 3):
+                engine.step(each, lr=LR)
+            settle(args.device)
+            return {"peak_gb": peak_gb(args.device)}
+
         options = EngineOptions.of(run, device=args.device)
-        engine = engine_of(run, SHAPES[name].owned, options)
-        reset_peak(args.device)
-        for each in batches(run, 3):
-            engine.step(each, lr=LR)
-        settle(args.device)
-        predicted = need_of(run, SHAPES[name].owned, options).device / 1e9
-        found[name] = {"peak_gb": peak_gb(args.device), "predicted_gb": predicted}
-        engine.close()
-        del engine
-        reset_peak(args.device)
-    return found
+        yield name, figures_of(run, SHAPES[name].owned, options, measured)
 
 
-def bench_context(args: argparse.Namespace) -> dict[str, Any]:
+def bench_context(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
     """Doubles the length of one sequence until it no longer fits."""
-    shape, found, length = SHAPES[args.shape], {}, args.length
+    shape, length = SHAPES[args.shape], args.shortest
     while length <= args.longest:
         run = run_of(shape, 1, length, clip="unit")
+
+        def measured(engine: Engine, run: RunConfig = run) -> Found:
+            first, second = batches(run, 2)
+            engine.step(first, lr=LR)
+            reset_peak(args.device)
+            step_s = seconds_of_steps(lambda each: engine.step(each, lr=LR), [second], args.device)
+            return {"step_s": step_s, "peak_gb": peak_gb(args.device)}
+
         options = replace(
             EngineOptions.of(run, device=args.device),
             kind=EngineKind.STREAMING,
@@ -110,47 +148,38 @@ def bench_context(args: argparse.Namespace) -> dict[str, Any]:
             gradient_buffers=3,
             host_threads=max(1, len(os.sched_getaffinity(0)) - 2),
         )
-        predicted = need_of(run, shape.owned, options)
-        engine = engine_of(run, shape.owned, options)
-        try:
-            first, second = batches(run, 2)
-            engine.step(first, lr=LR)
-            reset_peak(args.device)
-            step_s = seconds_of_steps(
-                lambda each, engine=engine: engine.step(each, lr=LR), [second], args.device
-            )
-        except torch.OutOfMemoryError as error:
-            found[str(length)] = {"error": str(error).splitlines()[0]}
-            break
-        found[str(length)] = {
-            "step_s": step_s,
-            "peak_gb": peak_gb(args.device),
-            "predicted_gb": predicted.device / 1e9,
-            "predicted_host_gb": predicted.host / 1e9,
-        }
-        print(json.dumps({str(length): found[str(length)]}), flush=True)
-        engine.close()
-        del engine
+        found = figures_of(run, shape.owned, options, measured)
+        yield str(length), found
+        if "error" in found:
+            return
         length *= 2
-    return found
 
 
 def main() -> None:
-    """Runs one of the three benches and prints one JSON object."""
+    """Runs one of the three benches; the last thing printed is one JSON object of all variants."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bench", choices=["mfu", "peak", "context"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7b")
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--longest", type=int, default=524_288)
-    parser.add_argument("--micro", type=int, default=0, help="sequences of a micro-batch; 0: all")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a step of mfu")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence of mfu")
+    parser.add_argument("--shortest", type=int, default=65_536, help="sequence of context")
+    parser.add_argument("--longest", type=int, default=524_288, help="sequence of context")
+    parser.add_argument(
+        "--micro", type=int, default=4, help="sequences of a micro-batch of mfu; 0: all"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="measured, of mfu")
     parser.add_argument("--recompute", nargs="+", default=["none", "routing"])
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="H200, dense bf16")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, help="dense bf16; 989: H100 or H200 (SXM)"
+    )
     args = parser.parse_args()
     bench = {"mfu": bench_mfu, "peak": bench_peak, "context": bench_context}[args.bench]
-    print(json.dumps(bench(args), indent=1))
+    found = {}
+    for name, figures in bench(args):
+        found[name] = figures
+        print(json.dumps({name: figures}), flush=True)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
