@@ -97,7 +97,8 @@ def test_seconds_on_a_gpu_are_those_of_its_queue():
                 matrix @ matrix
     queued_s = time.perf_counter() - began_s
     found = watch.take()
-    assert queued_s < found["products"] < time.perf_counter() - began_s
+    # Its clock and the host's are two.
+    assert queued_s < found["products"] < 1.01 * (time.perf_counter() - began_s)
     assert watch.take() == {}
 
 
