@@ -105,8 +105,9 @@ class Arena:
 
     def _pin(self) -> None:
         address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
-        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-        if int(code) != 0:
+        # Torch binds an enumeration that has no name for any error.
+        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        if code != 0:
             _take_error()
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
         # An engine that could not be made is closed by nobody.
