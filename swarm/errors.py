@@ -212,11 +212,17 @@ class WorkersFailed(SwarmError):
     exit_code = 15
 
 
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+_MEMORY_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # of a handle that is made where memory is nearly full
+)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was short; torch's allocators raise no type of their own on CPUs."""
+    """Whether memory was short; torch has no type of its own for this on CPUs and in cuBLAS."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _MEMORY_WORDS)
     return isinstance(error, MemoryError)

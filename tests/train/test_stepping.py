@@ -69,6 +69,34 @@ def test_an_evaluation_that_does_not_fit_steps_down_too(monkeypatch):
     engine.close()
 
 
+def cublas(status):
+    def failing(*_, **__):
+        raise RuntimeError(
+            f"CUDA error: CUBLAS_STATUS_{status} when calling `cublasCreate(handle)`"
+        )
+
+    return failing
+
+
+@pytest.mark.parametrize("status", ["ALLOC_FAILED", "NOT_INITIALIZED"])
+def test_a_handle_of_cublas_that_does_not_fit_steps_down_too(monkeypatch, status):
+    engine, straight = stepping(RUN, recompute="none"), new_engine(RUN, OWNED)
+    with monkeypatch.context() as patched:
+        patched.setattr(Transformer, "losses", cublas(status))
+        stats = engine.step(batch(RUN, 0), lr=1e-2)
+    assert engine.options.kind is EngineKind.STREAMING
+    assert stats == straight.step(batch(RUN, 0), lr=1e-2)
+    engine.close()
+
+
+def test_an_error_of_cublas_that_is_none_of_memory_is_raised(monkeypatch):
+    engine = stepping(RUN, recompute="none")
+    monkeypatch.setattr(Transformer, "losses", cublas("EXECUTION_FAILED"))
+    with pytest.raises(RuntimeError, match="EXECUTION_FAILED"):
+        engine.step(batch(RUN, 0), lr=1e-2)
+    engine.close()
+
+
 def test_an_engine_that_cannot_be_made_is_passed_over(monkeypatch):
     monkeypatch.setattr(Transformer, "__init__", full)
     engine = stepping(RUN)
