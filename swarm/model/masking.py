@@ -3,7 +3,8 @@
 Attention within documents needs no mask: each document is computed as a sequence of its own, so
 that every kernel for causal attention does it, with fewer products than over the whole window.
 Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
-than the whole window does without one (`scripts/bench_documents.py`).
+than the whole window does without one (`scripts/bench_documents.py`). cuDNN's kernels, which torch
+prefers on some GPUs, are left out: they are planned anew for each number of documents and width.
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
 S documents of one width, W their width, M places in all of them.
@@ -11,11 +12,13 @@ S documents of one width, W their width, M places in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
 from swarm.model.tokens import ALL, Tokens
 
@@ -54,9 +57,10 @@ class Documents(NamedTuple):
         """
         packed = [self._packed(x_BHTC).split([s * w for s, w in self.widths]) for x_BHTC in given]
         parts = []
-        for size, *part in zip(self.widths, *packed, strict=True):
-            q, k, v = (x_MHC.unflatten(0, size).transpose(1, 2) for x_MHC in part)
-            parts.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
+        with _without_plans() if given[0].is_cuda else contextlib.nullcontext():
+            for size, *part in zip(self.widths, *packed, strict=True):
+                q, k, v = (x_MHC.unflatten(0, size).transpose(1, 2) for x_MHC in part)
+                parts.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
         out_NHC: Tensor = _Unpack.apply(  # type: ignore[no-untyped-call]
             torch.cat(parts), self.token_M, self.place_N
         )
@@ -70,6 +74,22 @@ class Documents(NamedTuple):
             x_NHC, self.token_M, self.place_N
         )
         return packed_MHC
+
+
+@contextlib.contextmanager
+def _without_plans() -> Iterator[None]:
+    """Keeps attention from cuDNN, which builds a plan for each new shape and keeps it for good.
+
+    The switch is one of the whole process, but only forward asks for it (backward takes the kernel
+    of forward), in one thread at a time: that of autograd computes layers again while the one that
+    called it waits. Should two threads meet all the same, either kernel is right.
+    """
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before)
 
 
 class _Pack(torch.autograd.Function):

@@ -65,6 +65,12 @@ def random_tokens(run: RunConfig, *, num_sequences: int = 4, seed: int = 1) -> T
     return torch.randint(0, run.model.vocab_size, shape, generator=generator)
 
 
+class OnGpu(Tensor):
+    """Says that it is on a GPU, as does what is computed from it; `x.as_subclass(OnGpu)`."""
+
+    is_cuda = True
+
+
 class Spy(TorchDispatchMode):
     """Keeps the (operation, shape, dtype) of every tensor that torch makes."""
 

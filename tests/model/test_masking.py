@@ -1,14 +1,19 @@
 """Attention within documents: a window of several gives what each of them gives alone."""
 
+import contextlib
+import time
+
 import pytest
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
 from swarm.model.attention import attend
 from swarm.model.initialise import initial_tensors
 from swarm.model.losses import output_losses
-from swarm.model.masking import WASTE, Masked, documents_of
+from swarm.model.masking import WASTE, Documents, Masked, documents_of
 from swarm.model.transformer import Recompute, Transformer
+from tests.model.samples import OnGpu
 from tests.train.runs import all_names, tiny_run
 
 END = 0
@@ -84,6 +89,57 @@ def test_nothing_of_another_document_is_seen(dtype: torch.dtype) -> None:
     # Sequences in which no other document begins are computed as ever.
     alone = attend(q[1:, :, :39], k[1:, :, :39], v[1:, :, :39])
     assert torch.allclose(alone.float(), after[1:, :, :39].float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_documents_on_a_gpu_are_kept_from_cudnn_whose_plans_are_of_one_shape(before: bool) -> None:
+    starts_BT = torch.zeros(1, 16, dtype=torch.bool)
+    starts_BT[0, 5] = True
+    documents = documents_of(starts_BT)
+    assert documents is not None and len(documents.widths) == 2
+    asked = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        asked.append(cuda.cudnn_sdp_enabled())
+        if len(asked) == 4:
+            raise torch.OutOfMemoryError
+        return q
+
+    x_BHTC = torch.zeros(1, 2, 16, 8)
+    given = [x_BHTC] * 3, [x_BHTC.as_subclass(OnGpu)] * 3
+    cuda.enable_cudnn_sdp(before)
+    try:
+        for tensors in given:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                documents.apply(noted, *tensors)
+        assert asked == [before, before, False, False]
+        assert cuda.cudnn_sdp_enabled() == before, "also after an error"
+    finally:
+        cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.gpu
+def test_documents_of_new_lengths_take_no_longer_on_a_gpu_than_known_ones() -> None:
+    generator, gpu = torch.Generator().manual_seed(4), torch.device("cuda")
+    q, k, v = (
+        torch.randn(2, heads, 2048, 64, device=gpu, dtype=torch.bfloat16).requires_grad_()
+        for heads in (8, 2, 2)
+    )
+    found = [documents_of(torch.rand(2, 2048, generator=generator) < 0.01) for _ in range(11)]
+    known, *new = [documents.to(gpu) for documents in found if documents is not None]
+    assert len({size for documents in new for size in documents.widths}) > 50
+
+    def seconds_of(parts: list[Documents]) -> float:
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        for documents in parts:
+            documents.apply(attend, q, k, v).sum().backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    seconds_of([known] * 2)
+    repeated_s = seconds_of([known] * 10)
+    assert len(new) == 10 and seconds_of(new) < 4 * repeated_s
 
 
 def test_each_token_has_a_place_and_few_places_are_empty() -> None:
