@@ -34,8 +34,9 @@ from swarm.run_files import read_text
 EVERY_S = 15.0
 """So often something is said, even if no round ends."""
 LOCAL = "127.0.0.1"
-STALL_S = 600.0
-"""Without a new manifest anywhere for so long, the swarm is given up."""
+STALL_S = 1800.0
+"""Without a new manifest or step anywhere for so long, the swarm is given up. A lost majority is
+waited for by the peers themselves, for ten minutes or more."""
 _OF_EACH = frozenset(
     {
         *("peer.name", "peer.wait_for_peers", "peer.linger_s"),
@@ -55,7 +56,10 @@ class Progress:
     said: int = 0
     """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
+    steps_said: tuple[str, ...] = ()
+    """How far the peers' local steps were when last looked at."""
     last_s: float = field(default_factory=time.monotonic)
+    """When a peer got on last."""
     heard_s: float = field(default_factory=time.monotonic)
     """When something was said last, be it only how far a peer is."""
 
@@ -87,8 +91,10 @@ class Progress:
         if time.monotonic() - self.heard_s > EVERY_S:
             self.heard_s = time.monotonic()
             click.echo(how_far(histories), err=True)
+        if (said := newest_steps(histories)) != self.steps_said:
+            self.steps_said, self.last_s = said, time.monotonic()
         if time.monotonic() - self.last_s > STALL_S:
-            raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
+            raise SwarmError(f"no round or step within {STALL_S:.0f} s; logs in {swarm.folder}")
 
     def _say_manifest(self, events: list[Event]) -> None:
         first, digests = events[0], {event["digest"] for event in events}
@@ -115,6 +121,15 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
     return f"{len(histories)} peers start or end a round"
 
 
+def newest_steps(histories: Sequence[Sequence[Event]]) -> tuple[str, ...]:
+    """The last line of each peer about its local steps; one that waits says so all the time."""
+    said = ([e["text"] for e in events if e["event"] == "progress"] for events in histories)
+    return tuple(
+        next((text for text in reversed(texts) if not text.startswith("waiting")), "")
+        for texts in said
+    )
+
+
 def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
     """The names of emulated links in a list with commas."""
     names = tuple(text.split(",")) if text else ()
@@ -125,9 +140,15 @@ def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
 
 @program("swarm-local")
 @options(
-    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "initialise_from",
-    "as_json", "log_format", "log_level",
+    "run", "rounds", "peers", "settings", "corpus", "tokenizer", "initialise_from", "as_json",
+    "log_format", "log_level",
 )  # fmt: skip
+@option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Where the states and logs of all peers are; by default a temporary folder, which is "
+    "removed when the run is finished. --export keeps the model.",
+)
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
@@ -148,6 +169,7 @@ def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
 def main(
     options: Options,
     *,
+    state_dir: Path | None,
     export_to: Path | None,
     monitor: bool,
     page: bool,
@@ -171,7 +193,7 @@ def main(
     corpus_of(run, options.peer_config().corpus.folder)
     founders_tokenizer(run, options.tokenizer)
     founders_weights(run, options.initialise_from)
-    with ending_as_ctrl_c(), _folder_of(options) as folder:
+    with ending_as_ctrl_c(), _folder_of(state_dir) as folder:
         swarm = LocalSwarm(
             folder,
             options.run,
@@ -198,23 +220,31 @@ def main(
 
 
 @contextlib.contextmanager
-def _folder_of(options: Options) -> Iterator[Path]:
-    """Where states and logs are; errors name the logs, so a folder of its own stays after one."""
-    if options.state_dir != Options().state_dir:
-        yield options.state_dir.expanduser()
+def _folder_of(given: Path | None) -> Iterator[Path]:
+    """Where states and logs are; a temporary folder is removed at the end of the run alone."""
+    if given:
+        yield given.expanduser()
         return
-    # The default of --state-dir is a single peer's home: a local swarm does not belong there.
     folder = Path(tempfile.mkdtemp(prefix="swarm-local-"))
-    is_worth_a_look = False
     try:
         yield folder
-    except Exception:
-        is_worth_a_look = True
-        _say(f"states and logs are in {folder}")
+    except BaseException as error:
+        if isinstance(error, Exception) or any(folder.glob("peer-*/runs")):
+            _say(what_is_left(folder))
+            raise
+        shutil.rmtree(folder, ignore_errors=True)  # interrupted before there was a run
         raise
-    finally:
-        if not is_worth_a_look:
-            shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def what_is_left(folder: Path) -> str:
+    """Of a run that has not finished: where it is, and how it goes on."""
+    first, others = folder / "peer-0", folder / "peer-N"
+    return (
+        f"states and logs are in {folder}; swarm-export --state-dir {first} --out DIR writes the "
+        f"model of the newest round. swarm-peer --state-dir {first} goes on, the other peers by "
+        f"swarm-peer --state-dir {others} --initial-peers ADDRESS, with the address that it prints"
+    )
 
 
 def peer_settings(options: Options) -> tuple[str, ...]:

@@ -1,9 +1,12 @@
 """What swarm-local hands on to its peers, and what it refuses before it starts any."""
 
 import contextlib
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +14,7 @@ from click.testing import CliRunner
 from peers import local
 from peers.command import ending_as_ctrl_c
 from peers.peer import main as peer_main
+from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import SwarmError
 
@@ -141,6 +145,50 @@ def test_the_logs_that_an_error_names_are_there_to_be_read(
     folder.rmdir()
 
 
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt(), SwarmError("no round")])
+def test_what_was_trained_is_kept_unless_the_run_is_finished(
+    monkeypatch: pytest.MonkeyPatch, ended_by: BaseException
+) -> None:
+    folders: list[Path] = []
+
+    def start(swarm: LocalSwarm) -> None:
+        folders.append(swarm.folder)
+        (swarm.folder / "peer-0" / "runs").mkdir(parents=True)
+        raise ended_by
+
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    result = CliRunner().invoke(local.main, ["--run", DEMO])
+    (folder,) = folders
+    kept = (folder / "peer-0" / "runs").is_dir()
+    shutil.rmtree(folder, ignore_errors=True)
+    assert kept and result.exit_code
+    assert f"swarm-export --state-dir {folder}/peer-0" in result.stderr
+    assert f"swarm-peer --state-dir {folder}/peer-0 goes on" in result.stderr
+
+
+def test_the_temporary_folder_of_a_finished_run_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr(local, "_train", lambda swarm, *_: folders.append(swarm.folder) or [])
+    monkeypatch.setattr(local, "summary", lambda *_: {})
+    assert CliRunner().invoke(local.main, ["--run", DEMO, "--json"]).exit_code == 0
+    (folder,) = folders
+    assert not folder.exists()
+
+
+def test_a_state_directory_that_is_given_is_used_and_the_help_names_no_other(
+    started: list[LocalSwarm], tmp_path: Path
+) -> None:
+    CliRunner().invoke(local.main, ["--run", DEMO, "--state-dir", str(tmp_path / "mine")])
+    CliRunner().invoke(local.main, ["--run", DEMO], env={"SWARM_STATE_DIR": "~/.swarm/default"})
+    given, default = started
+    assert given.folder == tmp_path / "mine"
+    assert default.folder == Path("~/.swarm/default").expanduser()
+    said = " ".join(CliRunner().invoke(local.main, ["--help"]).output.split())
+    assert "by default a temporary folder" in said and "~/.swarm/default" not in said
+
+
 def test_between_two_rounds_it_is_said_how_far_the_peers_are() -> None:
     step = {
         "event": "progress",
@@ -162,3 +210,26 @@ def test_a_swarm_that_trains_for_long_is_not_silent(
     local.Progress(8, as_json=True)(swarm)
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "0 peers start or end a round\n")
+
+
+def test_a_swarm_is_given_up_when_no_peer_gets_on_however_long_a_round_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now_s))
+    events = [{"event": "started"}]
+    peer = SimpleNamespace(alive=True, events=lambda: events)
+    swarm = LocalSwarm(tmp_path, Path(DEMO), 1, peers=[cast(LocalPeer, peer)])
+    progress = local.Progress(8, as_json=True)
+    progress.last_s = progress.heard_s = now_s
+    for step in range(1, 5):  # a round of two hours
+        now_s += local.STALL_S
+        events.append({"event": "progress", "text": f"round 1/8: step {step} of 50"})
+        progress(swarm)
+    for _ in range(2):  # it says that it waits, over and over
+        now_s += local.STALL_S / 2
+        events.append({"event": "progress", "text": f"waiting: averaging {now_s}"})
+        progress(swarm)
+    now_s += 1.0
+    with pytest.raises(SwarmError, match="no round or step within 1800 s"):
+        progress(swarm)
