@@ -9,8 +9,10 @@ Needs root and /dev/net/tun.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import select
+import shutil
 import struct
 import subprocess
 import threading
@@ -37,16 +39,23 @@ TCP, SYN, ACK = 6, 0x02, 0x10
 IDLE_S = 0.2
 
 
+@functools.cache
 def why_not_here() -> str | None:
-    """Why this machine or user cannot have such a network; None if it can."""
+    """Why this machine or user cannot have such a network; None if it can.
+
+    Tried once a process: root in a container may lack the capabilities, which nothing else tells.
+    """
     if os.geteuid() != 0:
         return "network namespaces need root"
+    if not shutil.which("ip"):
+        return "network namespaces need the program ip (iproute2)"
     if not os.access(TUN, os.R_OK | os.W_OK):
         return f"network namespaces need {TUN}"
-    probe = subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, timeout=COMMAND_S, check=False
-    )
-    return None if probe.returncode == 0 else "network namespaces need the program ip (iproute2)"
+    try:
+        _try_one()
+    except (OSError, SwarmError, subprocess.SubprocessError) as error:
+        return f"network namespaces cannot be made here ({error})"
+    return None
 
 
 class NamespaceLinks:
@@ -95,12 +104,12 @@ class NamespaceLinks:
         return ["ip", "netns", "exec", _name(peer)], listen
 
     def _make(self, peer: int) -> None:
-        name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
+        name = _name(peer)
         handle = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
-        request = struct.pack("16sH22s", device.encode(), IFF_TUN_NO_PI, b"")
         try:
-            fcntl.ioctl(handle, TUNSETIFF, request)
-            self._furnish(name, device, address_of(peer))
+            _furnish(handle, peer, self._mtu_bytes)
+            if self._congestion:
+                _set_congestion(name, self._congestion)
         except BaseException:
             os.close(handle)
             _remove(name)
@@ -108,17 +117,6 @@ class NamespaceLinks:
         with self._lock:
             self._devices[peer], self._peers[handle] = handle, peer
             self._poll.register(handle, select.EPOLLIN)
-
-    def _furnish(self, name: str, device: str, address: str) -> None:
-        _ip("netns", "add", name)
-        _ip("link", "set", device, "netns", name)
-        inside = ("-n", name)
-        _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "addr", "add", f"{address}/24", "dev", device)
-        _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
-        _ip(*inside, "route", "add", "default", "dev", device)
-        if self._congestion:
-            _set_congestion(name, self._congestion)
 
     # ------------------------------------------------ faults
 
@@ -192,6 +190,37 @@ def _name(peer: int, pid: int | None = None) -> str:
 def address_of(peer: int) -> str:
     """The IPv4 address of a peer."""
     return f"{SUBNET.format(peer=peer)}.2"
+
+
+def _try_one() -> None:
+    """Makes a namespace as peers get them, and removes it.
+
+    Raises:
+        OSError: the device cannot be made.
+        SwarmError: a command fails.
+        subprocess.TimeoutExpired: one does not end.
+    """
+    nobody = MAX_PEERS
+    handle = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        _furnish(handle, nobody, MTU_BYTES)
+        _ip("netns", "exec", _name(nobody), "true")
+    finally:
+        os.close(handle)
+        _remove(_name(nobody))
+
+
+def _furnish(handle: int, peer: int, mtu_bytes: int) -> None:
+    """Makes the namespace of a peer, with the device whose other end is an open TUN."""
+    name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
+    fcntl.ioctl(handle, TUNSETIFF, struct.pack("16sH22s", device.encode(), IFF_TUN_NO_PI, b""))
+    _ip("netns", "add", name)
+    _ip("link", "set", device, "netns", name)
+    inside = ("-n", name)
+    _ip(*inside, "link", "set", "lo", "up")
+    _ip(*inside, "addr", "add", f"{address_of(peer)}/24", "dev", device)
+    _ip(*inside, "link", "set", device, "mtu", str(mtu_bytes), "up")
+    _ip(*inside, "route", "add", "default", "dev", device)
 
 
 def _read_all(handle: int, mtu_bytes: int) -> list[bytes]:
