@@ -11,25 +11,25 @@ old 1     of one round before, as a backup of every round would hold at best
 old 5     of five rounds before
 zero      none
 
-Each variant of a seed appends a JSON line to `--out`; what is there is not computed again.
-`--table` makes the table from these lines.
+Each variant of a seed appends a JSON line to `--out`; what is there with equal settings and text is
+not computed again. `--table` makes the table of the seeds from these lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from cells import Results
 from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
-from swarm.data.corpus import open_corpus
+from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.held_out import HeldOut, held_out_documents, measured_on
 from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
@@ -40,6 +40,7 @@ from swarm.model.initialise import initial_tensors
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import learning_rate
 
+DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 TEXT = ((0, 2**40),)
 BEFORE, STEPS = 16, 10
 """Rounds until one of the two goes, and local steps of a round."""
@@ -111,21 +112,31 @@ class Pair:
                 )
 
 
-def lines_of(path: Path) -> list[dict[str, object]]:
-    """What was measured so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def run_of(seed: int) -> RunConfig:
+    """The run of a seed."""
+    overrides = [*SETTINGS, f"run.seed={seed}"]
+    return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
-def measure(seed: int, path: Path) -> None:
-    """Appends the variants of a seed that are not there yet."""
-    there = {line["variant"] for line in lines_of(path) if line["seed"] == seed}
+def losses_of(seed: int, results: Results) -> dict[str, list[float]]:
+    """What is known of a seed, by variant."""
+    key = key_of(run_of(seed))
+    found = {variant: results.get(f"{variant}/{seed}", key) for variant in VARIANTS}
+    return {variant: line["losses"] for variant, line in found.items() if line}
+
+
+def key_of(run: RunConfig) -> str:
+    """All that a training depends on beside its text."""
+    return f"{run.fingerprint()}, {BEFORE} rounds, measured at {MEASURED}"
+
+
+def measure(seed: int, corpus: Corpus, results: Results) -> None:
+    """Adds the variants of a seed that are not there yet."""
+    there = losses_of(seed, results)
     left = [variant for variant in VARIANTS if variant not in there]
     if not left:
         return
-    file = Path(__file__).parent.parent / "configs" / "runs" / "demo.toml"
-    overrides = [*SETTINGS, f"run.seed={seed}"]
-    run = parse_config(RunConfig, file.read_text(), source=str(file), overrides=overrides)
-    corpus = open_corpus(None)
+    run = run_of(seed)
     documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
     held_out = measured_on(BYTE, documents, run.data.sequence_length)
     with Loader(open_shards(corpus, Path("out") / "bench_adoption", BYTE), run) as loader:
@@ -134,20 +145,17 @@ def measure(seed: int, path: Path) -> None:
             pair.train(number)
         for variant in left:
             losses = [round(loss, 6) for loss in pair.losses(variant, held_out)]
-            line = {"variant": variant, "seed": seed, "losses": losses}
-            line["parameters"] = parameters(run.model).total
-            with path.open("a") as file_out:
-                file_out.write(json.dumps(line) + "\n")
+            found = {"losses": losses, "parameters": parameters(run.model).total}
+            results.add(f"{variant}/{seed}", key_of(run), found)
 
 
-def table(path: Path) -> str:
+def table(by_seed: Iterable[Mapping[str, Sequence[float]]]) -> str:
     """Held-out loss above that of "zero" of the same seed: mean and standard error over seeds."""
-    by_seed: dict[object, dict[object, list[float]]] = {}
-    for line in lines_of(path):
-        by_seed.setdefault(line["seed"], {})[line["variant"]] = line["losses"]  # type: ignore[assignment]
-    whole = [runs for _, runs in sorted(by_seed.items(), key=str) if len(runs) == len(VARIANTS)]
+    whole = [runs for runs in by_seed if len(runs) == len(VARIANTS)]
     head = " | ".join(f"{steps} steps" for steps in MEASURED)
     rows = [f"| moments (n = {len(whole)}) | {head} |", "|---" * (len(MEASURED) + 1) + "|"]
+    if not whole:
+        return "\n".join(rows)
     zero = [statistics.mean(runs["zero"][at] for runs in whole) for at in range(len(MEASURED))]
     rows.append("| zero: loss | " + " | ".join(f"{loss:.4f}" for loss in zero) + " |")
     for variant in AGES:
@@ -168,11 +176,13 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="of what was measured so far")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    asked.out.parent.mkdir(exist_ok=True)
+    corpus = open_corpus(None)
+    results = Results(asked.out, corpus.fingerprint())
     if not asked.table:
         for seed in asked.seeds:
-            measure(seed, asked.out)
-    print(table(asked.out))
+            measure(seed, corpus, results)
+    print(table(losses_of(seed, results) for seed in asked.seeds))
+    print(results.reused())
 
 
 if __name__ == "__main__":

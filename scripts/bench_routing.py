@@ -15,8 +15,8 @@ row of the group with the same seed; tokens of a layer's busiest expert by the m
 experts, in the worst layer, over the last quarter of the steps together and in the mean step; share
 of choices dropped. Evaluation never drops and has no noise.
 
-Every finished training is a line of the results file and is not done again, so that a table can be
-made in several calls.
+Every finished training is a line of the results file and is not done again with equal settings and
+text, so that a table can be made in several calls. The last line says how many are of earlier ones.
 
     .venv/bin/python scripts/bench_routing.py balance --results out/routing.jsonl
 """
@@ -24,13 +24,13 @@ made in several calls.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from cells import Results
 from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
@@ -200,32 +200,9 @@ def row(setting: Setting, results: Sequence[Result], first: Sequence[Result]) ->
     )
 
 
-class Results:
-    """The finished trainings of a file, by setting, seed and steps."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._found: dict[str, Result] = {}
-        if path.exists():
-            for line in path.read_text().splitlines():
-                values = json.loads(line)
-                self._found[values["key"]] = Result(**values["result"])
-
-    @staticmethod
-    def key(setting: Setting, seed: int, steps: int) -> str:
-        """Names a training by everything that it depends on."""
-        return json.dumps([setting.overrides, setting.peers, seed, steps])
-
-    def get(self, key: str) -> Result | None:
-        """The result, if it is there."""
-        return self._found.get(key)
-
-    def add(self, key: str, result: Result) -> Result:
-        """Keeps a result."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"key": key, "result": asdict(result)}) + "\n")
-        return result
+def key_of(setting: Setting, run: RunConfig) -> str:
+    """All that a training depends on beside its text."""
+    return f"{run.fingerprint()} at {setting.peers} peers, H = {LOCAL_STEPS}"
 
 
 def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
@@ -233,7 +210,7 @@ def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     demo = run_of(Setting("demo"), 0, args.steps)
     documents = held_out_documents(corpus.documents(), demo.data.validation_bytes)
     held_out = measured_on(BYTE, documents, demo.data.sequence_length)
-    results = Results(args.results)
+    results = Results(args.results, corpus.fingerprint())
     print(f"{args.steps} steps of {demo.train.batch_tokens} tokens a peer, {args.seeds} seeds")
     print("| setting | held-out loss | difference | load | load per step | dropped |")
     print("|---|---|---|---|---|---|")
@@ -242,13 +219,16 @@ def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     for setting in settings:
         found = []
         for seed in range(args.seeds):
-            key = results.key(setting, seed, args.steps)
-            result = results.get(key)
-            if result is None:
-                result = results.add(key, train(setting, seed, args.steps, shards, held_out))
-            found.append(result)
+            name = f"seed {seed}"  # settings of two groups may be the same training
+            key = key_of(setting, run_of(setting, seed, args.steps))
+            line = results.get(name, key)
+            if line is None:
+                result = train(setting, seed, args.steps, shards, held_out)
+                line = results.add(name, key, {"result": asdict(result)})
+            found.append(Result(**line["result"]))
         first = first or found
         print(row(setting, found, first), flush=True)
+    print(results.reused())
 
 
 def main() -> None:

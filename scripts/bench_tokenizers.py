@@ -7,14 +7,14 @@ span the same bytes of text in each variant (256 on average), so every step, and
 much text; what differs is how many tokens it is, the embedding, and the work. Bits per byte are of
 the same held-out documents.
 
-Every finished training is a line of the results file and is not done again.
+Every finished training is a line of the results file and is not done again with equal settings,
+text and tokenizer. The last line says how many are of earlier calls.
 
     .venv/bin/python scripts/bench_tokenizers.py --results out/tokenizers.jsonl
 """
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -23,7 +23,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cells import Results
+
 import swarm
+from swarm.config import RunConfig
 from swarm.data.corpus import Split, standard_library_corpus
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
 from swarm.data.shard_writer import write_shards
@@ -84,25 +87,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help=f"of {LOCAL_STEPS} steps each")
     parser.add_argument("--results", type=Path, required=True)
     asked = parser.parse_args()
-    asked.results.parent.mkdir(parents=True, exist_ok=True)
-    results = read(asked.results)
+    results = Results(asked.results, standard_library_corpus().fingerprint())
+    found = []
     with tempfile.TemporaryDirectory(prefix="bench-tokenizers-") as folder:
         made = {name: make(name, Path(folder)) for name in asked.vocabularies}
-        wanted = itertools.product(asked.vocabularies, range(asked.seeds), [asked.rounds])
-        for name, seed, rounds in (each for each in wanted if each not in results):
-            results[name, seed, rounds] = train(made[name], name, seed, rounds)
-            line = json.dumps(asdict(results[name, seed, rounds]))
-            with asked.results.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-    show([each for each in results.values() if each.rounds == asked.rounds])
+        for name, seed in itertools.product(asked.vocabularies, range(asked.seeds)):
+            run = run_of(made[name], seed, asked.rounds)
+            cell, key = f"{name}/{seed}", f"{run.fingerprint()} {made[name].tokenizer.name}"
+            line = results.get(cell, key)
+            if line is None:
+                line = results.add(cell, key, {"result": asdict(train(made[name], name, run))})
+            found.append(Result(**line["result"]))
+    show(found)
+    print(results.reused())
     return 0
-
-
-def read(path: Path) -> dict[tuple[str, int, int], Result]:
-    """The trainings that are done."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = [Result(**json.loads(line)) for line in lines]
-    return {(each.vocabulary, each.seed, each.rounds): each for each in found}
 
 
 def make(vocabulary: str, folder: Path) -> Made:
@@ -127,11 +125,11 @@ def make(vocabulary: str, folder: Path) -> Made:
     return Made(tokenizer, named, shards, per_token)
 
 
-def train(made: Made, vocabulary: str, seed: int, rounds: int) -> Result:
-    """A lone peer from its founding to the last round."""
+def run_of(made: Made, seed: int, rounds: int) -> RunConfig:
+    """The run of a lone peer; a sequence spans as much text with every tokenizer."""
     length = round(SEQUENCE_BYTES / made.bytes_per_token)
     padded = -(-made.tokenizer.num_ids // 64) * 64
-    run = swarm.load_run(
+    return swarm.load_run(
         "demo",
         [
             "run.peers=1",
@@ -146,6 +144,11 @@ def train(made: Made, vocabulary: str, seed: int, rounds: int) -> Result:
             f"train.micro_batch_sequences={SEQUENCES}",
         ],
     )
+
+
+def train(made: Made, vocabulary: str, run: RunConfig) -> Result:
+    """A lone peer from its founding to the last round."""
+    seed, length = run.run.seed, run.data.sequence_length
     machine = swarm.load_peer(overrides=[f"corpus.folder={made.shards}"])
     print(f"{vocabulary}, seed {seed}, {length} tokens a sequence", flush=True)
     last, began_s = Last(), time.perf_counter()
@@ -159,7 +162,7 @@ def train(made: Made, vocabulary: str, seed: int, rounds: int) -> Result:
     return Result(
         vocabulary,
         seed,
-        rounds,
+        run.run.rounds,
         last.bits_per_byte,
         sum(math.prod(shape) for shape in shapes),
         length,

@@ -7,10 +7,13 @@ means the same initial weights and the same text in all variants, so variants ar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -54,6 +57,10 @@ class Text:
         self._shards: Shards | None = None
         self._documents: list[bytes] = []
 
+    def fingerprint(self) -> str:
+        """Of the files; no content is read for it."""
+        return self._corpus.fingerprint()
+
     def shards(self) -> Shards:
         """The training text."""
         if self._shards is None:
@@ -68,8 +75,8 @@ class Text:
         return measured_on(BYTE, self._documents, run.data.sequence_length)
 
 
-def train(name: str, run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
-    """Trains a cell: its line of the results; `delay` as `InProcessSwarm`."""
+def train(run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
+    """Trains a cell: what its line of the results says; `delay` as `InProcessSwarm`."""
     began_s, worked_s = time.monotonic(), time.process_time()
     held_out, losses = read.held_out(run), {}
     with Loader(read.shards(), run) as loader:
@@ -79,8 +86,6 @@ def train(name: str, run: RunConfig, read: Text, *, delay: int = 0) -> dict[str,
             if MEASURED * (number + 1) // run.run.rounds > MEASURED * number // run.run.rounds:
                 losses[swarm.steps] = round(swarm.loss(held_out), 6)
     return {
-        "cell": name,
-        "run": key_of(run, delay),
         "losses": losses,
         "tokens": swarm.tokens,
         "merges": swarm.merges,
@@ -94,28 +99,60 @@ def key_of(run: RunConfig, delay: int = 0) -> str:
     return run.fingerprint() + (f" after {delay}" if delay else "")
 
 
-class Results:
-    """The file of finished cells; a line that a kill has torn is cut off."""
+@functools.cache
+def commit() -> str:
+    """The program's commit, with a + where files were changed since; empty outside a clone."""
+    command = ["git", "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).parent
+    try:
+        said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return said.stdout.strip()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+
+class Results:
+    """The file of finished trainings; a line that a kill has torn is cut off.
+
+    A line is found by its name, its configuration and its text. The program is none of these: each
+    line has the commit with which it was trained.
+    """
+
+    def __init__(self, path: Path, corpus: str) -> None:
+        """Reads the lines of a text, by its fingerprint."""
+        self._path, self._corpus = path, corpus
         whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
         if kept != whole:
             path.write_bytes(kept)
         lines = [json.loads(line) for line in kept.splitlines()]
-        self._found = {(line["cell"], line["run"]): line for line in lines}
+        # A line without a text is of before they were told apart.
+        ours = [line for line in lines if line.get("corpus") == corpus]
+        self._found = {(line["cell"], line["run"]): line for line in ours}
+        self._asked, self._added = set[tuple[str, str]](), set[tuple[str, str]]()
 
-    def get(self, name: str, run: RunConfig, *, delay: int = 0) -> dict[str, Any] | None:
-        """The line of a cell, if it was trained with this configuration."""
-        return self._found.get((name, key_of(run, delay)))
+    def get(self, name: str, key: str) -> dict[str, Any] | None:
+        """The line of a training with this configuration and text, if there is one."""
+        self._asked.add((name, key))
+        return self._found.get((name, key))
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Keeps a line."""
+    def add(self, name: str, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps what a training came to; returns its line."""
+        line = {"cell": name, "run": key, "corpus": self._corpus, "commit": commit(), **values}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._found[line["cell"], line["run"]] = line
+        self._found[name, key] = line
+        self._added.add((name, key))
+        return line
+
+    def reused(self) -> str:
+        """How many of the trainings that were asked for were there already, by their commits."""
+        there = self._asked & self._found.keys()
+        commits = Counter(self._found[each]["commit"] for each in there - self._added)
+        shown = [f"{count} of {made or 'no commit'}" for made, count in sorted(commits.items())]
+        said = f"{commits.total()} of {len(there)} trainings are of earlier calls"
+        return f"{said}: {', '.join(shown)}" if shown else said
 
 
 Losses = Mapping[str, Mapping[int, float]]
@@ -168,21 +205,24 @@ def work_off(
     Returns:
         Of all cells that are finished.
     """
-    results, read = Results(asked.out), Text(asked.corpus, asked.out.parent / "tokens")
+    read = Text(asked.corpus, asked.out.parent / "tokens")
+    results = Results(asked.out, read.fingerprint())
     for cell in cells:
         if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
             continue
         run, delay = run_of(cell)
-        line = results.get(cell.name, run, delay=delay)
+        line = results.get(cell.name, key_of(run, delay))
         if asked.list:
             print(f"{cell.name}{'  done' if line else ''}")
         elif line is None:
-            results.add(line := train(cell.name, run, read, delay=delay))
+            line = results.add(cell.name, key_of(run, delay), train(run, read, delay=delay))
             print(json.dumps(line), flush=True)
     found: dict[str, dict[int, float]] = {}
     for cell in cells:
         run, delay = run_of(cell)
-        line = results.get(cell.name, run, delay=delay)
+        line = results.get(cell.name, key_of(run, delay))
         if line:
             found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
+    if not asked.list:
+        print(results.reused())
     return found

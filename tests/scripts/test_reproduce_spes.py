@@ -90,15 +90,16 @@ def test_a_killed_reproduction_goes_on_with_the_cell_that_was_not_finished(
 
 
 def test_a_cell_of_other_settings_does_not_count(script: ModuleType, tmp_path: Path) -> None:
-    from cells import Results
+    from cells import Results, key_of
 
     run = script.run_of(script.VARIANTS["spes"], 1, script.QUICK)
     cell = next(cell for cell in script.cells() if cell.variant == "spes" and cell.seed == 1)
-    results = Results(tmp_path / "cells.jsonl")
-    results.add({"cell": cell.name, "run": run.fingerprint(), "losses": {"16": 5.0}})
-    again = Results(tmp_path / "cells.jsonl")
-    assert again.get(cell.name, run)
-    assert again.get(cell.name, script.run_of(script.VARIANTS["spes"], 1, script.FULL)) is None
+    results = Results(tmp_path / "cells.jsonl", "text")
+    results.add(cell.name, key_of(run), {"losses": {"16": 5.0}})
+    again = Results(tmp_path / "cells.jsonl", "text")
+    assert again.get(cell.name, key_of(run))
+    other = script.run_of(script.VARIANTS["spes"], 1, script.FULL)
+    assert again.get(cell.name, key_of(other)) is None
 
 
 def test_all_variants_see_the_same_tokens_and_steps(script: ModuleType) -> None:
