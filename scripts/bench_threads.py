@@ -6,7 +6,7 @@ that only spin, at normal priority. swarm-local gives each peer one thread; by h
 measures what suits it. The two take turns, and of all their rounds the medians are compared.
 
   local_s, hand_s   median seconds of a round
-  ratio             hand_s / local_s; exit status 1 above 1.5
+  ratio             hand_s / local_s; exit status 1 above 1.5, or if a swarm did not finish
 
     .venv/bin/python scripts/bench_threads.py --cores 2 --load 2
 """
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers.command import ending_as_ctrl_c
@@ -58,24 +59,41 @@ def load(processes: int) -> Iterator[None]:
             process.join()
 
 
-def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> tuple[list[float], list[int]]:
-    """Seconds of each round after the first, as the founder saw them, and the peers' threads."""
+@dataclass(frozen=True)
+class Seen:
+    """What one swarm did.
+
+    Attributes:
+        seconds: of each round after the first, as the founder saw them; GIVE_UP_S of one that hung.
+        threads: that its peers chose.
+        is_finished: whether its run ended in time.
+    """
+
+    seconds: list[float]
+    threads: list[int]
+    is_finished: bool
+
+
+def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> Seen:
+    """Lets a swarm train."""
     folder = Path(tempfile.mkdtemp(prefix="swarm-threads-"))
-    how = {"environment": {}, "program": "peers.launch"} if by_hand else {}
     swarm = LocalSwarm(
         folder,
         RUN_FILE,
         peers,
         options=["--linger", "86400"],
         founder_options=["--rounds", str(rounds)],
-        **how,
     )
+    if by_hand:
+        swarm.environment, swarm.program = {}, "peers.launch"
+    is_finished = True
     try:
         with swarm:
             swarm.start()
             try:
                 swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=GIVE_UP_S)
             except SwarmError as error:
+                is_finished = False
                 print(f"  not finished: {str(error).partition(';')[0]}", file=sys.stderr)
             ends = [event["time"] for event in applied(swarm.peers[0].events(), "quorum")]
             threads = [
@@ -83,9 +101,8 @@ def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> tuple[list[float], l
             ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if len(ends) < 2:
-        return [GIVE_UP_S], threads
-    return [after - before for before, after in itertools.pairwise(ends)], threads
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    return Seen(seconds if is_finished else [*seconds, GIVE_UP_S], threads, is_finished)
 
 
 def parse() -> argparse.Namespace:
@@ -98,7 +115,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of each swarm (default: 5)")
     parser.add_argument("--turns", type=int, default=2, help="swarms of each kind (default: 2)")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be 2 at least: the first is left out")
+    return args
 
 
 def main() -> int:
@@ -108,22 +128,22 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     seconds: dict[str, list[float]] = {"local": [], "hand": []}
     threads: list[int] = []
+    unfinished = 0
     with ending_as_ctrl_c(), load(args.load):
         for turn in range(args.turns):
             for kind in ("local", "hand") if turn % 2 == 0 else ("hand", "local"):
-                found, chosen = rounds_of(
-                    by_hand=kind == "hand", peers=args.peers, rounds=args.rounds
-                )
-                seconds[kind] += found
-                threads += chosen if kind == "hand" else []
-                shown = " ".join(f"{s:.1f}" for s in found)
+                found = rounds_of(by_hand=kind == "hand", peers=args.peers, rounds=args.rounds)
+                seconds[kind] += found.seconds
+                threads += found.threads if kind == "hand" else []
+                unfinished += not found.is_finished
+                shown = " ".join(f"{s:.1f}" for s in found.seconds)
                 print(f"{kind:>5}: rounds of {shown} s", file=sys.stderr)
     local_s, hand_s = (statistics.median(seconds[kind]) for kind in ("local", "hand"))
     ratio = hand_s / local_s
     print(
         f"{args.peers} peers on {args.cores} cores beside {args.load} busy processes: "
         f"swarm-local {local_s:.1f} s a round, by hand {hand_s:.1f} s, ratio {ratio:.2f} "
-        f"(at most {LIMIT}); threads chosen {threads}"
+        f"(at most {LIMIT}); threads chosen {threads}; swarms that did not finish: {unfinished}"
     )
     if args.json:
         result = {
@@ -136,9 +156,10 @@ def main() -> int:
             "local_rounds_s": [round(s, 2) for s in seconds["local"]],
             "hand_rounds_s": [round(s, 2) for s in seconds["hand"]],
             "threads": threads,
+            "unfinished": unfinished,
         }
         print(json.dumps(result))
-    return 1 if ratio > LIMIT else 0
+    return 1 if ratio > LIMIT or unfinished else 0
 
 
 if __name__ == "__main__":
