@@ -18,6 +18,8 @@ from peers.findings import (
     verdict_of,
 )
 from peers.options import Options, options, program
+from peers.peer import PEER_OPTIONS
+from peers.toml_text import as_toml
 from swarm.errors import NobodyReachable
 from swarm.protocol.printable import printable
 
@@ -32,19 +34,20 @@ MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
 @program("swarm-doctor")
-@options(
-    "run", "run_id", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
-    "gpus", "peers", "rounds", "settings", "as_json", "log_format", "log_level",
-)  # fmt: skip
+@options(*PEER_OPTIONS, "as_json")
 @click.pass_context
 def main(context: click.Context, given: Options) -> None:
     """Whether this machine can take part in a run, and if not what to do.
 
-    Asks peers what they see: whether they can dial this machine, its clock, rates and latency.
-    Takes the addresses from --initial-peers or from the state directory; publishes nothing. With
-    --run it also says whether that run fits this machine. Exit code 0: it can take part; 1: not;
-    3: nobody was asked.
+    Takes the options of swarm-peer, so that its name alone is to be replaced in a command. Asks
+    peers what they see: whether they can dial this machine, its clock, rates and latency. Takes the
+    addresses from --initial-peers or from the state directory; publishes nothing. With --run it
+    also says whether that run fits this machine. Exit code 0: it can take part; 1: not; 3: nobody
+    was asked.
     """
+    if given.print_config:
+        click.echo(as_toml(*([given.run_config()] if given.run else []), given.peer_config()))
+        return
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
     from peers.examining import examine  # loads torch and hivemind: not for --help

@@ -6,17 +6,23 @@ import asyncio
 import logging
 import resource
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, fsum
 from pathlib import Path
 
 import click
 
 from peers.findings import Examined, Local, Needs, Sight
 from peers.options import Options
-from swarm.config import ComputeSection, NetworkSection, RunConfig
+from peers.refusals import refusals
+from swarm.config import NetworkSection, PeerConfig, RunConfig
 from swarm.errors import (
     ConfigError,
+    DataQuotaSpent,
+    InvitationError,
     NobodyReachable,
+    RunMismatch,
     StateError,
     StateLocked,
     SwarmError,
@@ -25,17 +31,24 @@ from swarm.errors import (
 from swarm.model.cost import cost_of, owned_per_peer
 from swarm.network.address_book import Remembered
 from swarm.network.blobs import BlobStore
+from swarm.network.daemon import connection_fault, hosts_of
+from swarm.network.direct_door import port_beside
 from swarm.network.fetch import Downloads
 from swarm.network.finding import find_run, whom_to_ask
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import read_invitation
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
-from swarm.network.probing import dial_back, look_at
-from swarm.network.tips import newest_tip
+from swarm.network.probing import dial_back, greeting, look_at
+from swarm.network.tips import Trust, newest_tip
+from swarm.peer.agreement import require_admission
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
 from swarm.peer.machine import plan_here, processor
 from swarm.peer.planning import held_bytes
-from swarm.peer.state_directory import StateDirectory
+from swarm.peer.quota import require_quota
+from swarm.peer.state_directory import IDENTITY_FILE, StateDirectory
 from swarm.protocol.fitness import LinkVerdict
+from swarm.protocol.ownership import GREED
 from swarm.protocol.records import PeerRecord, RunState
 from swarm.version import __version__
 
@@ -60,41 +73,71 @@ def examine(given: Options) -> Examined:
         ConfigError: an option or a run file is wrong.
     """
     config, folder = given.peer_config(), given.state_dir.expanduser()
-    local, remembered, port = _local(folder)
+    local, known, refused = _local(folder, config)
     wanted = given.run_config() if given.run else None
-    around = Around()
-    if config.network.initial_peers or remembered:
+    asked, around = Asked.of(given, wanted, known), Around()
+    if config.network.initial_peers or known.others:
         click.echo(f"asking peers, for at most {START_S + LOOK_S:.0f} s ...", err=True)
-        around = _look_around(config.network, remembered, port, Asked(wanted, given.run_id))
+        around = _look_around(config.network, asked)
     run = around.run or wanted
+    beforehand = refusals(given, config, run, joins=around.run is not None)
     return Examined(
         local,
         around.fault,
         around.addresses,
         around.sights,
         *around.rates,
-        _needs(run, around, config.compute, folder) if run else None,
+        _needs(run, around, config, folder) if run else None,
+        tuple(dict.fromkeys((*refused, *around.refused, *beforehand))),
+        around.door_port,
+        around.door_taken,
     )
 
 
 # ---------------------------------------------------------------- this machine
 
 
-def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
-    """This machine, and what its state directory knows of others."""
+@dataclass(frozen=True)
+class Known:
+    """What a state directory knows.
+
+    Attributes:
+        others: peers of earlier starts.
+        port: that was used first.
+        runs: ids of those that it was in.
+        peer_id: this peer's own; "" if it has none yet.
+    """
+
+    others: tuple[Remembered, ...] = ()
+    port: int | None = None
+    runs: frozenset[str] = frozenset()
+    peer_id: str = ""
+
+
+def _local(path: Path, config: PeerConfig) -> tuple[Local, Known, list[str]]:
+    """This machine, what its state directory knows, and what that would have a peer refuse."""
     fault, in_use = None, False
-    remembered: tuple[Remembered, ...] = ()
-    port = None
+    known, refused = Known(), []
     try:
         state = StateDirectory(path)
-        remembered, port = state.known_peers, state.port
+        known = Known(state.known_peers, state.port)
         (path / "doctor").write_bytes(b"can be written")
         (path / "doctor").unlink()
+        try:
+            require_quota(config.network, state)
+        except DataQuotaSpent as error:
+            refused.append(str(error))
         state.close()
     except StateLocked:
         in_use = True
     except (StateError, OSError) as error:
         fault = str(error)
+    known = replace(known, runs=frozenset(run.name for run in path.glob("runs/*")))
+    key = Path(config.network.identity_path or path / IDENTITY_FILE).expanduser()
+    try:
+        known = replace(known, peer_id=load_or_create_identity(key).peer_id if key.exists() else "")
+    except StateError as error:
+        refused.append(str(error))
     existing = next((p for p in (path, *path.parents) if p.exists()), None)
     local = Local(
         disk_free_bytes=shutil.disk_usage(existing).free if existing else None,
@@ -106,7 +149,7 @@ def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
         congestion=_setting("tcp_congestion_control"),
         congestion_known=tuple((_setting("tcp_available_congestion_control") or "").split()),
     )
-    return local, remembered, port
+    return local, known, refused
 
 
 def _setting(name: str) -> str | None:
@@ -117,21 +160,35 @@ def _setting(name: str) -> str | None:
         return None
 
 
-def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path) -> Needs:
+def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> Needs:
     """What the run asks of this machine, as one peer more in it."""
-    num_peers = around.num_members + 1 if around.num_members else run.run.peers
-    owned = owned_per_peer(run, num_peers)
-    _, plan = plan_here(run, owned, compute, folder)
+    others = around.capacities or (1.0,) * (run.run.peers - 1)
+    owned = share_of(run, config.peer.capacity, others)
+    _, plan = plan_here(run, owned, config.compute, folder)
     device, process = plan.need.crowded / 1e9, plan.peaks.highest / 1e9
     peaks = f"device {device:.1f} GB, the whole process {process:.1f} GB"
     return Needs(
         around.run_id or run.run.name,
-        cost_of(run, num_peers).disk_bytes,
-        f"{plan.reason} ({peaks})",
+        cost_of(run, len(others) + 1).disk_bytes,
+        f"{plan.reason}, with {owned} of {run.model.num_experts} experts ({peaks})",
         plan.fits,
         around.link,
         held_bytes(folder, run),
     )
+
+
+def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
+    """Experts that a peer of this capacity comes to own beside others of theirs, rounded up [R4].
+
+    Args:
+        run: what is trained.
+        capacity: of the peer.
+        others: capacities of all other members.
+    """
+    fair = owned_per_peer(run, len(others) + 1)
+    owners = min(run.ownership.owners_per_expert, len(others) + 1)
+    claimed = run.model.num_experts * owners * capacity / fsum((*others, capacity))
+    return min(ceil(claimed - 1e-9), GREED * fair, run.model.num_experts)
 
 
 # ---------------------------------------------------------------- the others
@@ -139,10 +196,29 @@ def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path
 
 @dataclass(frozen=True)
 class Asked:
-    """The run that a person asked about."""
+    """The run that a person asked about.
+
+    Attributes:
+        wanted: what it is to be configured as; None: as it is.
+        run_id: of several.
+        trust: what is believed of it; None: what follows from its first manifest.
+        invitation: with which this peer would come.
+        known: of this peer.
+        founds: whether `wanted` is founded beside whatever is there.
+    """
 
     wanted: RunConfig | None
     run_id: str | None
+    trust: Trust | None
+    invitation: str | None
+    known: Known
+    founds: bool
+
+    @classmethod
+    def of(cls, given: Options, wanted: RunConfig | None, known: Known) -> Asked:
+        """As the options say."""
+        trust, founds = Trust(given.tip) if given.tip else None, bool(wanted and given.new_run)
+        return cls(wanted, given.run_id, trust, given.invitation, known, founds)
 
 
 @dataclass(frozen=True)
@@ -154,7 +230,10 @@ class Around:
         addresses: that this machine listens on.
         sights: what peers saw.
         rates: down and up.
-        run: that is announced here; with its id, its number of members, what its rates mean.
+        run: that is announced here; with its id, the capacities of its other members, what the
+            rates mean for it, and why it would not take this peer in.
+        door_port: where blobs would be taken; 0: nowhere, or at a free port.
+        door_taken: why that port is not to be had here.
     """
 
     fault: str | None = None
@@ -163,20 +242,21 @@ class Around:
     rates: Rates = (None, None)
     run: RunConfig | None = None
     run_id: str | None = None
-    num_members: int = 0
+    capacities: tuple[float, ...] = ()
     link: LinkVerdict | None = None
+    refused: tuple[str, ...] = ()
+    door_port: int = 0
+    door_taken: str | None = None
 
 
-def _look_around(
-    network: NetworkSection, remembered: tuple[Remembered, ...], port: int | None, asked: Asked
-) -> Around:
+def _look_around(network: NetworkSection, asked: Asked) -> Around:
     try:
         node = Node.start(
             identity_path=None,
             network=network,
             known_peers=network.initial_peers,
-            remembered=remembered,
-            port=port,
+            remembered=asked.known.others,
+            port=asked.known.port,
             deadline_s=START_S,
             must_reach=False,
         )
@@ -185,14 +265,14 @@ def _look_around(
     except SwarmError as error:
         return Around(fault=str(error))
     try:
-        return node.run(_ask_others(node, asked), LOOK_S)
+        return node.run(_ask_others(node, network, asked), LOOK_S)
     except TimeoutError:
         return Around(fault=f"the network answered too slowly (limit {LOOK_S:.0f} s)")
     finally:
         node.stop(5.0)
 
 
-async def _ask_others(node: Node, asked: Asked) -> Around:
+async def _ask_others(node: Node, network: NetworkSection, asked: Asked) -> Around:
     await asyncio.sleep(0 if node.num_neighbours else SETTLE_S)
     found = Around(addresses=node.addresses)
     if not node.num_neighbours:
@@ -200,22 +280,43 @@ async def _ask_others(node: Node, asked: Asked) -> Around:
     present: dict[str, PeerRecord] = {}
     try:
         found, present = await _look_at_run(node, found, asked)
-    except NobodyReachable as error:  # its neighbours can still say what they see
+    except (NobodyReachable, RunMismatch) as error:  # its neighbours can still say what they see
+        if isinstance(error, RunMismatch) and not asked.founds:
+            raise
         logger.info("the run was not looked at: %s", error)
     peers = sorted({*node.neighbours, *present} - {node.peer_id})[:ASKED]
-    seen = await asyncio.gather(*(_sight(node, peer) for peer in peers))
-    sights = tuple(sight for sight in seen if sight)
+    hosts = hosts_of(network) if network.direct and node.port else ()
+    door = (network.direct_port or port_beside(network)) if hosts else 0
+    try:
+        async with greeting(hosts if door else (), door):
+            sights = await _sights(node, peers, door)
+    except OSError as error:
+        why = f"port {door}: {connection_fault(error)}"
+        if network.direct_port:  # a peer insists on a port that was named
+            found, door = replace(found, refused=(*found.refused, f"--direct-port: {why}")), 0
+        else:
+            found = replace(found, door_taken=why)
+        sights = await _sights(node, peers, 0)
     fault = None if sights else "peers are there, but none answers questions"
-    return replace(found, fault=fault, sights=sights)
+    return replace(found, fault=fault, sights=sights, door_port=door)
 
 
-async def _sight(node: Node, peer: str) -> Sight | None:
+async def _sights(node: Node, peers: Sequence[str], door: int) -> tuple[Sight, ...]:
+    seen = await asyncio.gather(*(_sight(node, peer, door) for peer in peers))
+    return tuple(sight for sight in seen if sight)
+
+
+async def _sight(node: Node, peer: str, door: int) -> Sight | None:
     try:
         look = await look_at(node, peer)
         fault = await dial_back(node, peer, node.port) if node.port else None
     except Unreachable as error:
         logger.info("peer=%s: %s", peer[-6:], error)
         return None
+    try:
+        door_fault = await dial_back(node, peer, door) if door else None
+    except Unreachable as error:
+        door_fault = str(error)
     return Sight(
         peer,
         round(look.rtt_ms, 2),
@@ -224,6 +325,7 @@ async def _sight(node: Node, peer: str) -> Sight | None:
         look.about.seen_at,
         bool(node.port),
         fault,
+        door_fault,
     )
 
 
@@ -231,7 +333,7 @@ async def _look_at_run(
     node: Node, found: Around, asked: Asked
 ) -> tuple[Around, dict[str, PeerRecord]]:
     """The run that is announced here, what it means for this link, and who is in it."""
-    fingerprint = asked.wanted.fingerprint() if asked.wanted else None
+    fingerprint = asked.wanted.fingerprint() if asked.wanted and not asked.founds else None
     store = BlobStore(None)
     downloads = Downloads(node, store)
     opened = await find_run(
@@ -242,14 +344,31 @@ async def _look_at_run(
     run, record = opened.run, opened.announced.record
     present = await present_peers(node, record.run)
     rates = await measured_rates(node, present)
-    found = replace(found, rates=rates, run=run)
+    found = replace(found, rates=rates)
+    if asked.founds:
+        return found, present
+    found = replace(found, run=run)
     if record.state is RunState.GATHERING:
         return found, present
+    found = replace(found, run_id=record.run)
     peers = whom_to_ask(node, opened.announced, present)
-    tip = (await newest_tip(node, downloads, record, peers)).record.tip
+    me = asked.known.peer_id or node.peer_id
+    try:
+        tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
+        if record.run not in asked.known.runs:  # else it may come back with what it has
+            invitation = read_invitation(asked.invitation) if asked.invitation else None
+            require_admission(record.run, run, tip, me, invitation)
+    except InvitationError as error:
+        return replace(found, refused=(str(error),)), present
+    except NobodyReachable as error:
+        logger.info("no tip was shown: %s", error)
+        return replace(found, refused=(str(error),) if asked.trust else ()), present
     members = {peer: present[peer] for peer in present if peer in tip.members}
-    link = verdict_for(run, tip, members, rates)
     return (
-        replace(found, run_id=record.run, num_members=len(tip.members), link=link),
+        replace(
+            found,
+            capacities=tuple(m.capacity for peer, m in tip.members.items() if peer != me),
+            link=verdict_for(run, tip, members, rates),
+        ),
         present,
     )

@@ -67,8 +67,9 @@ class Sight:
         clock_offset_s: its clock minus ours.
         version: of its software.
         seen_at: transport address that our connection comes from.
-        dialled: whether it was asked to dial us.
+        dialled: whether it was asked to dial us, at the host of `seen_at`.
         dial_fault: why it could not.
+        door_fault: why it could not at the port for blobs, if it was asked to.
     """
 
     peer_id: str
@@ -78,6 +79,7 @@ class Sight:
     seen_at: str
     dialled: bool
     dial_fault: str | None
+    door_fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class Examined:
         down_mbit: best rate to any of them.
         up_mbit: likewise.
         needs: of the run, if one was named or found.
+        refused: why swarm-peer would not begin with these options.
+        door_port: where blobs are to be taken; 0: nowhere, or at a free port.
+        door_taken: why that port is not to be had on this machine.
     """
 
     local: Local
@@ -122,6 +127,9 @@ class Examined:
     down_mbit: float | None
     up_mbit: float | None
     needs: Needs | None
+    refused: tuple[str, ...] = ()
+    door_port: int = 0
+    door_taken: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Finding:
 
 def findings_of(examined: Examined) -> tuple[Finding, ...]:
     """Everything that there is to say, in a fixed order of topics."""
-    found = [*_of_local(examined.local)]
+    found = [*_of_local(examined.local), *_of_refused(examined.refused)]
     if examined.network_fault:
         found.append(
             Finding(
@@ -148,6 +156,7 @@ def findings_of(examined: Examined) -> tuple[Finding, ...]:
         found += [
             _of_clock(examined.sights),
             _of_reachability(examined.addresses, examined.sights),
+            *_of_door(examined),
             _of_latency(examined.sights),
             _of_versions(examined.local.version, examined.sights),
             _of_rates(examined.down_mbit, examined.up_mbit),
@@ -214,6 +223,11 @@ def _of_local(local: Local) -> list[Finding]:
     return [state, files, device, *_of_congestion(local)]
 
 
+def _of_refused(refused: Sequence[str]) -> list[Finding]:
+    remedy = "change that; swarm-peer would end with it"
+    return [Finding("options", Level.FAULT, "; ".join(refused), remedy)] if refused else []
+
+
 def _of_congestion(local: Local) -> list[Finding]:
     """What is said depends on a line's losses, which nobody knows here: so none is a warning.
 
@@ -256,16 +270,47 @@ def _of_reachability(addresses: Sequence[str], sights: Sequence[Sight]) -> Findi
     able = [sight for sight in asked if sight.dial_fault is None]
     if not addresses:
         return Finding(topic, Level.GOOD, "client mode: only dials out, so nobody joins through it")
+    port = addresses[0].split("/")[4]
     if able:
-        text = f"{len(able)} of {len(asked)} peers can dial it at {addresses[0]} (NAT: {nat.value})"
+        where = _dialled_at(able, port)
+        text = f"{len(able)} of {len(asked)} peers can dial it at {where} (NAT: {nat.value})"
         return Finding(topic, Level.GOOD, text)
     why = asked[0].dial_fault if asked else "no peer was asked to"
-    port = addresses[0].split("/")[4]
     return Finding(
         topic, Level.WARNING, f"no peer can dial it (NAT: {nat.value}): {why}",
         f"open TCP port {port} and forward it to this machine, name the outer address with "
         "--announce-maddrs, or use --client-mode",
     )  # fmt: skip
+
+
+def _of_door(examined: Examined) -> list[Finding]:
+    """Without the second port bytes go over libp2p's one connection, and votes behind them."""
+    topic, port = "port for blobs", examined.door_port
+    asked = [sight for sight in examined.sights if sight.dialled]
+    if not (port and examined.addresses and asked):
+        return []
+    if examined.door_taken:
+        text = f"{examined.door_taken}; a peer takes a free one, which a firewall may keep closed"
+        return [Finding(topic, Level.WARNING, text, "end what has it, or choose --direct-port")]
+    able = [sight for sight in asked if sight.door_fault is None]
+    if able:
+        where = _dialled_at(able, str(port))
+        return [Finding(topic, Level.GOOD, f"{len(able)} of {len(asked)} can dial it at {where}")]
+    return [
+        Finding(
+            topic, Level.WARNING,
+            f"no peer can dial port {port}, so blobs may have to share one connection with votes, "
+            f"which wait behind them: {asked[0].door_fault}",
+            f"open TCP port {port}, too, and forward it to this machine; --direct-port takes "
+            "another",
+        )
+    ]  # fmt: skip
+
+
+def _dialled_at(sights: Sequence[Sight], port: str) -> str:
+    """The addresses at which these peers have dialled: the hosts where they see this machine."""
+    hosts = sorted({"/".join(sight.seen_at.split("/")[:3]) for sight in sights})
+    return " and ".join(f"{host}/tcp/{port}" for host in hosts)
 
 
 def _of_latency(sights: Sequence[Sight]) -> Finding:

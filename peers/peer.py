@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from swarm.peer.observing import PeerObserver
 
 
-@program("swarm-peer")
-@options(
+PEER_OPTIONS = (
     "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
     "settings", *flags_of(PeerConfig), "tokenizer", "initialise_from", "tensorboard",
     "print_config", "log_format", "log_level",
 )  # fmt: skip
+"""Those of swarm-doctor too, which is told what a peer would be told."""
+
+
+@program("swarm-peer")
+@options(*PEER_OPTIONS)
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:
     """Trains one peer of a swarm.
@@ -36,17 +40,26 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     run = options.run_config() if options.run else None
-    if options.initialise_from and not run:
-        raise ConfigError(
-            "--initialise-from is for who founds a run, which takes --run too",
-            hint="leave it out to join one, whose members have the weights",
-        )
+    require_founder(options)
     if options.print_config:
         click.echo(as_toml(*([run] if run else []), config))
         return
     from peers.taking_part import take_part  # loads torch and hivemind: not for --help
 
     take_part(config, run, options, observer)
+
+
+def require_founder(options: Options) -> None:
+    """Refuses what a founder gives its run where nothing is founded.
+
+    Raises:
+        ConfigError: says which option.
+    """
+    if options.initialise_from and not options.run:
+        raise ConfigError(
+            "--initialise-from is for who founds a run, which takes --run too",
+            hint="leave it out to join one, whose members have the weights",
+        )
 
 
 if __name__ == "__main__":

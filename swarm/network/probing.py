@@ -11,8 +11,8 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -190,6 +190,24 @@ async def _dial(seen_at: str, port: int) -> str | None:
         why = connection_fault(error) if isinstance(error, OSError) else "it hung up at once"
         return f"{host} port {port}: {why}"
     return None if greeting[1:] == _BANNER else f"another program is at {host} port {port}"
+
+
+@asynccontextmanager
+async def greeting(hosts: Sequence[str], port: int) -> AsyncIterator[None]:
+    """Greets whoever dials a port as libp2p does: for a port whose owner is not there yet.
+
+    Raises:
+        OSError: it cannot be listened on.
+    """
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes([len(_BANNER)]) + _BANNER)
+        writer.close()
+
+    async with AsyncExitStack() as undo:
+        for host in dict.fromkeys(hosts):
+            await undo.enter_async_context(await asyncio.start_server(greet, host, port))
+        yield
 
 
 # ---------------------------------------------------------------- asking

@@ -1,13 +1,20 @@
 """swarm-doctor: its exit code, its JSON, and what it leaves behind."""
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from peers import examining
 from peers.doctor import main
-from swarm.config import NetworkSection
+from peers.examining import share_of
+from peers.peer import main as peer_main
+from swarm.config import NetworkSection, RunConfig, parse_config
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL, Prober
 from swarm.peer.state_directory import StateDirectory
@@ -46,11 +53,10 @@ def test_nobody_at_the_address_is_a_fault_with_a_remedy(tmp_path: Path) -> None:
     assert "network: fault: no known address answers as a peer" in out
 
 
-@pytest.mark.parametrize("mode", [(), ("--client-mode",)])
-def test_peers_say_what_they_see(
-    tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peers.examining.FIND_S", 0.1)  # there is no run to be found
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a peer that answers questions and is in no run."""
+    monkeypatch.setattr("peers.examining.FIND_S", 0.1)
     prober, nodes = Prober(), []
 
     async def on_request(source: str, payload: bytes) -> bytes:
@@ -63,14 +69,16 @@ def test_peers_say_what_they_see(
             handlers=Handlers(on_request=on_request, streams={PROTOCOL: prober.serve}),
         )
     )
-    try:
-        state = StateDirectory(tmp_path)  # a peer runs with it: the doctor looks all the same
-        address = nodes[0].addresses[0]
-        arguments = ["--state-dir", tmp_path, *LISTEN, "--initial-peers", address, *mode]
-        code, out = run_program(*arguments, "--json")
-        state.close()
-    finally:
-        nodes[0].stop(5.0)
+    yield nodes[0].addresses[0]
+    nodes[0].stop(5.0)
+
+
+@pytest.mark.parametrize("mode", [(), ("--client-mode",)])
+def test_peers_say_what_they_see(tmp_path: Path, mode: tuple[str, ...], address: str) -> None:
+    state = StateDirectory(tmp_path)  # a peer runs with it: the doctor looks all the same
+    arguments = ["--state-dir", tmp_path, *LISTEN, "--initial-peers", address, *mode]
+    code, out = run_program(*arguments, "--json")
+    state.close()
     said = json.loads(out)
     levels = {finding["topic"]: finding["level"] for finding in said["findings"]}
     assert code == 0, said
@@ -94,3 +102,109 @@ def test_it_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "X9000")
     said = run_program("--state-dir", tmp_path)[1]
     assert "device: good: GPU X9000, 20.0 of 24.0 GB free" in said
+
+
+def two_free_ports() -> int:
+    """The first of them."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_both_ports_are_dialled_and_a_closed_second_one_is_a_warning(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    if not is_open:  # nothing answers there, as behind a firewall
+        monkeypatch.setattr(examining, "greeting", lambda *_: nullcontext())
+    port = two_free_ports()
+    listen = ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}"]
+    code, out = run_program("--state-dir", tmp_path, *listen, "--initial-peers", address, "--json")
+    said = {finding["topic"]: finding for finding in json.loads(out)["findings"]}
+    assert f"at /ip4/127.0.0.1/tcp/{port} (" in said["reachability"]["text"]
+    door = said["port for blobs"]
+    assert (code, door["level"]) == (0, "good" if is_open else "warning")
+    assert (f"/ip4/127.0.0.1/tcp/{port + 1}" in door["text"]) == is_open
+    assert (f"open TCP port {port + 1}" in door["remedy"]) != is_open
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_second_port_that_is_taken_is_a_fault_where_a_peer_insists_on_it(
+    tmp_path: Path, address: str, named: bool
+) -> None:
+    port = two_free_ports()
+    listen = ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}"]
+    listen += ["--direct-port", str(port + 1)] if named else []
+    with socket.create_server(("127.0.0.1", port + 1)):
+        code, out = run_program("--state-dir", tmp_path, *listen, "--initial-peers", address)
+    what = "options: fault: --direct-port: port" if named else "port for blobs: warning: port"
+    assert code == named and f"{what} {port + 1}: Address already in use" in out
+
+
+def test_it_takes_every_option_of_the_peer_s() -> None:
+    def spelled(program: object) -> set[str]:
+        return {flag for each in program.params for flag in (*each.opts, *each.secondary_opts)}
+
+    assert spelled(peer_main) <= spelled(main)
+    assert spelled(main) - spelled(peer_main) == {"--json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--corpus", "/no/where"], "/no/where: no such folder"),
+        (["--tokenizer", "/no/where"], "/no/where"),
+        (["--set", "run.initial=given"], "no checkpoint was named"),
+        (["--invitation", "swarm-invitation-x"], "invitation"),
+    ],
+)
+def test_what_the_peer_would_refuse_is_a_fault(
+    tmp_path: Path, options: list[str], why: str
+) -> None:
+    code, out = run_program("--state-dir", tmp_path, "--run", RUN_FILE, *options)
+    said = next(line for line in out.splitlines() if line.startswith("options: "))
+    assert code == 1 and said.startswith("options: fault: ") and why in said
+
+
+def test_settings_that_a_peer_would_print_are_printed() -> None:
+    given = ["--run", str(RUN_FILE), "--capacity", "0.5", "--print-config"]
+    printed = [CliRunner().invoke(program, given).stdout for program in (main, peer_main)]
+    assert printed[0] == printed[1] and "capacity = 0.5" in printed[0]
+
+
+def test_a_capacity_changes_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight experts and four peers: a fair share of two."""
+
+    def plan(_run: object, owned: int, *_: object) -> tuple[None, SimpleNamespace]:
+        peaks = SimpleNamespace(crowded=1e9, highest=1e9)
+        return None, SimpleNamespace(need=peaks, peaks=peaks, fits=owned < 2, reason="a plan")
+
+    monkeypatch.setattr(examining, "plan_here", plan)
+    given = ["--state-dir", tmp_path, "--run", RUN_FILE]
+    code, out = run_program(*given)
+    assert code == 1 and "memory: fault: a plan, with 2 of 8 experts" in out
+    code, out = run_program(*given, "--capacity", "0.4")
+    assert code == 3 and "memory: good: a plan, with 1 of 8 experts" in out
+
+
+@pytest.mark.parametrize(
+    ("capacity", "others", "owned"),
+    [
+        (1.0, (1.0, 1.0, 1.0), 2),
+        (0.4, (1.0, 1.0, 1.0), 1),
+        (2.0, (1.0, 1.0, 1.0), 4),
+        (1.0, (3.0, 3.0, 3.0), 1),
+        (100.0, (1.0, 1.0, 1.0), 4),  # nobody owns more than twice the fair share
+        (1.0, (), 8),
+    ],
+)
+def test_a_share_follows_the_capacities_of_all(
+    capacity: float, others: tuple[float, ...], owned: int
+) -> None:
+    run = parse_config(RunConfig, RUN_FILE.read_text(), source="demo")
+    assert share_of(run, capacity, others) == owned

@@ -70,6 +70,16 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (with_sight(clock_offset_s=1.5), "clock", Level.WARNING, "1.50 s"),
         (with_sight(dial_fault="no answer"), "reachability", Level.WARNING, "no answer"),
         (replace(GOOD, addresses=()), "reachability", Level.GOOD, "client mode"),
+        (
+            replace(with_sight(door_fault="closed"), door_port=31331),
+            "port for blobs", Level.WARNING, "no peer can dial port 31331",
+        ),
+        (
+            replace(GOOD, door_port=31331, door_taken="port 31331: in use"),
+            "port for blobs", Level.WARNING, "in use; a peer takes a free one",
+        ),
+        (replace(GOOD, door_port=31331), "port for blobs", Level.GOOD, "203.0.113.5/tcp/31331"),
+        (replace(GOOD, refused=("no such text",)), "options", Level.FAULT, "no such text"),
         (with_sight(rtt_ms=1500.0), "latency", Level.WARNING, "1500 ms"),
         (with_sight(version="0.2.0"), "version", Level.WARNING, "0.2.0 at other peers"),
         (replace(GOOD, up_mbit=None), "rate", Level.WARNING, "not measured"),
@@ -143,7 +153,20 @@ def test_one_peer_with_a_wrong_clock_among_several_is_not_ours() -> None:
 def test_one_peer_that_gets_through_is_enough() -> None:
     sights = (replace(SIGHT, dial_fault="refused"), SIGHT)
     found = finding(replace(GOOD, sights=sights), "reachability")
-    assert found.level is Level.GOOD and "1 of 2 peers can dial it" in found.text
+    assert found.level is Level.GOOD
+    assert "1 of 2 peers can dial it at /ip4/203.0.113.5/tcp/4001 (" in found.text
+
+
+def test_the_address_that_is_named_is_the_one_that_was_dialled() -> None:
+    near = replace(SIGHT, peer_id="QmB", seen_at="/ip4/10.0.0.5/tcp/55555")
+    found = finding(replace(GOOD, sights=(SIGHT, near)), "reachability")
+    both = "/ip4/10.0.0.5/tcp/4001 and /ip4/203.0.113.5/tcp/4001"
+    assert f"2 of 2 peers can dial it at {both} (" in found.text and "192.168" not in found.text
+
+
+def test_where_no_second_port_is_taken_nothing_is_said_of_it() -> None:
+    for examined in (GOOD, replace(GOOD, door_port=31331, addresses=())):
+        assert "port for blobs" not in {found.topic for found in findings_of(examined)}
 
 
 @pytest.mark.parametrize(
