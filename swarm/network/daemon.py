@@ -155,17 +155,17 @@ def _listening_fault(protocol: str, host: str, port: int) -> str | None:
 
 
 def dialable(visible: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to hand out: loopback only if there is nothing else.
+    """The addresses to hand out, public ones first, else in their order: joiners get the first.
 
-    Of more than a record may have, as of a machine with many container networks, private ones are
-    left out first.
+    Loopback only if there is nothing else. Of more than a record may have, as of a machine with
+    many container networks, the last private ones are left out.
     """
-    ordered = sorted(set(visible))
-    outside = [text for text in ordered if not is_loopback(text)]
-    kept = sorted(outside or ordered, key=_is_private)[:MAX_ADDRESSES]
-    if left_out := len(outside or ordered) - len(kept):
+    known = dict.fromkeys(visible)
+    outside = [text for text in known if not is_loopback(text)]
+    ordered = sorted(outside or known, key=_is_private)
+    if left_out := len(ordered[MAX_ADDRESSES:]):
         logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
-    return tuple(sorted(kept))
+    return tuple(ordered[:MAX_ADDRESSES])
 
 
 def _is_private(text: str) -> bool:

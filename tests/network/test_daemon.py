@@ -25,7 +25,17 @@ def test_a_machine_with_many_networks_tells_as_many_addresses_as_a_record_has(
 def test_few_addresses_are_told_as_they_are_and_loopback_only_alone() -> None:
     assert dialable(["/ip4/127.0.0.1/tcp/1", "/ip4/10.0.0.7/tcp/1"]) == ("/ip4/10.0.0.7/tcp/1",)
     assert dialable(["/ip4/127.0.0.1/tcp/1"]) == ("/ip4/127.0.0.1/tcp/1",)
-    assert dialable(["/ip4/8.8.4.4/tcp/1", "/ip4/10.0.0.7/tcp/1"]) == (
-        "/ip4/10.0.0.7/tcp/1",
-        "/ip4/8.8.4.4/tcp/1",
+
+
+def test_the_first_address_is_a_public_one_else_the_one_that_was_announced_first() -> None:
+    """The line for joiners names it."""
+    near, nearer = "/ip4/10.0.0.5/tcp/1", "/ip4/192.168.1.5/tcp/1"
+    assert dialable([near, "/ip4/8.8.4.4/tcp/1"]) == ("/ip4/8.8.4.4/tcp/1", near)
+    assert dialable([nearer, "/dns4/b.example/tcp/1", near, "/dns4/a.example/tcp/1", nearer]) == (
+        "/dns4/b.example/tcp/1",
+        "/dns4/a.example/tcp/1",
+        nearer,
+        near,
     )
+    for_documents = "/ip4/203.0.113.7/tcp/1"
+    assert dialable([for_documents, near]) == (for_documents, near)
