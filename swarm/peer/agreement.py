@@ -99,6 +99,10 @@ def require_admission(
     )
 
 
+SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
+"""Of equal documents these have the first alone, and the name of the folder that they come from."""
+
+
 def require_text(needed: Text, have: Text, root: Path) -> None:
     """Refuses a machine's text unless it is the run's; names alone may differ.
 
@@ -123,7 +127,7 @@ def require_text(needed: Text, have: Text, root: Path) -> None:
     raise TextMismatch(
         f"the run trains on {_described(needed)}, and this machine has {_described(have)} "
         f"in {root}",
-        hint=_remedy(needed),
+        hint=_remedy(needed) + (SHARDS if have.name == needed.name else ""),
     )
 
 

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from swarm.config import RunConfig, parse_config
+from swarm.data.corpus import open_corpus
+from swarm.data.held_out import held_out_documents
+from swarm.data.shard_writer import write_shards
 from swarm.data.tokenise import BYTE
 from swarm.errors import BadManifest, DataError, TextMismatch
 from swarm.peer.agreement import joiners_need
@@ -81,6 +84,25 @@ def test_another_text_is_refused_with_both_digests_and_the_remedy(books: Path, c
     assert refused.value.exit_code == 4
     with pytest.raises(AssertionError):
         joiner.shards  # noqa: B018 - nothing of another text is handed out
+
+
+def test_shards_of_a_folder_with_equal_documents_are_another_text_and_the_remedy_names_them(
+    books: Path, cache: Path, tmp_path: Path
+) -> None:
+    shutil.copy(books / "0.txt", books / "again.txt")
+    corpus, shards = open_corpus(str(books)), tmp_path / "shards"
+    shards.mkdir()
+    held_out = held_out_documents(corpus.documents(), RUN.data.validation_bytes)
+    write_shards(corpus, shards, BYTE, drop_copies=True, held_out=held_out)
+    needed = founded(shards, cache)
+    assert needed.name == "books"
+    with pytest.raises(TextMismatch, match=r"unchanged: --corpus FOLDER, or the founder's shards"):
+        RunText(str(books), cache, print).require(RUN, BYTE, needed, None)
+    (tmp_path / "others").mkdir()
+    shutil.copy(books / "0.txt", tmp_path / "others")
+    with pytest.raises(TextMismatch) as refused:
+        RunText(str(tmp_path / "others"), cache, print).require(RUN, BYTE, needed, None)
+    assert "shards" not in str(refused.value.hint), "it has other files"
 
 
 def test_a_joiner_without_corpus_has_the_standard_library_which_is_refused(
