@@ -195,15 +195,16 @@ def test_a_way_that_is_found_late_is_taken_the_next_time(
     async def late(self: Direct, source: str, ask: bytes) -> bytes:
         nonlocal asked
         asked += 1
-        await asyncio.sleep(1.0)
+        await found.wait()
         return await in_time(self, source, ask)
 
-    asked, in_time = 0, Direct._on_port
+    asked, in_time, found = 0, Direct._on_port, asyncio.Event()
     monkeypatch.setattr(Direct, "_on_port", late)
     server, node = serving(peers, b"some"), peers.node()
     for _ in range(2):
         with pytest.raises(NoRoute):
             node.run(node.open_stream(server.peer_id, PROTOCOL, 0.3), WAIT_S)
+    server.loop.call_soon_threadsafe(found.set)
     node.run(node.open_stream(server.peer_id, PROTOCOL, 5.0), WAIT_S).close()
     assert asked == 1
 
@@ -255,12 +256,15 @@ def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
 
 
 def two_free_ports() -> int:
-    """The first of two ports that follow each other, both free."""
+    """The first of two ports that follow each other, both free, and none that systems give away."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError, OverflowError):
-            port: int = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
+        port, host = random.randrange(10_000, 32_000), "127.0.0.1"
+        with (
+            suppress(OSError),
+            socket.create_server((host, port)),
+            socket.create_server((host, port + 1)),
+        ):
+            return port
 
 
 def test_two_ports_that_follow_each_other_can_be_opened_beforehand(peers: Peers) -> None:

@@ -64,12 +64,6 @@ def two(lasting_peers) -> tuple[Inbox, Node, Node]:
     return inbox, lasting_peers.node(inbox.handlers), lasting_peers.node()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_message_arrives_with_the_sender_that_libp2p_proved(two):
     inbox, receiver, sender = two
     sender.run(sender.post(receiver.peer_id, b"hello"), WAIT_S)
@@ -137,17 +131,17 @@ def test_run_raises_its_own_timeout_and_the_coroutine_s(two):
         node.run(fails(), WAIT_S)
 
 
-def test_one_dead_address_among_living_ones_is_no_obstacle(peers):
+def test_one_dead_address_among_living_ones_is_no_obstacle(peers, closed_port):
     first = peers.node()
-    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{first.peer_id}"
     second = peers.node(known_peers=(dead, *first.addresses))
     assert second.num_neighbours == 1
     assert first.addresses[0] in [text for text, _ in second.known_addresses]
 
 
-def test_only_dead_addresses_are_a_clear_error_before_the_deadline(peers, tmp_path):
+def test_only_dead_addresses_are_a_clear_error_before_the_deadline(peers, tmp_path, closed_port):
     peer_id = load_or_create_identity(tmp_path / "gone.key").peer_id
-    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer_id}"
+    dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{peer_id}"
     begin = time.monotonic()
     with pytest.raises(NobodyReachable, match=f"{dead}: .*refused"):
         peers.node(known_peers=(dead,), deadline_s=10 * WAIT_S)
@@ -279,6 +273,7 @@ def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, c
     assert set(records_of(node, "key")) == {first.peer_id}, "waits until it is back"
     assert (node.peer_id, node.addresses) == before
     assert node.failure is None
+    end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s:
         with contextlib.suppress(Unreachable):
             first.run(first.post(node.peer_id, b"again"), WAIT_S)
@@ -334,9 +329,9 @@ def test_dhts_that_formed_apart_become_one_by_themselves(peers):
     pytest.fail("the halves did not find each other")
 
 
-def test_remembered_addresses_lead_in_where_the_given_ones_are_dead(peers):
+def test_remembered_addresses_lead_in_where_the_given_ones_are_dead(peers, closed_port):
     first = peers.node()
-    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{first.peer_id}"
     remembered = [Remembered("nonsense"), Remembered(first.addresses[0], 1.0)]
     second = peers.node(known_peers=(dead,), remembered=remembered)
     assert second.num_neighbours == 1

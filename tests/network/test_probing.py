@@ -28,7 +28,6 @@ from swarm.network.probing import (
 from swarm.version import __version__
 from tests.hostile.victim import wait_until
 from tests.network.conftest import Peers
-from tests.network.test_node import free_port
 
 WAIT_S = 60.0
 SOME = {"is_down": True, "limit_s": 5.0, "num_bytes": 2**19}
@@ -78,11 +77,10 @@ def test_a_peer_that_listens_can_be_dialled_back(pair) -> None:
     assert me.run(dial_fault(me), WAIT_S) is None
 
 
-def test_why_it_cannot_be_dialled_is_said(pair) -> None:
+def test_why_it_cannot_be_dialled_is_said(pair, closed_port) -> None:
     peer, me = pair
-    closed = free_port()
-    fault = me.run(dial_back(me, peer.peer_id, closed), WAIT_S)
-    assert fault == f"127.0.0.1 port {closed}: Connection refused"
+    fault = me.run(dial_back(me, peer.peer_id, closed_port), WAIT_S)
+    assert fault == f"127.0.0.1 port {closed_port}: Connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         threading.Thread(target=lambda: silent.accept()[0].close(), daemon=True).start()
         port = silent.getsockname()[1]

@@ -43,12 +43,12 @@ def key(request) -> str:
     return request.node.nodeid
 
 
-def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]:
+def hostile_store(node, target, key: str, value: bytes, *, life_s=60.0, **changes) -> list[bool]:
     """Sends a record straight to `target`, past the sender's own checks."""
     inner = node._substrate.dht._node
     fields = {
         "subkey": inner.protocol.record_validator.subkey,
-        "expiration": get_dht_time() + 60,
+        "expiration": get_dht_time() + life_s,
         "sign": True,
         "in_cache": False,
     } | changes
@@ -182,7 +182,7 @@ def test_an_expiration_that_is_no_time_is_refused_though_its_owner_signed_it(tmp
         (packed(b"x") + bytes(64), {"sign": False}, "record_signature"),
         (packed(b"x"), {"expiration": 1e12}, "record_expiration"),
         (packed(b"x"), {"expiration": float("inf")}, "record_expiration"),
-        (packed(b"x"), {"expiration": get_dht_time() + MAX_TTL_S - 60}, "record_expiration"),
+        (packed(b"x"), {"life_s": MAX_TTL_S - 60}, "record_expiration"),
         (packed(b"x"), {"subkey": b"nobody"}, "record_owner"),
         (packed(b"x"), {"subkey": bytes(32)}, "record_owner"),
         (packed(b"x"), {"subkey": 7}, "record_owner"),
