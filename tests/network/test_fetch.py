@@ -308,14 +308,13 @@ def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
     downloads = Downloads(client, store)
 
     async def impatient() -> None:
-        for _ in range(200):
+        while True:
             call = asyncio.create_task(Fetched().fetch(downloads, wants))
             done, _ = await asyncio.wait([call], timeout=0.02)
             if done:
                 return
             call.cancel()
             await asyncio.wait([call])
-        raise AssertionError("never finished")
 
     before = client.traffic.blob_bytes_received
     client.run(impatient(), WAIT_S)
@@ -373,7 +372,7 @@ def test_a_cancelled_download_of_several_pieces_ends_and_holds_nothing(swarm, mo
         [download] = downloads._downloads.values()
         assert 1 < sum(downloads._sourcing.knows(piece) for piece in download.pieces) < 12
         cancelled.set()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(WAIT_S / 2):
             while downloads._downloads:
                 await asyncio.sleep(0.01)
 
@@ -408,7 +407,7 @@ def test_a_stream_that_ends_while_its_blob_is_judged_holds_no_other_peer_up(swar
             if flow._connection:
                 flow._connection.shutdown(socket.SHUT_RDWR)
         fetching = asyncio.create_task(fetched.fetch(downloads, [behind, beside]))
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(WAIT_S / 2):
             while beside.digest not in fetched.arrived:
                 await asyncio.sleep(0.01)
         assert not judging.done()
