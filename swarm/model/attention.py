@@ -148,8 +148,21 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
     if short and q_BHTC.dtype is torch.bfloat16 and q_BHTC.device.type == "cpu":
         attended: Tensor = _Short.apply(q_BHTC, k_BGTC, v_BGTC)  # type: ignore[no-untyped-call]
         return attended
-    shared = q_BHTC.shape[1] > k_BGTC.shape[1]
-    return F.scaled_dot_product_attention(q_BHTC, k_BGTC, v_BGTC, is_causal=True, enable_gqa=shared)
+    times = q_BHTC.shape[1] // k_BGTC.shape[1]
+    if times > 1 and repeats_keys(q_BHTC.is_cuda, q_BHTC.dtype):
+        k_BGTC, v_BGTC = (x_BGTC.repeat_interleave(times, 1) for x_BGTC in (k_BGTC, v_BGTC))
+        times = 1
+    return F.scaled_dot_product_attention(
+        q_BHTC, k_BGTC, v_BGTC, is_causal=True, enable_gqa=times > 1
+    )
+
+
+def repeats_keys(is_cuda: bool, dtype: torch.dtype) -> bool:
+    """Whether each query gets a key of its own.
+
+    A GPU's kernels for shared keys are for 16 bits: PyTorch 2.13 would keep T * T weights in fp32.
+    """
+    return is_cuda and dtype is torch.float32
 
 
 class _Short(torch.autograd.Function):

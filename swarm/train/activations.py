@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from swarm.config import RunConfig
-from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
+from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS, repeats_keys
 from swarm.model.losses import slice_tokens
 from swarm.model.masking import WASTE
 from swarm.model.rows import GROUPED_ROWS
@@ -103,7 +103,9 @@ class MicroBatchBytes:
         per_token: float = c * hidden
         # Projections before their norms; rotated ones; values; the output.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
-        per_token += c * (queries + 2 * keys) * self.places() + c * queries
+        repeated = repeats_keys(self.options.device == "cuda", DTYPES[self.options.compute])
+        attended = queries if repeated else keys
+        per_token += c * (queries + 2 * attended) * self.places() + c * queries
         # The output of each document by itself, put together, and which token is where.
         per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows.computed * 2 * model.moe_intermediate_size

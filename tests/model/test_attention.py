@@ -1,9 +1,13 @@
 """The parts of attention whose gradients or products are written by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from swarm.model.attention import (
     BLOCK_TOKENS,
@@ -13,7 +17,7 @@ from swarm.model.attention import (
     rotary_tables,
     rotate,
 )
-from tests.model.samples import Spy
+from tests.model.samples import OnGpu, Spy
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,6 +76,38 @@ def test_short_attention_in_bf16_equals_the_fused_kernel(num_tokens: int) -> Non
     for value, full in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         # bf16 inputs and scores, 2^-9 each; observed 0.6 %.
         assert (value - full).norm() < 0.02 * full.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
+)
+def test_keys_that_a_gpu_cannot_share_in_fp32_are_repeated(dtype: torch.dtype, keys: int) -> None:
+    tokens = SHORT_TOKENS + 1
+    q, k, v = (normal(1, heads, tokens, 8, seed=heads, dtype=dtype) for heads in (4, 2, 2))
+    with Given() as given:
+        out = attend(*(x.as_subclass(OnGpu) for x in (q, k, v)))
+    assert given.keys == [keys]
+    wanted, upstream = attend(q, k, v), normal(1, 4, tokens, 8, seed=9, dtype=dtype)
+    assert torch.equal(out, wanted)
+    found, full = (torch.autograd.grad(x, (q, k, v), upstream) for x in (out, wanted))
+    for gradient, full_gradient in zip(found, full, strict=True):
+        # Those of a key are sums over its queries, in another order.
+        assert (gradient - full_gradient).norm() <= 1e-6 * full_gradient.norm()
+
+
+class Given(TorchFunctionMode):
+    """Keeps how many keys torch's attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[int] = []
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention:
+            self.keys.append(args[1].shape[1])
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,9 @@ import torch
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.masks import masks_of
+from swarm.model import attention
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
+from swarm.train import activations
 from swarm.train.allocations import LiveBytes
 from swarm.train.memory import need_of, stage_needs
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
@@ -138,6 +140,29 @@ def test_peaks_are_predicted_within_5_percent(kind, options, train, sizes):
     need = planned(run, kind, **options)
     # On a CPU device and host are one memory.
     assert need.device + need.host == pytest.approx(peak, rel=0.05)
+
+
+def test_keys_that_are_repeated_for_each_query_are_counted(monkeypatch):
+    """As a GPU has them in fp32."""
+    run, peaks, needs = sized({}, num_key_value_heads=1), [], []
+    for repeats in (False, True):
+        for module in (attention, activations):
+            monkeypatch.setattr(module, "repeats_keys", lambda *_, repeats=repeats: repeats)
+        peaks.append(measured(run, RESIDENT)[1])
+        needs.append(planned(run, RESIDENT).device)
+    assert needs[1] - needs[0] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
+    assert needs[1] == pytest.approx(peaks[1], rel=0.05)
+
+
+@pytest.mark.gpu
+def test_an_evaluation_with_shared_keys_keeps_no_weights_of_all_pairs_on_a_gpu():
+    run = sized(BF16, length=8192)
+    engine, tokens = new_engine(run, OWNED, device="cuda"), tokens_of(run)[:1]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert engine.evaluate(tokens) > 0
+    all_pairs = 4 * 4 * 8192**2
+    assert torch.cuda.max_memory_allocated() - before < all_pairs
 
 
 @pytest.mark.parametrize("tied", [False, True])
