@@ -22,6 +22,8 @@ MEMORY = 0.98
 """Of the running mean of gradient norms: it looks back some 50 steps."""
 SQUARED = 2**16
 """Elements that a CPU converts to fp64 at once: they stay in its cache."""
+SQUARED_GPU = 2**24
+"""Those of a GPU: 128 MiB in fp64, and few enough kernels."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +42,7 @@ def square_sum(gradient: Tensor) -> Tensor:
     In fp64, so that sums of parts, however a gradient is cut, make the same fp32 norm as a sum of
     the whole; an fp32 norm of 2^24 elements is 0.07 % too small on a CPU, besides.
     """
-    if gradient.is_cuda:
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        return norm.square()
-    first, *others = gradient.view(-1).split(SQUARED)
+    first, *others = gradient.view(-1).split(SQUARED_GPU if gradient.is_cuda else SQUARED)
     total = _squared(first)
     for piece in others:
         total += _squared(piece)
@@ -51,6 +50,9 @@ def square_sum(gradient: Tensor) -> Tensor:
 
 
 def _squared(piece: Tensor) -> Tensor:
+    if piece.is_cuda:
+        norm: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64)  # of a copy in fp64
+        return norm.square()
     doubles = piece.double()
     square: Tensor = torch.dot(doubles, doubles)
     return square

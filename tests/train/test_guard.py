@@ -8,6 +8,7 @@ from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
 from swarm.model.routing import RoutingControls
 from swarm.train.guard import Guard, LossScale, clip_factors, norm_of, square_sum, total_norm
+from tests.model.samples import OnGpu, Spy
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
 FP16 = {"compute": "fp16"}
@@ -154,3 +155,12 @@ def test_a_norm_does_not_depend_on_how_its_gradient_is_cut():
     in_fp32 = torch.stack([part.norm() for part in gradient.split(64)]).norm() / 4
     assert not torch.equal(in_fp32, whole)
     assert norm_of(square_sum(torch.tensor([1.0, math.inf])), 1.0) == math.inf
+
+
+def test_a_gpu_copies_a_piece_of_a_gradient_at_a_time_to_fp64(monkeypatch):
+    monkeypatch.setattr("swarm.train.guard.SQUARED_GPU", 2**10)
+    gradient = torch.randn(2**12 + 77, generator=torch.Generator().manual_seed(0))
+    with Spy() as spy:
+        on_gpu = square_sum(gradient.as_subclass(OnGpu))
+    assert [name for name, _, _ in spy.seen].count("linalg_vector_norm") == 5
+    assert on_gpu.item() == pytest.approx(square_sum(gradient).item(), rel=1e-14)
