@@ -114,9 +114,9 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
     Args:
         plan: the sorted rows.
-        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU. Otherwise one expert at
-            a time: on a CPU `grouped_mm` is a loop too, and the rows then stay in the cache from
-            one product to the next.
+        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU in 16 bits. Otherwise
+            one expert at a time: on a CPU `grouped_mm` is a loop too, and the rows then stay in the
+            cache from one product to the next.
     """
     num_groups = len(plan.starts) - 1
     for owned, low, high in ((True, 0, plan.num_owned), (False, plan.num_owned, num_groups)):

@@ -56,9 +56,13 @@ class Setting:
     compute: torch.dtype
 
     def grouped(self, x_ND: Tensor, inner: int) -> bool:
-        """Whether `grouped_mm` is used; it wants rows that are multiples of 16 bytes."""
+        """Whether `grouped_mm` is used; it wants rows that are multiples of 16 bytes.
+
+        In fp32 it is a loop over experts on a GPU too, for which a stack that is frozen in another
+        type would be converted as a whole.
+        """
         sizes = (x_ND.shape[-1] * self.compute.itemsize, inner * self.compute.itemsize)
-        return x_ND.is_cuda and all(size % 16 == 0 for size in sizes)
+        return x_ND.is_cuda and self.compute.itemsize < 4 and all(size % 16 == 0 for size in sizes)
 
     def matrices(self, owned: Sequence[Tensor], block: Block) -> list[Tensor]:
         """The gate, up and down matrices of a block in the compute type."""

@@ -64,7 +64,7 @@ class MicroBatchBytes:
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.own = self.tokens / options.tp  # outside of attention and experts
         self.compute = DTYPES[options.compute].itemsize
-        self.grouped = options.device == "cuda"
+        self.grouped = options.device == "cuda" and self.compute < 4
         self.experts = run.model.num_experts / options.ep
         self.rows = rows or Rows.even(run, options)
         self.travels = options.ep > 1 and options.tp == 1  # rows go to other ranks
@@ -162,7 +162,7 @@ class MicroBatchBytes:
             frozen_layer: bytes of its frozen ones.
         """
         model, c, rows = self.model, self.compute, self.rows
-        # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
+        # One expert at a time, or a grouped product of a stack, in pieces if it is long.
         together = rows.largest
         if self.grouped:
             together = min(rows.computed, max(GROUPED_ROWS, rows.largest))

@@ -9,7 +9,7 @@ from swarm.model import rows
 from swarm.model.moe import DenseStack, Router
 from swarm.model.rows import blocks, plan_rows, times, write_outer
 from swarm.model.swiglu import Setting, mix_experts
-from tests.model.samples import tiny_run
+from tests.model.samples import OnGpu, tiny_run
 
 CPU = torch.device("cpu")
 
@@ -111,6 +111,26 @@ def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
     for gradient, full in zip(gradients, expected, strict=True):
         trained = full if full.dim() == 2 else full[:num_owned]
         assert torch.allclose(gradient, trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_a_stack_is_dense_as_a_whole_only_where_a_kernel_takes_it(
+    dtype: torch.dtype, device: str
+) -> None:
+    case, asked = mixture(num_tokens=40), []
+
+    class Asked(DenseStack):
+        def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
+            asked.append(rows.stop - rows.start)
+            return super().dense(rows, dtype)
+
+    gate, up, down = (Asked(case[name].detach()) for name in ("gate", "up", "down"))
+    setting = Setting(plan_rows(case["expert"], 6, 0, 1), (gate, up, down), dtype)
+    x, owned = case["x"].detach(), [case[name].detach()[:0] for name in ("gate", "up", "down")]
+    mix_experts(x.as_subclass(OnGpu) if device == "gpu" else x, case["weight"], owned, setting)
+    whole = device == "gpu" and dtype is torch.bfloat16
+    assert set(asked) == {6 if whole else 1}
 
 
 @pytest.mark.parametrize(("most_rows", "num_blocks"), [(2**17, 2), (200, 4), (1, 5)])
