@@ -8,6 +8,7 @@ from itertools import count
 from random import Random
 
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.fetching import Get
 from swarm.emulation.simulator.founding import found
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.lying import Liar
@@ -137,7 +138,8 @@ class World:
         if sender.fell_s - UNSENT_S <= posted_s <= sender.fell_s:
             return
         if not isinstance(payload, Packet):
-            if not self.liar or node.me != self.liar.me or self.liar.serves():
+            liar = self.liar if isinstance(payload, Get) else None
+            if not liar or node.me != liar.me or liar.serves():
                 node.receive(source, payload)
             return
         message = self.door.let_in(source, *payload)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
+from swarm.emulation.simulator.faults import draw
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
-from swarm.emulation.simulator.schedule import run_schedule
+from swarm.emulation.simulator.schedule import build, run_schedule
 from tests.emulation.simulator.schedules import require_sound
 from tests.hostile import test_m02_members_of_one
 from tests.protocol import round_pump
@@ -25,6 +29,17 @@ CAUGHT_BY_SCHEDULE = {
 @pytest.mark.parametrize("seed", range(6))
 def test_honest_peers_agree_and_go_on_beside_a_liar(seed: int) -> None:
     require_sound("P", seed)
+
+
+def test_a_liar_that_serves_nobody_fetches_for_itself_and_goes_on() -> None:
+    random = Random("P:1")
+    scenario = draw(ALL_CLASSES["P"], random)
+    lies = frozenset({"unserved", "ghost"})
+    world = build(replace(scenario, setup=replace(scenario.setup, lies=lies)), random)
+    world.run(lambda: world.now > scenario.heal_s - 1)
+    assert world.liar and world.liar.is_lying
+    heights = {node.me: node.disk.record.tip.height for node in world.alive()}
+    assert heights[world.liar.me] == max(heights.values()) > 5
 
 
 @pytest.mark.slow
