@@ -32,6 +32,16 @@ class _OwnDeltaStays(Training):
         return _changed(super().decide(manifest, previous), Action.CORRECTED, Action.CARRIED)
 
 
+class _KnownDeltaBeginsAnew(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        return _changed(super().decide(manifest, previous), Action.CORRECTED, Action.RESTART)
+
+
+class _MissBeginsAnew(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        return _changed(super().decide(manifest, previous), Action.CARRIED, Action.RESTART)
+
+
 class _AnyBase(Training):
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().decide(manifest, previous)
@@ -133,6 +143,13 @@ DELTA_MUTANTS: Mapping[str, Mutant] = {
         "W8: what was counted is taken off", UnderTest(training=_OwnDeltaStays)
     ),
     "own_delta_twice": Mutant("W8: it is taken off once", _trained_with(_Twice)),
+    "known_delta_begins_anew": Mutant(
+        "W8: what was counted is taken off, and the rest goes on",
+        UnderTest(training=_KnownDeltaBeginsAnew),
+    ),
+    "miss_begins_anew": Mutant(
+        "W8: steps that one round has left out go on", UnderTest(training=_MissBeginsAnew)
+    ),
     "any_base_goes_on": Mutant(
         "W8: only the base's successor moves it", UnderTest(training=_AnyBase)
     ),

@@ -47,6 +47,8 @@ class PrivateState:
     """See `Model.started`."""
     read: Stretches = ()
     """Samples behind the offer."""
+    missed: frozenset[Unit] = frozenset()
+    """See `restarts.Past`."""
 
 
 class Disk:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swarm.emulation.simulator.deltas import Deltas, Step
 from swarm.emulation.simulator.disk import Disk, PrivateState, Progress
+from swarm.emulation.simulator.restarts import Past
 from swarm.emulation.simulator.values import Trained, Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.experts import expert_of_unit, expert_unit
@@ -42,6 +43,7 @@ class Model:
         self.again: set[Digest] = set()
         """Blobs of an offer that was out when the peer stopped."""
         self.deltas = self.deltas_type(me, disk, task.rules, task.values)
+        self.past = Past(me)
 
     def load(self, private: PrivateState) -> None:
         """Goes on from the private state."""
@@ -50,6 +52,12 @@ class Model:
         self.started = dict(private.started)
         self.offered = set(offered.values())
         self.deltas.load(private)
+        self.past = Past(self.me, set(offered.values()), private.missed)
+
+    def decided(self) -> None:
+        """What was offered is in the tip, or never will be."""
+        self.offered.clear()
+        self.past.offered.clear()
 
     @property
     def pinned(self) -> set[Digest]:
@@ -85,6 +93,11 @@ class Model:
 
     def values(self, bases: Mapping[Unit, Digest], read: Stretches) -> dict[Unit, OfferedUnit]:
         """Values of units as they are now; shared ones were trained on what was read."""
+        units = self._values(bases, read)
+        self.past.offered.update(offered.digest for offered in units.values())
+        return units
+
+    def _values(self, bases: Mapping[Unit, Digest], read: Stretches) -> dict[Unit, OfferedUnit]:
         units = {}
         for unit, base in bases.items():
             expert = expert_of_unit(unit)
@@ -105,8 +118,13 @@ class Model:
 
     # ------------------------------------------------------------ adopting
 
-    def adopt(self, manifest: Manifest, decision: Adoption) -> list[int]:
-        """Moves to an agreed state; returns experts taken up that others have trained."""
+    def adopt(self, manifest: Manifest, decision: Adoption, *, follows: bool) -> list[int]:
+        """Moves to an agreed state; returns experts taken up that others have trained.
+
+        `follows`: whether the manifest's parent is what the model is at.
+        """
+        bases = {unit: live.base for unit, live in self.deltas.live.items()}
+        self.past.adopt(manifest, decision, bases, follows=follows)
         if decision.shared is not Action.KEEP:
             self._restart(manifest, decision.kept_parts)
         for unit in self.deltas.shared:

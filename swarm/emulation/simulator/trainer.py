@@ -146,7 +146,7 @@ class Trainer(TrainingShell):
         return not missing
 
     def resumed(self, tip: Manifest, *, has_work: bool) -> None:
-        self.model.offered.clear()
+        self.model.decided()
 
     # ------------------------------------------------------------ local steps
 
@@ -234,6 +234,7 @@ class Trainer(TrainingShell):
             dict(self.model.deltas.named),
             dict(self.model.started),
             last(self._read, work.tokens // self.task.rules.sequence_length),
+            self.model.past.missed,
         )
         await self._pass(WRITE_S)
         return units
@@ -296,8 +297,8 @@ class Trainer(TrainingShell):
             self.shell.adopting(before, manifest)
         if self._is_read_anew(manifest, decision, at_start=at_start):
             self._read = ()
-        self._at = manifest.digest
-        taken = self.model.adopt(manifest, decision)
+        follows, self._at = manifest.parent == self._at, manifest.digest
+        taken = self.model.adopt(manifest, decision, follows=follows)
         self.shell.adopted(taken, before, manifest)
         return True
 
@@ -320,5 +321,5 @@ class Trainer(TrainingShell):
         )
 
     def release(self) -> None:
-        self.model.offered.clear()
+        self.model.decided()
         self.model.again.clear()

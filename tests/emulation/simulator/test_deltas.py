@@ -8,6 +8,8 @@ from swarm.emulation.simulator.schedule import run_schedule
 CAUGHT = {
     "own_delta_stays": (0, "E2"),
     "own_delta_twice": (0, "E2"),
+    "known_delta_begins_anew": (0, "E5"),
+    "miss_begins_anew": (0, "E5"),
     "any_base_goes_on": (2, "E2"),
     "unknown_delta_taken": (1, "E2"),
     "tokens_carried": (4, "T1"),
