@@ -22,7 +22,18 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
 ENDS_S = 180.0
 STEP = re.compile(r"^step (\d+): (\d+\.\d+) nats per token$", re.MULTILINE)
-HELD_OUT = re.compile(r"^round (\d+): held-out loss (\d+\.\d+)$", re.MULTILINE)
+HELD_OUT = re.compile(r"^round (\d+): held-out loss (\d+\.\d+)(?:, |$)", re.MULTILINE)
+GO_ON = """
+import swarm
+
+class Once(swarm.PeerObserver):
+    def on_step(self, step, stats):
+        print(f"step {step}: {stats.cross_entropy:.3f} nats per token")
+        peer.stop()
+
+with swarm.Peer.resume("out/alone", observer=Once()) as peer:
+    peer.train()
+"""
 
 
 def page() -> str:
@@ -65,7 +76,11 @@ def test_the_page_in_readme_continues_an_export(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(page())
     printed = run_python(tmp_path, "page.py")
     assert_ten_steps(printed)
-    assert printed.splitlines()[-1].startswith("round 2, step 10: ")
+    said = "round 2, step 10: swarm.Peer.resume('out/alone') goes on from here"
+    assert printed.splitlines()[-1] == said
+    (tmp_path / "go_on.py").write_text(GO_ON)
+    steps = STEP.findall(run_python(tmp_path, "go_on.py"))
+    assert steps and int(steps[0][0]) == 10, "so it does"
 
 
 @pytest.mark.scenario
