@@ -15,7 +15,13 @@ from swarm.train.parallel.roster import Node, address_of, launched_by
 
 
 @program("swarm-worker")
-@options("key", "log_format", "log_level")
+@options("log_format", "log_level")
+@option(
+    "--key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A copy of the peer's workers.key, which is in its state folder; must be given.",
+)
 @option(
     "--controller",
     metavar="HOST:PORT",
@@ -33,7 +39,13 @@ from swarm.train.parallel.roster import Node, address_of, launched_by
 )
 @option("--once", is_flag=True, help="Ends when the peer has ended, and waits for no next one.")
 def main(
-    given: Options, controller: str | None, workers: int | None, folder: Path | None, once: bool
+    _: Options,
+    *,
+    key: Path | None,
+    controller: str | None,
+    workers: int | None,
+    folder: Path | None,
+    once: bool,
 ) -> None:
     """Lets this machine's GPUs compute for a peer that was started elsewhere.
 
@@ -62,11 +74,11 @@ def main(
         raise ConfigError("PyTorch finds no GPU on this machine", hint=hint)
     if not (address := controller or launch.controller):
         raise ConfigError("--controller is missing", hint="for example 10.0.0.1:31340")
-    if not given.key:
+    if not key:
         raise ConfigError("--key is missing", hint="a copy of the peer's workers.key")
     agent = Agent(
         address_of(address, "--controller"),
-        key_at(Path(given.key).expanduser(), may_make=False),
+        key_at(key.expanduser(), may_make=False),
         Node(number, gpus, launch.rank, versions()),
         launch.local,
         folder,

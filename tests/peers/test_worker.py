@@ -78,6 +78,12 @@ def test_what_is_missing_is_said_in_one_line(key: str, monkeypatch: pytest.Monke
     assert (code, "give --workers N" in line) == (2, True)
 
 
+def test_the_help_says_that_the_key_must_be_given() -> None:
+    page = CliRunner().invoke(main, ["--help"]).output.partition("Options:")[2]
+    of_key = page.partition("--key ")[2].partition("--controller")[0]
+    assert "must be given" in of_key and "by default" not in of_key
+
+
 def test_sigterm_ends_a_waiting_node_with_one_line(key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
