@@ -95,6 +95,7 @@ def test_an_idle_stream_ends_soon_and_gives_back_what_it_held(
 
     async def hold() -> None:
         connections = await open_idle(attacker, relay, victim.node)
+        assert connections
         try:
             async with asyncio.timeout(WAIT_S / 2):
                 await asyncio.gather(*map(ended, connections))

@@ -203,9 +203,17 @@ def test_a_peer_that_a_person_stops_while_it_enters_is_stopped(waiting: Starter)
         waiting.wait_for(asyncio.sleep(60.0))
 
 
-def test_what_takes_longer_than_any_limit_still_ends_with_its_value(
+def test_what_a_peer_waits_for_while_it_enters_has_no_limit(
     waiting: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 7B over a thin line, or a founder that waits for others, takes more than a day."""
-    monkeypatch.setattr(entering, "START_S", 0.1, raising=False)
-    assert waiting.wait_for(asyncio.sleep(0.4, "the model")) == "the model"
+    run, limits = waiting.node.run, []
+
+    def noted(coroutine: Any, timeout_s: float | None) -> Any:
+        limits.append(timeout_s)
+        return run(coroutine, timeout_s)
+
+    monkeypatch.setattr(waiting.node, "run", noted)
+    monkeypatch.setattr(entering, "STOP_POLL_S", 0.01)
+    assert waiting.wait_for(asyncio.sleep(0.05, "the model")) == "the model"
+    assert limits == [None]
