@@ -49,6 +49,7 @@ from swarm.progress import fetching
 from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest, PeerId
 from swarm.protocol.records import RunRecord
@@ -273,15 +274,15 @@ class Starter:
             store.put(blob)
         present = self.wait_for(heard(present_peers(self.node, record.run), {}))
         peers = set(whom_to_ask(self.node, announced, present))
-        trust = Trust(self.wanted.vouched or founding.digest)
+        trust = Trust(self.wanted.vouched or directory.read_vouched() or founding.digest)
         if is_new := gathered and self.node.peer_id in founding.members:
             shown = Shown(Record(founding, None, None))
         else:
             question = newest_tip(self.node, downloads, record, peers, trust)
             shown = self.wait_for(question)
-            invitation = self.wanted.invitation
-            require_admission(record.run, run, shown.record.tip, self.node.peer_id, invitation)
             tip = shown.record.tip
+            invitation = self._invitation(run, directory)
+            require_admission(record.run, run, tip, self.node.peer_id, invitation)
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
@@ -289,6 +290,7 @@ class Starter:
         drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
         recompute_initial(shown.record.tip, run, layout, store)
         self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
+        self._remember(record.run, directory)
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -305,7 +307,6 @@ class Starter:
         # Only now is it known which tip that is: the one that was shown first may be gone.
         mine = shown.record if is_new else self._without_old_votes(shown.record)
         RecordFile(directory.record_path).write(mine, shown.path)
-        self.state.current_run = record.run
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
@@ -313,6 +314,23 @@ class Starter:
         founded = await_founding(self.node, gathering, self.status(run).record)
         announced, _ = await asyncio.gather(founded, measure_line(self.host, gathering.run))
         return announced
+
+    def _invitation(self, run: RunConfig, directory: RunDirectory) -> Invitation | None:
+        """With what this peer asks to be let in: given now, or before where nobody is without."""
+        is_open = run.run.admission == "open"
+        return self.wanted.invitation or (None if is_open else directory.read_invitation())
+
+    def _remember(self, run_id: str, directory: RunDirectory) -> None:
+        """Keeps what this start knows, so that after a kill the state directory alone joins again.
+
+        What comes from now on is gigabytes, and there is no record before all of it is here.
+        """
+        if self.wanted.invitation:
+            directory.write_invitation(self.wanted.invitation)
+        if self.wanted.vouched:
+            directory.write_vouched(self.wanted.vouched)
+        self.state.current_run = run_id
+        self.host.remember_peers()
 
     def _without_old_votes(self, shown: Record) -> Record:
         """A member whose record is gone may have voted: it abstains until that is past [P5]."""

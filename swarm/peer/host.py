@@ -142,8 +142,8 @@ class Host:
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        With a run on disk the peer starts even when nobody answers. What `kept_settings.py` lists
-        is as at an earlier start, where `config` leaves it open.
+        With a record of a run the peer starts even when nobody answers. What `kept_settings.py`
+        lists is as at an earlier start, where `config` leaves it open.
 
         Args:
             config: of this machine.
@@ -175,7 +175,7 @@ class Host:
                 port=state.port,
                 handlers=reception.handlers(),
                 deadline_s=NETWORK_START_S,
-                must_reach=bool(network.initial_peers) and state.current_run is None,
+                must_reach=bool(network.initial_peers) and not state.run_ids,
             )
             undo.callback(node.stop, NETWORK_STOP_S)
             stop = stop or Stop(config.peer.leave_timeout_s)
@@ -203,6 +203,13 @@ class Host:
         """Makes a store's blobs available to others and returns what fetches into it."""
         self.reception.server.attach(store)
         return Downloads(self.node, store)
+
+    def remember_peers(self) -> None:
+        """Keeps the addresses that are known now for the next start.
+
+        They are those of its run: before it is known to suit, none is kept.
+        """
+        self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
 
     def close(self) -> None:
         """Leaves the network and gives the state directory free."""

@@ -15,6 +15,8 @@ STATE_DIR/
     ├── config.json     the run configuration, canonical
     ├── founding        manifest 0
     ├── text            folder that the run's text comes from; empty for the standard library
+    ├── invitation      with what this peer came
+    ├── vouched         head that the person who joined vouched for
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with each offer, or once a cycle
@@ -53,7 +55,7 @@ from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
 from swarm.network.record_file import with_digest, without_digest
 from swarm.protocol.invitation import Invitation, as_text
-from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
+from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, decode_manifest
 from swarm.protocol.training import SavedWork
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ it replaces `time.time` when this is bound."""
 
 
 _OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
+_IS_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,15 @@ class RunDirectory:
         """Keeps with what this peer came."""
         durable.write_file(self.path / "invitation", as_text(invitation).encode())
 
+    def read_vouched(self) -> Digest | None:
+        """The head that the person vouched for who had this peer join; None if with nothing."""
+        digest = _read_text(self.path / "vouched").strip()
+        return digest if _IS_DIGEST.fullmatch(digest) else None
+
+    def write_vouched(self, digest: Digest) -> None:
+        """Keeps the head that a person vouches for."""
+        durable.write_file(self.path / "vouched", f"{digest}\n".encode())
+
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""
         line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
@@ -282,7 +294,10 @@ class StateDirectory:
 
     @property
     def current_run(self) -> str | None:
-        """Id of the run that this peer was in last; where that is lost, of the only one there."""
+        """Id of the run that this peer was in last, or was to join, and so may have no record of.
+
+        Where that is lost, of the only one there.
+        """
         return _current_run(self.path)
 
     @current_run.setter

@@ -28,7 +28,8 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
     listed = f"it has {', '.join(here)}" if here else "it has none"
     if run_id:
         state.run(run_id)
-    if wanted.run or addresses or (run_id in here if run_id else state.current_run):
+    current = state.current_run
+    if wanted.run or addresses or (run_id in (*here, current) if run_id else current):
         return
     if run_id:
         raise StateError(

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from swarm.config import PeerConfig
-from swarm.errors import DataQuotaSpent
+from swarm.errors import DataQuotaSpent, InvitationError
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Opened
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import invite
 from swarm.network.loop_thread import LoopThread
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown
@@ -20,6 +22,7 @@ from swarm.peer import entering
 from swarm.peer.entering import Started, Starter, Stopped
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import UNOBSERVED
+from swarm.peer.state_directory import RunDirectory
 from swarm.peer.wanted import Wanted
 from swarm.protocol.abstaining import UNTIL_IT_CONTRIBUTES, abstains, without_record
 from swarm.protocol.digests import digest_of
@@ -118,18 +121,23 @@ class Joining(Entering):
             monkeypatch.setattr(entering, name, lambda *_: None)
         monkeypatch.setattr(entering, "whom_to_ask", lambda *_: ["B"])
         monkeypatch.setattr(self, "_open_text", lambda *_: [])
-        run_folder = SimpleNamespace(
-            path=folder, record_path=self.path, read_text_folder=lambda: None
-        )
-        monkeypatch.setattr(self, "new_directory", lambda *_: run_folder)
-        self.state = SimpleNamespace(run=lambda _: run_folder, current_run=None)
+        self.directory = RunDirectory(folder)
+        monkeypatch.setattr(self, "new_directory", lambda *_: self.directory)
+        self.state = SimpleNamespace(run=lambda _: self.directory, current_run="demo", peers=0)
         self.quota = SimpleNamespace(require_room=lambda *_: None)
-        self.host = SimpleNamespace(serve=lambda _: None, quota=self.quota)
-        self.wanted = SimpleNamespace(vouched=None, invitation=None)
+        self.host = SimpleNamespace(
+            serve=lambda _: None, quota=self.quota, remember_peers=self.remember_peers
+        )
+        self.wanted = Wanted()
         self.text = SimpleNamespace(shards=None)
+        self.admission = "open"
+
+    def remember_peers(self) -> None:
+        self.state.peers += 1
 
     def joined(self) -> Started:
-        run: Any = SimpleNamespace(canonical_json=lambda: b"{}")
+        section = SimpleNamespace(admission=self.admission)
+        run: Any = SimpleNamespace(canonical_json=lambda: b"{}", run=section)
         announced: Any = SimpleNamespace(record=SimpleNamespace(run="run"), publishers=("B",))
         return self._join_opened(Opened(announced, run, FOUNDING), ANY)
 
@@ -158,6 +166,64 @@ def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
     with pytest.raises(DataQuotaSpent, match="too few"):
         peer.joined()
     assert not fetched
+    assert (peer.state.current_run, peer.state.peers) == ("demo", 0), "it is in no new run"
+
+
+class Killed(BaseException):
+    """In place of kill -9: nobody catches it."""
+
+
+def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The state directory alone is all that the next start is given."""
+    peer = Joining(monkeypatch, tmp_path)
+    invitation = invite(load_or_create_identity(tmp_path / "key"), "run", uses=1, last_round=9)
+    peer.wanted = Wanted(invitation=invitation, vouched=OWN.digest)
+    shown: list[Any] = []
+
+    async def killed(*_: object, **__: object) -> Shown:
+        raise Killed
+
+    async def shows(*asked: object) -> Shown:
+        shown.append(asked[-1])
+        return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
+
+    monkeypatch.setattr(entering, "newest_tip", shows)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(entering, "fetch_newest_state", killed)
+        peer.joined()
+    assert (peer.state.current_run, peer.state.peers) == ("run", 1)
+    assert not peer.directory.record_path.exists(), "nothing to be resumed"
+
+    admitted: list[Any] = []
+    monkeypatch.setattr(entering, "require_admission", lambda *asked: admitted.append(asked[-1]))
+    peer.wanted = Wanted()
+    for peer.admission in ("invited", "open"):
+        peer.joined()
+    assert [trust.begin for trust in shown] == 3 * [OWN.digest]
+    assert admitted == [invitation, None], "in an open run it may be used up by now"
+
+
+def test_a_newcomer_that_is_refused_keeps_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    peer = Joining(monkeypatch, tmp_path)
+    good, bad = (
+        invite(load_or_create_identity(tmp_path / "key"), "run", uses=n, last_round=9)
+        for n in (1, 2)
+    )
+    peer.directory.write_invitation(good)
+    peer.wanted = Wanted(invitation=bad, vouched=OWN.digest)
+
+    def refuse(*_: object) -> None:
+        raise InvitationError("used up")
+
+    monkeypatch.setattr(entering, "require_admission", refuse)
+    with pytest.raises(InvitationError):
+        peer.joined()
+    assert (peer.directory.read_invitation(), peer.directory.read_vouched()) == (good, None)
+    assert (peer.state.current_run, peer.state.peers) == ("demo", 0)
 
 
 def test_what_was_changed_since_a_join_that_was_killed_is_not_taken_for_the_state(

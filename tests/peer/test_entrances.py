@@ -169,3 +169,14 @@ def test_a_damaged_record_of_another_run_is_passed_over(machine: Machine) -> Non
     folder.mkdir()
     (folder / "record").write_bytes(b"torn")
     assert met_in(machine.started.run_id, machine.state) == {"me"}
+
+
+def test_a_join_that_was_killed_goes_on_although_the_file_of_its_run_could_found_one(
+    machine: Machine,
+) -> None:
+    machine.started.directory.record_path.unlink()
+    machine.host.config, machine.node.entrances = PeerConfig(), ()
+    starter, asked, joined = machine.starter(Wanted(run=RUN)), [], machine.started
+    starter.join = lambda run_id: asked.append(run_id) or joined  # type: ignore[method-assign, func-returns-value]
+    assert starter.resume_or_join() is joined
+    assert asked == [machine.started.run_id]

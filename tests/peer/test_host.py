@@ -1,6 +1,7 @@
 """What a machine is called in a run."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from swarm.config import PeerConfig
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, NobodyReachable
+from swarm.network.identity import load_or_create_identity
 from swarm.peer.host import Host
+from swarm.peer.observing import UNOBSERVED
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.figures import Word
 from tests.peer.test_kept_settings import given
 
@@ -34,3 +38,16 @@ def test_a_name_that_nobody_would_take_is_refused_at_once() -> None:
     assert host(given("peer.name='Ülker 3'")).name == "Ülker 3"
     with pytest.raises(ConfigError, match=r"peer\.name"):
         given('peer.name="a\\u001bb"')
+
+
+def test_a_join_that_was_killed_does_not_wait_where_nobody_answers(tmp_path: Path) -> None:
+    """It has a run and no record: there is nothing to go on with alone."""
+    state, gone = StateDirectory(tmp_path), load_or_create_identity(tmp_path / "gone.key").peer_id
+    state.current_run = "demo-0123456789abcdef"
+    state.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens there
+        dead = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}/p2p/{gone}"
+        config = given("network.client_mode=true", f"network.initial_peers=[{dead!r}]")
+        with pytest.raises(NobodyReachable, match=f"no known peer answers: {dead}"):
+            Host.open(config, tmp_path, UNOBSERVED)

@@ -52,3 +52,13 @@ def test_only_the_freshest_peers_are_kept(tmp_path: Path) -> None:
     assert len(state.known_peers) == MAX_KNOWN_PEERS
     assert state.known_peers[0] == ("peer499", 499.0)
     state.close()
+
+
+def test_a_damaged_head_that_was_vouched_for_is_none(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.read_vouched() is None
+    run.write_vouched("a1" * 32)
+    assert run.read_vouched() == "a1" * 32
+    for content in (b"", b"a1" * 31, b"\xff" * 64):
+        (tmp_path / "vouched").write_bytes(content)
+        assert run.read_vouched() is None

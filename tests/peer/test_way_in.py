@@ -53,6 +53,8 @@ def test_a_run_that_is_not_there_is_not_waited_for(state: StateDirectory) -> Non
     assert "is no run id" in str(refused(state, "nosuch"))
     require_way_in(Wanted(run_id=ONE), (), state)
     require_way_in(Wanted(run_id=OTHER), (ADDRESS,), state)
+    state.current_run = OTHER  # its model was being fetched
+    require_way_in(Wanted(run_id=OTHER), (), state)
 
 
 def test_the_only_run_is_meant_where_the_name_of_the_current_one_is_lost(

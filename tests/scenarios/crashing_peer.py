@@ -6,6 +6,7 @@ It dies there the first time in a round of at least that number; a merge is mean
 
 | place | dies |
 |---|---|
+| joined | the state of the run is fetched, there is no record of it yet |
 | accepted | the vote is durable, ACCEPT was not sent |
 | applying | the manifest is decided and durable, the record still names the tip before |
 | applied | the record names the new tip, the live model was not swapped |
@@ -48,6 +49,8 @@ def arm(crash: Crash) -> None:
     def crashing_write(self: RecordFile, record: Record, links: Sequence[Link] = ()) -> None:
         before = self.read() if self.path.exists() else None
         is_new_tip = before is not None and before.tip.digest != record.tip.digest
+        if before is None:
+            crash.at("joined", record.tip)
         if is_new_tip and record.accepted is None:
             crash.at("applying", record.tip)
         write(self, record, links)

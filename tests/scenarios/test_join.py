@@ -167,3 +167,18 @@ def test_joiners_follow_a_founder_that_was_killed_while_it_gathered(tmp_path: Pa
         swarm.add(["--initial-peers", address])
         swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=3 * ROUND_S)
         assert {len(applied(peer.events())) for peer in swarm.peers} == {1}
+
+
+def test_a_joiner_that_was_killed_before_it_had_a_record_needs_no_address_again(
+    tmp_path: Path,
+) -> None:
+    run_file = write_run(tmp_path, ["run.rounds=100000", "merging.alpha=0.0"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 1) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(1), what="a round", timeout_s=ROUND_S)
+        swarm.program = "tests.scenarios.crashing_peer"
+        joiner = join(swarm, swarm.peers[0], "--crash", "joined@1")
+        assert joiner.wait(ROUND_S) == -signal.SIGKILL
+        assert not list(joiner.folder.glob("runs/*/record"))
+        swarm.restart(joiner, [])
+        wait_until_contributing(swarm, joiner)
