@@ -15,6 +15,8 @@ from hivemind.utils import timed_storage
 
 logger = logging.getLogger(__name__)
 
+LIMIT_S = float(timed_storage.MAX_DHT_TIME_DISCREPANCY_SECONDS)
+"""So far the clocks of two peers may differ."""
 JUMP_S = 2.0
 HIVEMIND = (timed_storage, protocol, routing, node)
 """Its modules that ask for the time; each holds the function under the name `get_dht_time`."""

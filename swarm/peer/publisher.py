@@ -14,6 +14,7 @@ from swarm.network.joining import publish_peer
 from swarm.network.node import Node
 from swarm.network.presence import Presence
 from swarm.network.records import publish
+from swarm.peer.own_clock import OwnClock
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Manifest, PeerId
@@ -62,7 +63,7 @@ class Publisher:
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._presence = Presence(node, run.run)
+        self._presence, self._clock = Presence(node, run.run), OwnClock(node)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
 
@@ -105,6 +106,7 @@ class Publisher:
             try:
                 self.node.run(self._publish(), PUBLISH_DEADLINE_S)
                 self.node.run(self._beside(), PUBLISH_DEADLINE_S)
+                self.node.run(self._clock.compare(), PUBLISH_DEADLINE_S)
                 self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
             except (SwarmError, TimeoutError, OSError) as error:
                 logger.warning("records were not published: %s", error)

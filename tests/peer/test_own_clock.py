@@ -1,0 +1,125 @@
+"""A peer that is started again with a wrong clock says so, since nobody believes it."""
+
+import asyncio
+import logging
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peers.findings import CLOCK_LIMIT_S
+from swarm.errors import Unreachable
+from swarm.network.probing import About
+from swarm.network.steady_clock import LIMIT_S, dht_clock
+from swarm.peer import publisher
+from swarm.peer.own_clock import OwnClock, clock_warning
+from swarm.peer.publisher import Publisher
+from tests.peer_records import peer_record
+
+
+class Neighbours:
+    """A node whose neighbours have clocks of the test's; `None` does not answer."""
+
+    def __init__(self, **ahead_s: float | None) -> None:
+        self.ahead_s, self.asked = ahead_s, 0
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        return frozenset(self.ahead_s)
+
+    async def request(self, peer: str, *_: object) -> bytes:
+        self.asked += 1
+        ahead_s = self.ahead_s[peer]
+        if ahead_s is None:
+            raise Unreachable(f"{peer} does not answer")
+        about = About(version="0", clock=time.time() + ahead_s, seen_at="")
+        return about.model_dump_json().encode()
+
+
+def said(node: Any, caplog: pytest.LogCaptureFixture, times: int = 1) -> str:
+    clock = OwnClock(node)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(times):
+            asyncio.run(clock.compare())
+    return caplog.text
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(60.0, "60.0 s behind"), (-60.0, "60.0 s ahead")])
+def test_a_clock_that_is_none_of_the_others_is_said_once(
+    caplog: pytest.LogCaptureFixture, ahead_s: float, words: str
+) -> None:
+    node = Neighbours(a=ahead_s, b=ahead_s * 2, c=None)
+    text = said(node, caplog, times=3)
+    assert text.count("this machine's clock is") == text.count(f"{words} ") == 1
+    assert "told the time (2)" in text and "timedatectl set-ntp true" in text
+
+
+@pytest.mark.parametrize("node", [Neighbours(a=60.0, b=1.0), Neighbours(a=0.0), Neighbours()])
+def test_a_clock_that_one_of_them_has_too_is_good(
+    caplog: pytest.LogCaptureFixture, node: Neighbours
+) -> None:
+    assert not said(node, caplog)
+
+
+def test_others_are_asked_until_one_has_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """After a power cut all peers start at once."""
+    node: Any = Neighbours()
+    clock = OwnClock(node)
+    asyncio.run(clock.compare())
+    node.ahead_s["a"] = None
+    asyncio.run(clock.compare())
+    node.ahead_s["b"] = -60.0
+    for _ in range(3):
+        asyncio.run(clock.compare())
+    assert caplog.text.count("this machine's clock is 60.0 s ahead of those") == 1
+    before = node.asked
+    asyncio.run(clock.compare())
+    assert node.asked == before
+
+
+def test_what_counts_is_the_clock_of_the_start(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The DHT goes by it, though the wall clock was set right since."""
+    dht_clock()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 60.0)
+    assert "60.0 s behind" in said(Neighbours(a=0.0), caplog)
+
+
+def test_the_limit_is_the_one_of_the_network_and_of_the_doctor() -> None:
+    assert LIMIT_S == CLOCK_LIMIT_S == 3.0
+    assert clock_warning([-3.0]) is clock_warning([]) is None
+    assert clock_warning([3.1, -4.0])
+
+
+def test_a_peer_compares_clocks_once_it_is_in_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object) -> None:
+        pass
+
+    async def compare() -> None:
+        compared.set()
+
+    compared = threading.Event()
+    node: Any = SimpleNamespace(
+        peer_id="Qm9", remember=list, known_addresses=(), run=lambda does, _: asyncio.run(does)
+    )
+    status: Any = SimpleNamespace(
+        record=lambda: peer_record("Qm9"), validation=None, changed=threading.Event()
+    )
+    run: Any = SimpleNamespace(run="run")
+    state: Any = SimpleNamespace(known_peers=())
+    for name in ("publish", "publish_peer"):
+        monkeypatch.setattr(publisher, name, nothing)
+    publishing = Publisher(node, status, run, state, on_present=list, beside=nothing)
+    presence: Any = SimpleNamespace(look=nothing)
+    clock: Any = SimpleNamespace(compare=compare)
+    publishing._presence, publishing._clock = presence, clock
+    status.changed.set()
+    publishing.start()
+    try:
+        assert compared.wait(20.0)
+    finally:
+        publishing.stop()
