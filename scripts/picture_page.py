@@ -5,7 +5,7 @@
     python scripts/picture_page.py http://127.0.0.1:PORT/
 
 The digest of the files that the page is made of is kept beside the pictures, so that a test notices
-when the page has changed since. It needs playwright (the extra `browser`) and chromium.
+when the page has changed since. It needs playwright (the extra `dev`) and chromium.
 """
 
 from __future__ import annotations

@@ -145,6 +145,20 @@ def test_a_missing_python_is_named_with_the_remedy(checkout: Checkout) -> None:
     assert not (checkout.root / ".venv").exists()
 
 
+@pytest.mark.parametrize("machine", ["Darwin arm64", "Linux aarch64"])
+def test_a_machine_for_which_there_are_no_packages_is_refused_at_once(
+    checkout: Checkout, tmp_path: Path, machine: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    uname = tmp_path / "bin" / "uname"
+    uname.write_text(f"#!/bin/sh\necho {machine}\n")
+    uname.chmod(0o755)
+    status, errors = checkout.setup(PATH=f"{uname.parent}:{os.environ['PATH']}")
+    said = f"setup: swarm needs Linux on x86-64, as its libp2p does; this is {machine}\n"
+    assert (status, errors) == (1, said)
+    assert checkout.calls() == [] and not (checkout.root / ".venv.lock").exists()
+
+
 def test_an_unknown_option_is_refused(checkout: Checkout) -> None:
     status, errors = checkout.setup("--develop")
     assert status == 1
