@@ -3,7 +3,7 @@
 
 A step is forward, backward, clipping and AdamW. Three variants, whose first losses must agree:
 
-  ours   a quarter of the experts owned, the others frozen; fused AdamW
+  ours   the resident engine that peers have, a quarter of the experts owned, the others frozen
   plist  Transformers with the same trainable set: since its experts are one fused parameter, the
          strongest thing a user can do is to put the matrices of each expert into ParameterLists
          and run the eager loop; fused AdamW
@@ -12,8 +12,9 @@ A step is forward, backward, clipping and AdamW. Three variants, whose first los
 Time is CPU time of the process with one thread, so that other programs count less, and wall time
 with more. Each variant has a process of its own, as in life: in one heap they pay for the pages
 that others gave back. Ratios are medians over repeats in which the variants take turns, each repeat
-in another order. Memory is the training state after a step (weights, gradients, moments), and how
-far the resident memory of a process that does nothing else rose above that of the libraries.
+in another order. Memory is what lives between two steps (weights, moments, gradients that are
+kept), and how far the resident memory of a process that does nothing else rose above that of the
+libraries.
 
     .venv/bin/python scripts/bench_step.py --dtype bf16 --vocab 32k --repeats 10
 """
@@ -21,12 +22,12 @@ far the resident memory of a process that does nothing else rose above that of t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -34,20 +35,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from swarm.config import LossConfig, RunConfig, validate_config
+from swarm.config import RunConfig, validate_config
 from swarm.experts import expert_of, expert_tensor, shared_shapes
 from swarm.model.huggingface import config_dict
 from swarm.model.initialise import initial_tensors
-from swarm.model.transformer import Transformer
+from swarm.model.transformer import ComputeType
+from swarm.train.allocations import LiveBytes
+from swarm.train.options import EngineOptions
+from swarm.train.resident import ResidentEngine
 
 VARIANTS = ("ours", "plist", "stock")
 VOCABULARIES = {"byte": 260, "32k": 32_000}
 OWNED = (0, 1, 2, 3)
-# "global" is the balancing loss that Transformers has too.
-LOSS = LossConfig(balance="global")
 WARM_UP = 2
-
-Step = Callable[[Tensor], float]
 
 
 def run_of(vocab: str) -> RunConfig:
@@ -66,6 +66,7 @@ def run_of(vocab: str) -> RunConfig:
         "data": {"sequence_length": 256, "validation_bytes": 512},
         "train": {"batch_tokens": 2048, "micro_batch_sequences": 8},
         "optimizer": {"lr": 1e-4},
+        "loss": {"balance": "global"},  # the one that Transformers has too
         "round": {"local_steps": 1},
     }
     return validate_config(RunConfig, values, source="bench_step")
@@ -137,51 +138,58 @@ def their_total(model: PreTrainedModel, tokens_BT1: Tensor, run: RunConfig) -> T
     router_z = torch.cat(out.router_logits).float().logsumexp(-1).square().mean()
     return (
         F.cross_entropy(logits_NV, tokens_BT1[:, 1:].flatten())
-        + LOSS.balance_weight * balance
-        + LOSS.router_z_weight * router_z
-        + LOSS.output_z_weight * logits_NV.logsumexp(-1).square().mean()
+        + run.loss.balance_weight * balance
+        + run.loss.router_z_weight * router_z
+        + run.loss.output_z_weight * logits_NV.logsumexp(-1).square().mean()
     )
 
 
-class Variant:
-    """One model with its optimizer.
+class Ours:
+    """The engine of a peer."""
 
-    Attributes:
-        step: runs one step on a batch and returns its loss.
-        state_bytes: weights, gradients and moments that exist now.
-    """
+    def __init__(self, dtype: ComputeType, run: RunConfig, weights: dict[str, Tensor]) -> None:
+        options = EngineOptions.of(run).but(compute=dtype, frozen=dtype)
+        self.run, self.engine = run, ResidentEngine(run, options)
+        self.engine.own(OWNED)
+        self.engine.write(weights)
+
+    def step(self, tokens_BT1: Tensor) -> float:
+        """Does one step on a batch and returns its loss."""
+        return self.engine.step(tokens_BT1, lr=self.run.optimizer.lr).loss
+
+
+class Theirs:
+    """A model of Transformers with an optimizer of torch."""
 
     def __init__(self, name: str, dtype: str, run: RunConfig, weights: dict[str, Tensor]) -> None:
-        self.run, self.autocast = run, dtype == "bf16" and name != "ours"
-        self.model: nn.Module
-        if name == "ours":
-            self.model = Transformer(run.model, owned=OWNED, frozen=dtype, compute=dtype)
-            self.model.write(weights)
-        else:
-            self.model = theirs(run, weights, listed=name == "plist")
+        self.run, self.autocast = run, dtype == "bf16"
+        self.model = theirs(run, weights, listed=name == "plist")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-        fused = None if name == "stock" else True
+        settings, fused = run.optimizer, None if name == "stock" else True
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+            self.parameters,
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=fused,
         )
 
     def step(self, tokens_BT1: Tensor) -> float:
+        """See `Ours`."""
         self.optimizer.zero_grad(set_to_none=True)
-        if isinstance(self.model, Transformer):
-            total = self.model.losses(tokens_BT1, LOSS).total
-        else:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                total = their_total(self.model, tokens_BT1, self.run)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            total = their_total(self.model, tokens_BT1, self.run)
         total.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        nn.utils.clip_grad_norm_(self.parameters, self.run.optimizer.clip_norm)
         self.optimizer.step()
         return total.item()
 
-    def state_bytes(self) -> int:
-        held = [*self.model.parameters(), *self.model.buffers()]
-        held += [p.grad for p in self.parameters if p.grad is not None]
-        held += [m for s in self.optimizer.state.values() for m in s.values()]
-        return sum(tensor.nbytes for tensor in held)
+
+def variant(
+    name: str, dtype: ComputeType, run: RunConfig, weights: dict[str, Tensor]
+) -> Ours | Theirs:
+    """The variant of this name."""
+    return Ours(dtype, run, weights) if name == "ours" else Theirs(name, dtype, run, weights)
 
 
 # ---------------------------------------------------------------- measuring
@@ -197,10 +205,10 @@ def steps_of(name: str, args: argparse.Namespace) -> None:
     """Makes a step for each line of stdin, and prints its loss and seconds."""
     run = run_of(args.vocab)
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    variant = Variant(name, args.dtype, run, weights_of(run))
+    measured = variant(name, args.dtype, run, weights_of(run))
     for batch, _ in zip(batches(run, WARM_UP + args.repeats), sys.stdin, strict=False):
         start = clock()
-        loss = variant.step(batch)
+        loss = measured.step(batch)
         print(loss, clock() - start, flush=True)
 
 
@@ -247,10 +255,15 @@ def measure_memory(name: str, args: argparse.Namespace) -> dict[str, int]:
     """State and peak resident bytes of one variant; meant for a process of its own."""
     run = run_of(args.vocab)
     before = resident_bytes("VmRSS")
-    variant = Variant(name, args.dtype, run, weights_of(run))
+    measured = variant(name, args.dtype, run, weights_of(run))
     for batch in batches(run, 3):
-        variant.step(batch)
-    return {"state": variant.state_bytes(), "peak": resident_bytes("VmHWM") - before}
+        measured.step(batch)
+    peak = resident_bytes("VmHWM") - before
+    with LiveBytes() as live:  # once more, since counting needs memory too
+        measured = variant(name, args.dtype, run, weights_of(run))
+        measured.step(*batches(run, 1))
+        gc.collect()
+        return {"state": live.now, "peak": peak}
 
 
 def resident_bytes(field: str) -> int:
