@@ -33,6 +33,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from bench_gpu_measure import LR, SHAPES, batches, fill, reset_peak, run_of, settle
 
 from swarm.config import RunConfig
@@ -187,13 +188,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=8, help=f"measured, after {WARM_UP} others")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--threads", type=int, default=1, help="of each process (default: 1)")
     parser.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
     args = parser.parse_args()
     try:
         names = [RESIDENT, *dict.fromkeys(name for name in args.meshes if Form.of(name))]
     except ValueError as error:
         parser.error(str(error))
+    torch.set_num_threads(args.threads)  # of the resident engine, which is in this process
     shape = SHAPES[args.shape]
     run = run_of(shape, args.sequences, args.length, clip="global", micro=args.micro)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
