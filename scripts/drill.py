@@ -3,8 +3,10 @@
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
+from rehearsal import RUN_FILE, add_common, folder_of, leave, report, settings, teller
 
 from peers.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import At, FaultPlan, Kill
@@ -85,9 +87,8 @@ def verdict_of(runner: FaultRunner) -> dict[str, object]:
     }
 
 
-def main() -> int:
-    arguments = parse()
-    folder = folder_of(arguments, "drill")
+def drilled(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> bool:
+    """Drills a swarm and reports; returns whether all was as it should be."""
     swarm = LocalSwarm(
         folder / "swarm",
         RUN_FILE,
@@ -95,17 +96,23 @@ def main() -> int:
         options=["--linger", "86400"],
         founder_options=[] if arguments.kills else settings(f"run.rounds={arguments.rounds}"),
     )
-    say = teller()
     plan = plan_of(arguments.kills, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=arguments.hang_after))
     with ending_as_ctrl_c(), swarm:
         drill(runner, arguments.kills)
     verdict = verdict_of(runner)
     report(verdict, arguments)
-    failed = bool(verdict["inconsistent"] or verdict["hangs"] or verdict["ended"])
-    if failed or arguments.state_dir:
-        say(f"states and logs are in {folder}")
-    return int(failed)
+    return not (verdict["inconsistent"] or verdict["hangs"] or verdict["ended"])
+
+
+def main() -> int:
+    arguments = parse()
+    folder, say, passed = folder_of(arguments, "drill"), teller(), False
+    try:
+        passed = drilled(arguments, folder, say)
+    finally:
+        leave(folder, arguments, say, passed=passed)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

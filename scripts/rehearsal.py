@@ -34,6 +34,16 @@ def tidy(folder: Path, arguments: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def leave(
+    folder: Path, arguments: argparse.Namespace, say: Callable[[str], None], *, passed: bool
+) -> None:
+    """Removes the temporary folder of what passed, and says where anything else is."""
+    if passed:
+        tidy(folder, arguments)
+    if folder.exists():
+        say(f"states and logs are in {folder}")
+
+
 @contextlib.contextmanager
 def killing(swarm: LocalSwarm) -> Iterator[None]:
     """Kills the peers in the end, and closes their network also where one is not to be killed."""

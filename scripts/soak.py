@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, killing, report, settings, teller
+from rehearsal import RUN_FILE, add_common, folder_of, killing, leave, report, settings, teller
 
 from peers.command import ending_as_ctrl_c
 from swarm import load_run
@@ -150,15 +150,17 @@ def verdict_of(
 
 def main() -> int:
     arguments = parse()
-    folder = folder_of(arguments, "soak")
-    began_s, say = time.time(), teller()
-    with ending_as_ctrl_c():
-        runner, present = soaked(arguments, folder, say)
-    verdict = verdict_of(runner, present, began_s, LEAST_GOODPUT[arguments.wire])
-    report(verdict, arguments)
-    if not verdict["passed"] or arguments.state_dir:
-        say(f"states and logs are in {folder}")
-    return 0 if verdict["passed"] else 1
+    folder, say, passed = folder_of(arguments, "soak"), teller(), False
+    began_s = time.time()
+    try:
+        with ending_as_ctrl_c():
+            runner, present = soaked(arguments, folder, say)
+        verdict = verdict_of(runner, present, began_s, LEAST_GOODPUT[arguments.wire])
+        report(verdict, arguments)
+        passed = verdict["passed"]
+    finally:
+        leave(folder, arguments, say, passed=passed)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -123,6 +123,54 @@ def test_a_network_is_closed_though_a_peer_of_it_is_not_to_be_killed(
         script.main()
     assert Links.closed == [swarm.links for swarm in started if swarm.links]
     assert bool(Links.closed) == (script.__name__ in WITH_A_NETWORK)
+
+
+def passes(_: object) -> bool:
+    return True
+
+
+def fails(_: object) -> bool:
+    return False
+
+
+def is_interrupted(_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["drill", "soak"])
+@pytest.mark.parametrize("state_dir", [False, True])
+@pytest.mark.parametrize("outcome", [passes, fails, is_interrupted])
+def test_states_of_a_rehearsal_stay_and_are_named_unless_it_passed_in_a_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    name: str,
+    state_dir: bool,
+    outcome: Callable[[object], bool],
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module(name)
+    folders: list[Path] = []
+
+    def judged(runner: Any, *_: object) -> dict[str, Any]:
+        folders.append(runner.swarm.folder.parent)
+        passed = outcome(runner)
+        return {"passed": passed, "inconsistent": 0, "hangs": int(not passed), "ended": []}
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(script, "open_links", Links, raising=False)
+    monkeypatch.setattr(script, name, lambda *_: None)
+    monkeypatch.setattr(script, "verdict_of", judged)
+    words = ["--state-dir", str(tmp_path / "mine")] if state_dir else []
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    is_over = contextlib.nullcontext() if outcome is not is_interrupted else None
+    with is_over or pytest.raises(KeyboardInterrupt):
+        assert script.main() == int(outcome is not passes)
+    (folder,) = folders
+    stays = state_dir or outcome is not passes
+    assert folder.exists() == stays
+    assert (f"states and logs are in {folder}" in capsys.readouterr().err) == stays
 
 
 BUSY = """
