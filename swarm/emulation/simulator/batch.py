@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
@@ -78,13 +79,19 @@ def run_job(job: Job) -> Outcome:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
-    """Yields the outcomes, in the order of the jobs; stop iterating to stop the work."""
+    """Yields the outcomes, in the order of the jobs; once it is closed no further job begins."""
     if processes <= 1:
         with collecting_rarely():
             yield from map(run_job, jobs)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+    context = get_context("fork")
+    stop = context.Event()
+    pool = ProcessPoolExecutor(processes, context, _heed, (stop,))
+    try:
         yield from _in_order(pool, jobs, processes)
+    finally:
+        stop.set()  # a pool takes back nothing that it has handed to its processes
+        pool.shutdown(cancel_futures=True)
 
 
 def _in_order(pool: Executor, jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
@@ -109,6 +116,14 @@ def collecting_rarely() -> Iterator[None]:
         gc.unfreeze()
 
 
+_STOPS: list[Event] = []
+"""Of this process of a pool: what tells it to begin no further job."""
+
+
+def _heed(stop: Event) -> None:
+    _STOPS[:] = [stop]
+
+
 def _run_chunk(jobs: Sequence[Job]) -> list[Outcome]:
     with collecting_rarely():
-        return [run_job(job) for job in jobs]
+        return [run_job(job) for job in jobs if not any(stop.is_set() for stop in _STOPS)]
