@@ -34,6 +34,7 @@ from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
+from swarm.errors import SwarmError
 from swarm.model.cost import (
     bytes_sent_per_peer_per_round,
     disk_bytes,
@@ -48,8 +49,8 @@ from swarm.train.round_memory import host_peaks
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = 1.10
 START_S = 600.0
-ROUND_S = 1500.0
-EVENT_POLL_S = 0.5
+ROUND_S = EXPORT_S = 1500.0
+EVENT_POLL_S, EXIT_POLL_S = 0.5, 0.05
 FOUNDERS_ROUNDS = 3
 """Rounds of the first two peers, before anybody joins."""
 NUM_OWNED_7B = 8
@@ -121,6 +122,29 @@ def folder_bytes(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def peak_rss_bytes(command: Sequence[str], timeout_s: float) -> int:
+    """Runs a program; returns the most memory that it held.
+
+    Raises:
+        SwarmError: it failed, or did not end in time and was killed.
+    """
+    end_s = time.monotonic() + timeout_s
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not (found := os.wait4(process.pid, os.WNOHANG))[0]:
+            if time.monotonic() > end_s:
+                raise SwarmError(f"{command[2]} did not end within {timeout_s:.0f} s")
+            time.sleep(EXIT_POLL_S)
+        process.returncode = os.waitstatus_to_exitcode(found[1])
+    finally:
+        if process.returncode is None:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise SwarmError(f"{command[2]} ended with status {process.returncode}")
+    return found[2].ru_maxrss * 1024
 
 
 class Bench:
@@ -203,14 +227,9 @@ class Bench:
         """Runs swarm-export as anybody would; its peak is what the system says of the process."""
         began_s = time.monotonic()
         command = [sys.executable, "-m", "peers.export", "--initial-peers", peer.join_address()]
-        process = subprocess.Popen(
-            [*command, "--out", str(self.folder / "model")], stdout=subprocess.DEVNULL
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"swarm-export ended with status {os.waitstatus_to_exitcode(status)}")
-        seconds = time.monotonic() - began_s
-        return {"seconds": round(seconds, 1), "peak_rss_bytes": usage.ru_maxrss * 1024}
+        command += ["--out", str(self.folder / "model")]
+        peak = peak_rss_bytes(command, EXPORT_S)
+        return {"seconds": round(time.monotonic() - began_s, 1), "peak_rss_bytes": peak}
 
 
 def compared(bench: Bench, exported: Mapping[str, Any]) -> list[dict[str, Any]]:

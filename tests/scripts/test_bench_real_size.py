@@ -1,0 +1,73 @@
+"""The measurement at real size: what it starts beside its peers ends, in time or by force."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from swarm.errors import SwarmError
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    sys.modules.pop("bench_real_size", None)
+    import bench_real_size  # the folder is on the path in this test alone
+
+    return bench_real_size
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that were started."""
+    found: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            found.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    return found
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_the_memory_of_a_program_is_its_peak(script: Any) -> None:
+    held = 64 * 2**20
+    assert held < script.peak_rss_bytes(python(f"b'x' * {held}"), 60.0) < 4 * held
+
+
+def test_a_program_that_fails_is_no_figure(script: Any) -> None:
+    with pytest.raises(SwarmError, match="ended with status 3"):
+        script.peak_rss_bytes(python("raise SystemExit(3)"), 60.0)
+
+
+def test_a_program_that_does_not_end_is_killed(
+    script: Any, started: list[subprocess.Popen[bytes]]
+) -> None:
+    with pytest.raises(SwarmError, match="did not end within 0 s"):
+        script.peak_rss_bytes(python("import signal; signal.pause()"), 0.0)
+    (process,) = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_an_interrupted_wait_ends_the_program_first(
+    script: Any, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        script.peak_rss_bytes(python("import signal; signal.pause()"), 60.0)
+    (process,) = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
