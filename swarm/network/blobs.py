@@ -263,28 +263,42 @@ class BlobStore:
         with self._lock:
             return self._holds.lease(name, digests, now)
 
-    def collect(self, keep: Collection[str], now: float = math.inf) -> int:
+    def forget(self, keep: Collection[str], now: float = math.inf) -> int:
         """Drops every blob that is neither in `keep` nor pinned nor leased; returns how many.
 
-        `now` is of the same clock as `lease` gets; without it no lease counts.
+        `now` is of the same clock as `lease` gets; without it no lease counts. It touches no disk:
+        `shrink` gives their room back.
+        """
+        with self._lock:
+            live = set(keep) | self._holds.held(now)
+            dead = [digest for digest in self._places if digest not in live]
+            for digest in dead:
+                del self._places[digest]
+                self._indexes.pop(digest, None)
+            for key in [key for key in self._partials if key[0] not in live]:
+                self._packs.abandon(self._partials.pop(key).place)
+        return len(dead)
+
+    def shrink(self, is_ended: Callable[[], bool] = lambda: False) -> None:
+        """Gives the room of dropped blobs back; not for the network thread.
+
         Packs without blobs are deleted; packs filled by less than half are rewritten, which costs
-        reading and writing what is left of them. Not for the network thread.
+        reading and writing what is left of them. Others use the store meanwhile.
+
+        Args:
+            is_ended: asked with every piece; from then on packs stay as they are.
 
         Raises:
-            StateError: the disk failed. What was to be dropped is; packs that could not be
-                rewritten are as they were, and the next call tries again.
+            StateError: the disk failed. Packs that could not be rewritten are as they were, and the
+                next call tries again.
         """
-        with self._packs.durability:
-            with self._lock:
-                live = set(keep) | self._holds.held(now)
-                dead = [digest for digest in self._places if digest not in live]
-                for digest in dead:
-                    del self._places[digest]
-                    self._indexes.pop(digest, None)
-                for key in [key for key in self._partials if key[0] not in live]:
-                    self._packs.abandon(self._partials.pop(key).place)
-            self._packs.shrink()
-        return len(dead)
+        self._packs.shrink(is_ended)
+
+    def collect(self, keep: Collection[str], now: float = math.inf) -> int:
+        """Both, one after the other; returns how many blobs were dropped."""
+        num_dropped = self.forget(keep, now)
+        self.shrink()
+        return num_dropped
 
     @property
     def num_bytes(self) -> int:

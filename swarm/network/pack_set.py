@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,19 +14,16 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.errors import CorruptState, MissingBlobs, StateError
-from swarm.network.packs import (
-    FilePack,
-    MemoryPack,
-    Pack,
-    index_path,
-    read_index,
-)
+from swarm.network.packs import FilePack, MemoryPack, Pack, index_path, read_index
+from swarm.network.patience import MENDED_BY
 from swarm.protocol.digests import PIECE_BYTES, digest_of_index
 
 logger = logging.getLogger(__name__)
 
 PACK_BYTES = 2**30
 """A pack that has grown beyond this takes no further blob."""
+TURN_S = 0.001
+"""Between two packs that are rewritten, for those that wait for a lock: a lock has no queue."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,10 @@ class Place:
         return bytes(index)
 
 
+class _Ended(Exception):
+    """Nobody wants it any more."""
+
+
 class PackSet:
     """Packs and places; changes of a place take `lock`, and slow work runs outside of it.
 
@@ -60,7 +63,7 @@ class PackSet:
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
         durability: held by whoever writes indexes, moves blobs or removes packs; taken before
-            `lock`. Without it no place but a new one may change.
+            `lock`. Without it places may come and go, but none may change.
         places: of all blobs that are here.
     """
 
@@ -76,6 +79,8 @@ class PackSet:
         """
         self.lock = threading.Lock()
         self.durability = threading.Lock()
+        self._shrinking = threading.Lock()
+        """Held while a pack is rewritten; taken before `durability`."""
         self.places: dict[str, Place] = {}
         self._folder = folder
         self._on_lost = on_lost
@@ -154,10 +159,11 @@ class PackSet:
 
     def make_durable(self, wanted: Collection[str]) -> None:
         """Makes blobs durable; StateError if the disk failed, MissingBlobs if some are not here."""
-        doubtful = {d: p for d, p in self._new(wanted).items() if p.pack.is_doubtful}
-        if doubtful:
-            self._move(doubtful, doubtful)
         new = self._new(wanted)
+        doubtful = {d: place for d, place in new.items() if place.pack.is_doubtful}
+        if doubtful:
+            self._move(doubtful, self._copies(doubtful), doubtful)
+            new = self._new(wanted)
         for pack in _packs_of(new.values()):
             listed = {digest: place for digest, place in new.items() if place.pack is pack}
             self._list(pack, listed)
@@ -192,47 +198,89 @@ class PackSet:
         for pack in _packs_of(place for place in dropped.values() if place.is_durable):
             self._list(pack, {})
 
-    def shrink(self) -> None:
+    # ------------------------------------------------ room; the caller holds no lock
+
+    def shrink(self, is_ended: Callable[[], bool]) -> None:
         """Deletes packs that are garbage, then rewrites those that are mostly garbage.
+
+        What becomes garbage meanwhile is seen to as well. `durability` is held for no longer than
+        the copies of one pack take to become durable.
+
+        Args:
+            is_ended: asked with every piece; from then on packs stay as they are.
 
         Raises:
             StateError: the disk failed for one of them, which is as it was; the others are done.
         """
-        with self.lock:
-            full = {id(place.pack) for place in self.places.values()}
-            packs = sorted(self._packs, key=lambda pack: id(pack) in full)
+        tried: list[Pack] = []
         failure: StateError | None = None
-        for pack in packs:
-            try:
-                self._shrink(pack)
-            except StateError as error:
-                failure = failure or error
+        while not is_ended():
+            if tried:
+                time.sleep(TURN_S)
+            with self._shrinking:
+                pack, placed = self._most_garbage(tried)
+                if pack is None:
+                    break
+                tried.append(pack)
+                try:
+                    self._shrink(pack, placed, is_ended)
+                except StateError as error:
+                    failure = failure or error
+                except _Ended:
+                    break
         if failure:
             raise failure
 
-    def _shrink(self, pack: Pack) -> None:
-        with self.lock:
-            placed = {d: place for d, place in self.places.items() if place.pack is pack}
-            live_bytes = sum(place.num_bytes for place in placed.values())
-            if pack.num_writers or (placed and 2 * live_bytes >= pack.num_bytes):
-                return
+    def _most_garbage(self, tried: Collection[Pack]) -> tuple[Pack | None, dict[str, Place]]:
+        """The pack that is filled least, and its blobs; None if all are filled by half or more.
+
+        It is closed, and nobody makes blobs durable at this moment: from now on none come into it.
+        """
+        with self.durability, self.lock:
+            live_bytes: dict[int, int] = {}
+            for place in self.places.values():
+                number = id(place.pack)
+                # An empty blob takes room in memory: a pack of such ones is no garbage for ever.
+                live_bytes[number] = live_bytes.get(number, 0) + max(place.num_bytes, 1)
+            live = {pack: live_bytes.get(id(pack), -1) for pack in self._packs}
+            garbage = [
+                pack
+                for pack in self._packs
+                if not pack.num_writers and pack not in tried and 2 * live[pack] < pack.num_bytes
+            ]
+            if not garbage:
+                return None, {}
+            pack = min(garbage, key=live.__getitem__)
             if self._open is pack:
                 self._open = None
-        self._move(placed, {digest for digest, place in placed.items() if place.is_durable})
-        with self.lock:
-            self._packs.remove(pack)
-        pack.delete()
+            return pack, {d: place for d, place in self.places.items() if place.pack is pack}
 
-    def _move(self, placed: dict[str, Place], durable: Collection[str]) -> None:
-        """Copies blobs into other packs, where they lie once those to be durable are.
+    def _shrink(self, pack: Pack, placed: dict[str, Place], is_ended: Callable[[], bool]) -> None:
+        copies = self._copies(placed, is_ended)
+        with self.durability:
+            with self.lock:  # blobs may have been dropped or become durable meanwhile
+                here = {d: p for d in placed if (p := self.places.get(d)) and p.pack is pack}
+            self._move(here, copies, {digest for digest, place in here.items() if place.is_durable})
+            if is_ended():  # others may have opened the folder by now
+                return
+            with self.lock:
+                self._packs.remove(pack)
+            pack.delete()
+
+    def _move(
+        self, placed: dict[str, Place], copies: dict[str, Place], durable: Collection[str]
+    ) -> None:
+        """Lets blobs lie where they were copied to, once those to be durable are.
 
         Until then nothing refers to the copies and the old places stay as they are, so that
         neither a failure nor a crash between any two steps costs a blob.
         """
-        copies = self._copies(placed)
         try:
             listed = {digest: copy for digest, copy in copies.items() if digest in durable}
             for pack in _packs_of(listed.values()):
+                if pack.is_doubtful:
+                    hint = MENDED_BY[errno.EIO]
+                    raise StateError("copies of blobs may not be on the disk", hint=hint)
                 self._list(pack, {d: copy for d, copy in listed.items() if copy.pack is pack})
         except BaseException:
             with self.lock:
@@ -240,17 +288,21 @@ class PackSet:
                     self.abandon(copy)
             raise
         with self.lock:
-            for digest, copy in copies.items():
-                self.places[digest] = replace(copy, is_durable=digest in durable)
+            for digest in placed.keys() & copies.keys():
+                if self.places.get(digest) is placed[digest]:
+                    self.places[digest] = replace(copies[digest], is_durable=digest in durable)
+            for copy in copies.values():
                 self.abandon(copy)
         self.drop({d: place for d, place in placed.items() if d not in copies}, "it reads wrongly")
 
-    def _copies(self, placed: dict[str, Place]) -> dict[str, Place]:
+    def _copies(
+        self, placed: dict[str, Place], is_ended: Callable[[], bool] = lambda: False
+    ) -> dict[str, Place]:
         """Verified copies of these blobs, without those that are damaged."""
         copies: dict[str, Place] = {}
         try:
             for digest, place in placed.items():
-                copy = self._copy(digest, place)
+                copy = self._copy(digest, place, is_ended)
                 if copy:
                     copies[digest] = copy
         except BaseException:
@@ -260,13 +312,18 @@ class PackSet:
             raise
         return copies
 
-    def _copy(self, digest: str, place: Place) -> Place | None:
+    def _copy(self, digest: str, place: Place, is_ended: Callable[[], bool]) -> Place | None:
         with self.lock:
             copy = self.allocate(place.num_bytes)
+
+        def write(start: int, piece: memoryview) -> None:
+            if is_ended():
+                raise _Ended
+            copy.pack.write(copy.offset, start, piece)
+
         is_right = False
         try:
-            index = place.index(lambda start, piece: copy.pack.write(copy.offset, start, piece))
-            is_right = digest_of_index(index) == digest
+            is_right = digest_of_index(place.index(write)) == digest
         except CorruptState as error:
             logger.error("%s", error)
         finally:

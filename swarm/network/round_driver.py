@@ -32,8 +32,9 @@ from swarm.network.reducing import LeftOver, Merger, Reducing
 from swarm.network.slow_work import SlowWork
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
+from swarm.network.tidying import Tidying
 from swarm.network.transfers import Transfers
-from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
+from swarm.network.upkeep import lease_to_stranger, missing_of, sync_manifest
 from swarm.network.watching import UNWATCHED, RoundObserver
 from swarm.protocol.claims import who_takes_part
 from swarm.protocol.deadlines import production_timers
@@ -105,7 +106,7 @@ class RoundDriver:
         self.downloads = self.transfers.downloads
         self.left_over = LeftOver(store, machine.tip, machine.rules)
         self.reducing = Reducing(store, layout, self.open_value, self._has)
-        self._slowly = SlowWork()
+        self._slowly, self._tidying = SlowWork(), Tidying(store, self._work_failed)
         self.inbound = Inbound(
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
             foothold=machine.foothold, judge=machine.foresee, me=node.peer_id,
@@ -235,6 +236,7 @@ class RoundDriver:
         await self._work.stop()
         await self.inbound.stop()
         await self.transfers.stop()
+        await self._tidying.stop()
         self._slowly.stop()
 
     async def _run(self) -> None:
@@ -361,7 +363,8 @@ class RoundDriver:
             logger.debug("%s", reason)
 
     async def _keep(self, effect: Keep) -> None:
-        await self._slowly.do("blobs", collect, self.store, effect.digests, time.monotonic())
+        self.store.forget(effect.digests, time.monotonic())
+        self._tidying.ask()
 
     async def _leave(self, effect: Left) -> None:
         with self._tip_changed:

@@ -1,16 +1,11 @@
-"""What a round asks of the blob store: a manifest made durable, garbage collected, leases given."""
+"""What a round asks of the blob store: a manifest made durable, leases given."""
 
 from __future__ import annotations
-
-import logging
-from collections.abc import Collection
 
 from swarm.errors import MissingBlobs, StateError
 from swarm.network.blobs import BlobStore
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-
-logger = logging.getLogger(__name__)
 
 
 def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
@@ -29,14 +24,6 @@ def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
 def missing_of(error: StateError) -> tuple[Digest, ...]:
     """The blobs whose absence caused it."""
     return error.__cause__.digests if isinstance(error.__cause__, MissingBlobs) else ()
-
-
-def collect(store: BlobStore, keep: Collection[Digest], now: float) -> None:
-    """A disk that is too full to be tidied holds up nobody: the next collection tries again."""
-    try:
-        store.collect(keep, now)
-    except StateError as error:
-        logger.error("garbage is left until the next round: %s", error)
 
 
 def lease_to_stranger(

@@ -238,9 +238,10 @@ def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(
 
 
 class MeddlingLock:
-    """A lock after whose release something runs, unless another of its kind is held."""
+    """A lock after whose release something runs; while another is held only if it runs within."""
 
     num_held = 0
+    runs_within = False
     meddle: Callable[[], object] | None = None
 
     def __init__(self) -> None:
@@ -254,7 +255,7 @@ class MeddlingLock:
         MeddlingLock.num_held -= 1
         self._lock.release()
         meddle = MeddlingLock.meddle
-        if meddle and not MeddlingLock.num_held:
+        if meddle and (MeddlingLock.runs_within or not MeddlingLock.num_held):
             MeddlingLock.meddle = None
             meddle()
             MeddlingLock.meddle = meddle
@@ -263,13 +264,17 @@ class MeddlingLock:
 _Lock = threading.Lock
 
 
-@pytest.fixture
-def meddled(tmp_path, monkeypatch) -> Iterator[BlobStore]:
-    """A store on disk that is collected after every release of one of its locks."""
+@pytest.fixture(params=["collect", "forget"])
+def meddled(request, tmp_path, monkeypatch) -> Iterator[BlobStore]:
+    """A store on disk that is collected after every release of one of its locks.
+
+    Or forgets what is not held, also between the steps of a sync and while a pack is rewritten.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", MeddlingLock)
         store = BlobStore(tmp_path)
-    MeddlingLock.meddle = lambda: store.collect(set())
+    MeddlingLock.runs_within = request.param == "forget"
+    MeddlingLock.meddle = lambda: getattr(store, request.param)(set())
     yield store
     MeddlingLock.meddle = None
 
@@ -303,6 +308,7 @@ def test_no_collection_falls_between_a_blob_and_its_place(meddled, tmp_path, way
         way(meddled, blob)
         assert meddled.get(digest) == blob
         meddled.sync([digest])
+        meddled.shrink()
         assert BlobStore(shutil.copytree(tmp_path, tmp_path / "copy")).verify([digest]) == []
         shutil.rmtree(tmp_path / "copy")
     assert meddled.verify(digests) == []
@@ -348,7 +354,7 @@ class YieldingLock:
 
 
 def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path, monkeypatch):
-    """Two writers and a collector that come between each other's sections."""
+    """Two writers, a collector and a shrink that come between each other's sections."""
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", YieldingLock)
         store = BlobStore(tmp_path)
@@ -368,17 +374,19 @@ def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path,
                 store.unpin([digest])
         return synced
 
-    def collect() -> None:
+    def repeat(act: Callable[..., object], *given: object) -> None:
         while not done.is_set():
-            store.collect(set())
+            act(*given)
 
-    with ThreadPoolExecutor(3) as pool:
-        collector = pool.submit(collect)
+    with ThreadPoolExecutor(5) as pool:
+        calls = [(store.collect, set()), (store.forget, set()), (store.shrink,)]
+        others = [pool.submit(repeat, *call) for call in calls]
         try:
             writers = [pool.submit(write, seed) for seed in range(2)]
             synced = [digest for writer in writers for digest in writer.result(WAIT_S)]
         finally:
             done.set()
-        collector.result(WAIT_S)
+        for other in others:
+            other.result(WAIT_S)
     assert len(synced) == 40
     assert BlobStore(tmp_path).verify(synced) == []

@@ -414,14 +414,58 @@ def test_a_blob_found_damaged_is_told_as_lost(bench: Bench) -> None:
 
 
 def test_a_disk_too_full_to_be_tidied_does_not_hold_up_the_rounds(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     def full(*_: object) -> None:
         raise StateError("full") from OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(bench.store, "collect", full)
+    monkeypatch.setattr(bench.store, "shrink", full)
     bench.start(Keep(frozenset()), Persist(Record(manifest(1), None, None)))
     assert wait_until(lambda: bench.log == ["persist 1"])
+    assert wait_until(lambda: "garbage is left until the next round: full" in caplog.text)
+
+
+def test_rounds_go_on_while_the_room_of_what_was_dropped_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll is answered and a manifest made durable, however long a slow disk takes for it."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(is_ended: Callable[[], bool]) -> None:
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(bench.store, "shrink", slow)
+    bench.machine.answers[Discovered] = lambda _: [hello("C"), Persist(Record(TIP, None, None))]
+    dropped = bench.store.put(b"dropped")
+    try:
+        bench.start(Keep(frozenset()), hello("B"), Sync(TIP))
+        assert begun.wait(WAIT_S)
+        assert not bench.store.has(dropped), "what nothing names is gone at once"
+        bench.driver.discovered(["C"])
+        assert wait_until(lambda: bench.log == ["post B", "post C", "persist 0"])
+        bench.machine.wait_for(SyncFailed)
+        bench.machine.events.clear()
+        bench.machine.wait_for(Tick)
+    finally:
+        goes_on.set()
+
+
+def test_a_driver_that_ends_ends_what_gives_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, begun, ended = Bench(), threading.Event(), threading.Event()
+
+    def until_its_end(is_ended: Callable[[], bool]) -> None:
+        begun.set()
+        assert wait_until(is_ended)
+        ended.set()
+
+    monkeypatch.setattr(bench.store, "shrink", until_its_end)
+    try:
+        bench.start(Keep(frozenset()))
+        assert begun.wait(WAIT_S)
+    finally:
+        bench.stop()
+    assert ended.is_set()
 
 
 def test_a_value_written_piece_by_piece_is_told_and_held_until_the_machine_decides(
