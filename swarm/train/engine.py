@@ -23,6 +23,8 @@ from swarm.train.tensor_file import forms_of
 
 StandIn = Callable[[str], Tensor]
 """The value of a tensor, by its Hugging Face name."""
+Part = tuple[Tensor, Tensor]
+"""The sequences of a micro-batch that is evaluated, and which of their predictions count."""
 Counts = tuple[tuple[int, ...], int, int, int]
 """Owned experts, updates, skipped steps, and of these the ones since the last update."""
 TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
@@ -220,8 +222,8 @@ class Engine(Protocol):
             scored_BT: bool, which of the T predictions of each sequence count, one at least; None
                 for all.
             agreed: values of the owned experts' matrices, by name, that stand in for their
-                masters; asked for layer by layer, in every micro-batch anew. Afterwards every bit
-                is as before.
+                masters; asked for layer by layer, more than once. Afterwards every bit is as
+                before.
 
         Holds beside what computing needs one layer's owned masters at most, and one matrix.
         """
@@ -241,24 +243,25 @@ class Engine(Protocol):
 
 
 def mean_over(
-    mean_of: Callable[[Tensor, Tensor], float],
+    means_of: Callable[[Sequence[Part]], Sequence[float]],
     tokens_BT1: Tensor,
     scored_BT: Tensor | None,
     rows: int,
 ) -> float:
-    """Mean over all predictions that count, computed a micro-batch at a time.
+    """Mean over all predictions that count, from those of micro-batches.
 
     Args:
-        mean_of: of one micro-batch and what counts of it.
+        means_of: of each micro-batch.
         tokens_BT1: sequences to predict.
         scored_BT: which predictions count, at least one of each sequence; None for all.
         rows: sequences of a micro-batch.
     """
     if scored_BT is None:
         scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    parts = list(zip(tokens_BT1.split(rows), scored_BT.split(rows), strict=True))
     total = 0.0
-    for micro_BT1, counts_BT in zip(tokens_BT1.split(rows), scored_BT.split(rows), strict=True):
-        total += mean_of(micro_BT1, counts_BT) * int(counts_BT.sum())
+    for mean, (_, counts_BT) in zip(means_of(parts), parts, strict=True):
+        total += mean * int(counts_BT.sum())
     return total / int(scored_BT.sum())
 
 

@@ -136,8 +136,7 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     ends = (4 + GRADIENT) * sizes.table
     device = places * (wire + frozen) + 2 * GRADIENT * sizes.layer + ends
     micro = MicroBatchBytes(run, options)
-    batches = -(-max(1, run.train.batch_tokens // micro.tokens) // workers)
-    batches = min(batches, options.pass_micro_batches or batches)
+    batches = options.together(run, workers)
     checkpoints = layers * batches * micro.checkpoint()
     on_device = options.activation_checkpoints is ActivationCheckpoints.DEVICE
     kept = batches * (layers * micro.routing(gradients=True) + micro.checkpoint())

@@ -99,6 +99,12 @@ class EngineOptions:
         """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
         return self.shards, max(1, self.shards // self.ep)
 
+    def together(self, run: RunConfig, workers: int) -> int:
+        """Micro-batches of one worker that go through all layers together, at most."""
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        batches = -(-max(1, run.train.batch_tokens // tokens) // workers)
+        return min(batches, self.pass_micro_batches or batches)
+
     def is_read_beside(self, run: RunConfig) -> bool:
         """Whether an engine can be read while it steps; see `Engine.before_update`.
 

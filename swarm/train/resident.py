@@ -25,7 +25,7 @@ from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
-from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
+from swarm.train.engine import TERMS, EngineState, Part, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, norm_of, square_sum, total_norm
 from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.optimizer import OwnedAdamW
@@ -197,7 +197,10 @@ class ResidentEngine:
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
         rows = self._run.train.micro_batch_sequences
-        return mean_over(self._mean_of, tokens_BT1, scored_BT, rows)
+        return mean_over(self._means_of, tokens_BT1, scored_BT, rows)
+
+    def _means_of(self, parts: Sequence[Part]) -> list[float]:
+        return [self._mean_of(*part) for part in parts]
 
     def _mean_of(self, micro_BT1: Tensor, scored_BT: Tensor) -> float:
         masked = Masked(scored_BT=scored_BT.to(self._device))

@@ -37,7 +37,7 @@ from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.engine import TERMS, is_trained, mean_over
+from swarm.train.engine import TERMS, Part, is_trained, mean_over
 from swarm.train.guard import norm_of
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
@@ -237,7 +237,7 @@ class RankEngine(ResidentEngine):
             return self._told(self._same.block(count), found, (count, 1))
 
         rows = self._run.train.micro_batch_sequences
-        return dealt_mean(self._same, self._mean_of, (tokens_BT1, scored_BT), rows, told)
+        return dealt_mean(self._same, self._means_of, (tokens_BT1, scored_BT), rows, told)
 
 
 def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) -> RankFigures:
@@ -262,7 +262,7 @@ def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) 
 
 def dealt_mean(
     ranks: Ranks,
-    mean_of: Callable[[Tensor, Tensor], float],
+    means_of: Callable[[Sequence[Part]], Sequence[float]],
     sequences: tuple[Tensor, Tensor | None],
     rows: int,
     told: Callable[[Sequence[Sequence[float]], int], Tensor] | None = None,
@@ -271,7 +271,7 @@ def dealt_mean(
 
     Args:
         ranks: to which they are dealt; all come to the same mean.
-        mean_of: the mean of a micro-batch, from its tokens and which predictions count.
+        means_of: of each micro-batch of a rank.
         sequences: tokens, and which predictions count; None for all.
         rows: of a micro-batch.
         told: called once a rank has computed its own, with their means and the number of all; it
@@ -280,20 +280,15 @@ def dealt_mean(
     Raises:
         Disconnected: another rank is gone.
     """
-    tokens_BT1, scored_BT = sequences
-    count = len(tokens_BT1.split(rows))
-    mine, own = ranks.block(count), iter(range(count))
-    found: list[list[float]] = []
 
-    def own_mean(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-        if next(own) in mine:
-            found.append([mean_of(micro_BT1, scored_BT)])
-        return 0.0
+    def means_of_all(parts: Sequence[Part]) -> list[float]:
+        count = len(parts)
+        found = [[mean] for mean in means_of([parts[k] for k in ranks.block(count)])]
+        table = told(found, count) if told else ranks.shared(found, count, 1)
+        means: list[float] = table[:, 0].tolist()
+        return means
 
-    mean_over(own_mean, tokens_BT1, scored_BT, rows)
-    table = told(found, count) if told else ranks.shared(found, count, 1)
-    means = iter(table[:, 0].tolist())
-    return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+    return mean_over(means_of_all, *sequences, rows)
 
 
 def _moved_moments(

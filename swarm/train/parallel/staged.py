@@ -26,7 +26,7 @@ from swarm.experts import EMBEDDING
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.routing import RoutingControls
-from swarm.train.engine import mean_over
+from swarm.train.engine import Part, mean_over
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.headed import HeadsEngine
@@ -108,21 +108,20 @@ class StageEngine(RankEngine):
     # ------------------------------------------------ evaluation
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
-        rows = self._run.train.micro_batch_sequences
-        parts: list[MicroBatch] = []
+        return mean_over(
+            self._means_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences
+        )
 
-        def collected(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            masked = Masked(scored_BT=scored_BT.to(self._device))
-            parts.append(MicroBatch(micro_BT1, masked))
-            return 0.0
-
-        mean_over(collected, tokens_BT1, scored_BT, rows)
-        mine = self._same.block(len(parts))
-        idle = [None] * self._idle(len(parts))
-        found = self._pipeline.evaluate([*(parts[k] for k in mine), *idle])
-        rows_of = [[losses.cross_entropy.item()] for losses in found]
-        means = iter(self._told(mine, rows_of, (len(parts), 1))[:, 0].tolist())
-        return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+    def _means_of(self, parts: Sequence[Part]) -> list[float]:
+        """Of the micro-batches of all pipelines."""
+        mine, idle = self._same.block(len(parts)), [None] * self._idle(len(parts))
+        own = [
+            MicroBatch(micro_BT1, Masked(scored_BT=scored_BT.to(self._device)))
+            for micro_BT1, scored_BT in (parts[k] for k in mine)
+        ]
+        found = [[each.cross_entropy.item()] for each in self._pipeline.evaluate([*own, *idle])]
+        means: list[float] = self._told(mine, found, (len(parts), 1))[:, 0].tolist()
+        return means
 
 
 class ShardedStageEngine(StageEngine, ShardedEngine):

@@ -15,7 +15,7 @@ Values are written by the first rank; it answers for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from swarm.config import RunConfig
 from swarm.experts import selection_biases
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
-from swarm.train.engine import is_trained
+from swarm.train.engine import Part, is_trained
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.figures import RankFigures
 from swarm.train.parallel.ranks import Ranks
@@ -84,9 +84,9 @@ class StreamingRank(StreamingEngine):
 
     def _mean(
         self,
-        mean_of: Callable[[Tensor, Tensor], float],
+        means_of: Callable[[Sequence[Part]], Sequence[float]],
         tokens_BT1: Tensor,
         scored_BT: Tensor | None,
     ) -> float:
         rows = self._run.train.micro_batch_sequences
-        return dealt_mean(self._ranks, mean_of, (tokens_BT1, scored_BT), rows)
+        return dealt_mean(self._ranks, means_of, (tokens_BT1, scored_BT), rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
@@ -161,6 +162,15 @@ class DeviceSide:
             place.layer.mlp.gate.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
         return place
 
+    def take_layer_forward(self, layer: int) -> Place:
+        """As `take_layer`; what follows it in forward is set on its way."""
+        place = self.take_layer(layer)
+        if layer + 1 < self._run.model.num_hidden_layers:
+            self.prefetch_layer(layer + 1)
+        else:
+            self.prefetch_head()
+        return place
+
     def put_in(self, place: Place, layer: int, give: Callable[[str], Tensor]) -> None:
         """Overwrites the owned experts in a place that was taken; the host's masters stay."""
         for row, expert in enumerate(self._store.owned):
@@ -180,8 +190,11 @@ class DeviceSide:
 
     # ------------------------------------------------ embedding and head
 
-    def fetch_rows(self, rows_BTD: Tensor) -> Tensor:
-        """Brings rows of the embedding to the device."""
+    def embedded(self, ids_BT: Tensor) -> Tensor:
+        """Looks rows up in the host's masters: few rows travel, not the table."""
+        unit = self._store.units["embedding"]
+        unit.settle()
+        rows_BTD = F.embedding(ids_BT.cpu(), unit.masters[EMBEDDING].detach())
         if self.bus.device.type == "cpu":
             return rows_BTD
         self.bus.bytes_in += rows_BTD.nbytes

@@ -17,22 +17,21 @@ E experts.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.experts import Slice
 from swarm.model.attention import Positions, rotary_tables
-from swarm.model.losses import Losses, output_losses
+from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import Update
-from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
+from swarm.train.engine import TERMS, EngineState, Part, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.options import EngineOptions
@@ -40,7 +39,8 @@ from swarm.train.parallel.ranks import Ranks
 from swarm.train.routed import Routed
 from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.arena import HostMemory
-from swarm.train.streaming.device import EMBEDDING, DeviceSide
+from swarm.train.streaming.device import DeviceSide
+from swarm.train.streaming.evaluating import Evaluation
 from swarm.train.streaming.gradients import Accumulator, tell
 from swarm.train.streaming.host import GradientOffload, HostOptimizer
 from swarm.train.streaming.step import Pass
@@ -291,7 +291,7 @@ class StreamingEngine:
                     gone[name], functools.partial(self._factors_of_unit, scale), update
                 )
 
-        x = [self._embed(device, each.tokens_BT1[:, :-1]) for each in one.micro_batches]
+        x = [device.embedded(each.tokens_BT1[:, :-1]) for each in one.micro_batches]
         positions = self._positions(x[0].shape[1] if x else 1)
         dx = one.head(one.forward(x, positions))
         offload("head", device.head_gradients)
@@ -314,7 +314,6 @@ class StreamingEngine:
             return None
         return dict.fromkeys(norms, factor / scale)
 
-    @torch.no_grad()
     def evaluate(
         self,
         tokens_BT1: Tensor,
@@ -324,45 +323,14 @@ class StreamingEngine:
     ) -> float:
         """See `Engine`; fp32 masters pass instead of the usual type."""
         self._drain()
-        options = dataclasses.replace(self._options, resident_layers=0)
-        device = DeviceSide(self._run, options, self._store, self._ranks, masters=True)
-
-        def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            return self._cross_entropy(device, micro_BT1, scored_BT, agreed)
-
-        try:
-            return self._mean(mean_of, tokens_BT1, scored_BT)
-        finally:
-            device.release()
-
-    def _cross_entropy(
-        self, device: DeviceSide, tokens_BT1: Tensor, scored_BT: Tensor, agreed: StandIn | None
-    ) -> float:
-        ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:][scored_BT]
-        positions, x_BTD = self._positions(ids_BT.shape[1]), self._embed(device, ids_BT)
-        for layer in range(self._run.model.num_hidden_layers):
-            place = device.take_layer(layer)
-            if agreed:
-                device.put_in(place, layer, agreed)
-            assert place.layer is not None
-            x_BTD, _ = place.layer(x_BTD, positions)
-            device.give_back(place)
-        norm, head_VD = device.take_head()
-        hidden_ND = norm(x_BTD)[scored_BT.to(device.bus.device)]
-        labels_N = labels_N.to(device.bus.device)
-        return output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)[1].item()
+        evaluation = Evaluation(self._run, self._options, self._store, self._ranks)
+        with contextlib.closing(evaluation):
+            return self._mean(lambda parts: evaluation.means(parts, agreed), tokens_BT1, scored_BT)
 
     def _positions(self, num_tokens: int) -> Positions:
         model = self._run.model
         device = self._device.bus.device
         return rotary_tables(num_tokens, model.dim_per_head, model.rope_theta, device)
-
-    def _embed(self, device: DeviceSide, ids_BT: Tensor) -> Tensor:
-        """Looks rows up in the host's masters: few rows travel, not the table."""
-        unit = self._store.units["embedding"]
-        unit.settle()
-        rows_BTD = F.embedding(ids_BT.cpu(), unit.masters[EMBEDDING].detach())
-        return device.fetch_rows(rows_BTD)
 
     def _drain(self) -> None:
         """Waits until the host has updated everything; raises the errors of its threads."""
@@ -376,12 +344,12 @@ class StreamingEngine:
 
     def _mean(
         self,
-        mean_of: Callable[[Tensor, Tensor], float],
+        means_of: Callable[[Sequence[Part]], Sequence[float]],
         tokens_BT1: Tensor,
         scored_BT: Tensor | None,
     ) -> float:
         """`mean_over` the micro-batches of all processes."""
-        return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
+        return mean_over(means_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
 
 
 def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:

@@ -75,11 +75,7 @@ class Pass:
             return x
         device = self._device
         for layer in range(self._layers):
-            place = device.take_layer(layer)
-            if layer + 1 < self._layers:
-                device.prefetch_layer(layer + 1)
-            else:
-                device.prefetch_head()
+            place = device.take_layer_forward(layer)
             assert place.layer is not None
             for index, x_BTD in enumerate(x):
                 self._checkpoints.put((layer, index), x_BTD)
