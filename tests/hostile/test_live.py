@@ -42,6 +42,7 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Header, Hello, Roster
 from swarm.protocol.records import encode_record, peers_key, runs_key, shard_of
+from swarm.protocol.updates import IMPLAUSIBLE
 from swarm.protocol.wire import encode
 from tests.hostile.attacking_peer import ATTACK_VARIABLE
 from tests.hostile.false_records import Stranger, store, strangers
@@ -158,11 +159,17 @@ def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
     joiner = swarm.add(["--initial-peers", honest[0].join_address()])
     swarm.wait_until(lambda _: bool(rounds(joiner)), what="joining", timeout_s=2 * ROUND_S)
     joining_s = time.monotonic() - began_s
-    joiner.send(signal.SIGINT)
-    assert joiner.wait(2 * ROUND_S) == 0
+    leave(joiner)
     return Figures(
         statistics.median(lengths), max(spent_s) / passed_s, max(memory), max(disk), joining_s
     )
+
+
+def leave(peer: LocalPeer) -> None:
+    """Ends a peer well; not all of a swarm at once, who would wait for each other."""
+    if peer.alive:
+        peer.send(signal.SIGINT)
+        assert peer.wait(2 * ROUND_S) == 0
 
 
 def newest(peers: Sequence[LocalPeer]) -> int:
@@ -329,7 +336,8 @@ STRANGERS: dict[str, Callable[[Attack], None]] = {
     "S10": greedy,
     "S11": sizes,
 }
-MEMBERS = ("M1", "M3")
+MEMBERS = {"M1": "bad_prepare", "M3": IMPLAUSIBLE}
+"""What a member does, and as what honest peers count it."""
 
 
 @contextmanager
@@ -341,8 +349,10 @@ def attacked(name: str, honest: Sequence[LocalPeer], switch: Path) -> Iterator[l
     efforts: list[Effort] = []
     if name in MEMBERS:
         switch.write_text(name)
-        yield efforts
-        switch.unlink()
+        try:
+            yield efforts
+        finally:
+            switch.unlink()
         return
     ready, over = threading.Event(), threading.Event()
 
@@ -404,13 +414,15 @@ def test_a_swarm_goes_on_under_attack(name: str, tmp_path: Path) -> None:
                 during.append(phase(swarm, honest))
             efforts.extend(known)
         assert all(peer.alive for peer in honest), "nobody has ended"
-        swarm.stop()
+        for peer in reversed(swarm.peers):
+            leave(peer)
         histories = [peer.events() for peer in honest]
         logs = {peer.index: peer.log_path.read_bytes() for peer in honest}
     refused: Counter[str] = Counter()
     for events in histories:
-        refused.update(events[-1].get("refused", {}))  # not of a peer that had to be killed
+        refused.update(events[-1]["refused"])
     report(name, without, during, efforts, refused)
+    assert name in STRANGERS or refused[MEMBERS[name]], "the attack did not even arrive"
     assert all(len(digests) == 1 for digests in digests_by_height(histories).values())
     for log in logs.values():
         acting = [one for one in log.decode("utf-8", "replace") if not one.isprintable()]
