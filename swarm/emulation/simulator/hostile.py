@@ -12,7 +12,7 @@ from swarm.emulation.simulator.extended import (
     ExtendedDraw,
     ExtendedMix,
 )
-from swarm.emulation.simulator.faults import CLASSES, Mix, Scenario
+from swarm.emulation.simulator.faults import CLASSES, LONG_S, Mix, Scenario
 from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
 from swarm.emulation.simulator.keys import KEYS
 from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
@@ -118,7 +118,7 @@ _P = LyingMix(
     peers=(3, 8),
     minority_only=True,
     strangers=0.1,
-    window_s=(60.0, 150.0),
+    window_s=LONG_S,
     kinds={"crash": 2.0, "trap": 2.0, "pause": 1.0, "cut": 1.0, "leave": 1.0},
     faults=(0, 6),
     loss=0.1,

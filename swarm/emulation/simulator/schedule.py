@@ -9,11 +9,12 @@ from random import Random
 from swarm.emulation.simulator.faults import Mix, Scenario, draw
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.progress import Progress
 from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.emulation.simulator.world import World
-from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.manifest import Kind
 
 RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
@@ -44,8 +45,9 @@ class _Judge:
         self.scenario = scenario
         self.done = False
         self.is_healed = False
-        self._progress_s = 0.0
-        self._highest: Manifest | None = None
+        self._progress = Progress(
+            scenario.stable, world.founding, scenario.progress_s, self._liars_s
+        )
         self._limit_s = scenario.heal_s + RECOVERY_LIMIT_S
 
     def heal(self) -> None:
@@ -55,32 +57,22 @@ class _Judge:
 
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
-        tip = node.disk.record.tip
-        if tip.kind is Kind.QUORUM and (self._highest is None or tip.code > self._highest.code):
-            self._highest = tip
-            self._require_progress()
-            self._progress_s = self.world.now
+        self._progress.applied(node.me, node.disk.record.tip, self.world.now)
         if self.is_healed:
             self.done = self._is_recovered()
 
     def is_over(self) -> bool:
         """Whether the schedule may end; judges the limits on the way."""
         if not self.is_healed:
-            self._require_progress()
+            self._progress.require(self.world.now)
         elif self.world.now > self._limit_s:
             raise Violation("I5", f"no three rounds on all live peers: {self._states()}")
         return self.done
 
-    def _require_progress(self) -> None:
-        waited_s, spared = self.world.now - self._progress_s, self.scenario.stable
-        too_long = spared and waited_s > self.scenario.progress_s
-        if too_long and waited_s - self._liars_s() > self.scenario.progress_s:
-            raise Violation("I3", f"no round for {waited_s:.1f} s although {spared} were spared")
-
-    def _liars_s(self) -> float:
-        """What a convener that lies may have cost since the last round [K1]."""
+    def _liars_s(self, since_s: float, now_s: float) -> float:
+        """What a convener that lies may have cost between two moments [K1]."""
         liar, timers = self.world.liar, self.scenario.setup.timers
-        return liar.convening_s(timers, self._progress_s, self.world.now) if liar else 0.0
+        return liar.convening_s(timers, since_s, now_s) if liar else 0.0
 
     def _is_recovered(self) -> bool:
         tips = [node.disk.record.tip for node in self.world.alive()]

@@ -1,7 +1,14 @@
 """What tests ask of single schedules, which are named as `scripts/simulate --replay` takes them."""
 
+from dataclasses import replace
+
+from swarm.emulation.simulator.faults import LONG_S
+from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.schedule import run_schedule
+from swarm.emulation.simulator.schedule import Outcome, run_schedule
+
+WHEN_FOUND_S = (60.0, 150.0)
+"""For so long faults lasted that last `LONG_S` today."""
 
 
 def require_sound(fault_class: str, seed: int) -> None:
@@ -23,3 +30,10 @@ def require_missed(mutant: Mutant, schedule: str) -> None:
     without = run_schedule(fault_class, int(seed), tested=mutant.tested, mix=mutant.mix)
     assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
     assert run_schedule(fault_class, int(seed), mix=mutant.mix).violation is None
+
+
+def as_found(fault_class: str, seed: int) -> Outcome:
+    """A schedule as it was before the faults of some classes lasted longer."""
+    mix = ALL_CLASSES[fault_class]
+    window_s = WHEN_FOUND_S if mix.window_s == LONG_S else mix.window_s
+    return run_schedule(fault_class, seed, mix=replace(mix, window_s=window_s))

@@ -4,6 +4,7 @@ import pytest
 
 from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.schedule import run_schedule
+from tests.emulation.simulator.schedules import as_found
 
 CAUGHT = {
     "own_delta_stays": (0, "E2"),
@@ -41,12 +42,12 @@ def test_deltas_survive_what_befalls_their_peers(seed: int) -> None:
 
 def test_deltas_survive_a_liar_beside_odd_arithmetic() -> None:
     """A value that a peer makes otherwise comes whole here, and is proposed anew."""
-    assert run_schedule("Y", 13).violation is None
+    assert as_found("Y", 13).violation is None
 
 
 def test_a_convener_that_is_silent_about_others_keeps_late_offers() -> None:
     """The liar itself failed here: who offers late contributes nothing, but has declared."""
-    assert run_schedule("Y", 57_000_149).violation is None
+    assert as_found("Y", 57_000_149).violation is None
 
 
 @pytest.mark.parametrize("seed", [2, 9])

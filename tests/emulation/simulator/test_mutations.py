@@ -26,7 +26,7 @@ CAUGHT_BY_SCHEDULE = {
     "no_phase_1": "D:214",
     "any_half": "C:1",
     "joiners_vote": "A:160",
-    "older_roster": "B:0",
+    "older_roster": "B:6",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
     "fetch_never_dropped": "A:174",
@@ -47,7 +47,7 @@ CAUGHT_BY_SCHEDULE = {
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:39",
-    "no_base_check_at_merge": "B:18",
+    "no_base_check_at_merge": "B:15",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:127",
