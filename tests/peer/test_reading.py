@@ -77,7 +77,7 @@ class Peer:
             held_out=held_out(run),
             status=cast(PeerStatus, status),
             moments=cast(ExpertMoments, nothing),
-            stop=cast(Stop, lambda: False),
+            stop=Stop(120.0),
         )
         self.training = self.trainer.training
 
