@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from peers.options import OPTIONS, Options, Program, flags_of, options, program
 from peers.peer import main as peer_main
 from peers.toml_text import as_toml
+from swarm import errors
 from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.run_files import read_text
@@ -186,6 +187,34 @@ def test_an_error_is_one_line_on_stderr_with_its_exit_code() -> None:
     assert result.exit_code == NobodyReachable.exit_code
     assert result.stdout == ""
     assert result.stderr == "swarm-test: error: no peer answers (wait)\n"
+
+
+PROMISED = {
+    errors.ConfigError: 2,
+    errors.NobodyReachable: 3,
+    errors.DataError: 4,
+    errors.TrainingDiverged: 5,
+    errors.StateError: 6,
+    errors.RunMismatch: 7,
+    errors.HostileInput: 8,
+    errors.NetworkDown: 9,
+    errors.LinkTooSlow: 10,
+    errors.OutOfMemory: 11,
+    errors.DoesNotFit: 12,
+    errors.InvitationError: 13,
+    errors.DataQuotaSpent: 14,
+    errors.WorkersFailed: 15,
+}
+"""Exit codes that scripts rely on; below each of these errors all have the same."""
+
+
+def test_a_program_ends_with_the_promised_exit_code_of_each_error() -> None:
+    branches = {e for e in errors.SwarmError.__subclasses__() if e.__module__ == errors.__name__}
+    assert PROMISED.keys() == branches
+    for kind, code in {errors.SwarmError: 1, **PROMISED}.items():
+        words = ("a_reason", "why") if kind is errors.HostileInput else ("why",)
+        result = run_failing(error=kind(*words))
+        assert (result.exit_code, result.stderr) == (code, "swarm-test: error: why\n"), kind
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,15 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
+from peers import taking_part
+from peers.peer import main
 from peers.printed import Printed
 from peers.taking_part import leave_on_signals
 from swarm.peer.leaving import Stop
@@ -35,3 +41,49 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(
 def test_scripts_find_the_address_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Printed().on_address("/ip4/203.0.113.7/tcp/1/p2p/A")
     assert capsys.readouterr().out == "swarm-peer --initial-peers /ip4/203.0.113.7/tcp/1/p2p/A\n"
+
+
+class Trained:
+    """A peer of a run of two rounds that has applied so many of them; keeps what it served."""
+
+    addresses, run_id, run = (), "run-1", SimpleNamespace(run=SimpleNamespace(rounds=2))
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.served_s: list[float] = []
+
+    def __enter__(self) -> "Trained":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def train(self) -> SimpleNamespace:
+        return SimpleNamespace(round=self.rounds)
+
+    def serve(self, seconds: float) -> None:
+        self.served_s.append(seconds)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "options", "served_s"),
+    [
+        pytest.param(2, [], [60.0], id="finished"),
+        pytest.param(2, ["--linger", "7.5"], [7.5], id="finished, with --linger"),
+        pytest.param(1, [], [], id="left before the end"),
+    ],
+)
+def test_a_peer_whose_training_is_over_serves_others_if_the_run_is_and_exits_with_0(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rounds: int,
+    options: list[str],
+    served_s: list[float],
+) -> None:
+    peer = Trained(rounds)
+    monkeypatch.setattr(taking_part.Peer, "start", lambda *_, **__: peer)
+    for name in ("leave_on_signals", "raise_file_limit", "watch_for_unborn_threads"):
+        monkeypatch.setattr(taking_part, name, lambda *_: None)  # they change the process
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    result = CliRunner().invoke(main, ["--state-dir", str(tmp_path), *options])
+    assert (result.exit_code, peer.served_s) == (0, served_s), result.output
