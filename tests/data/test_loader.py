@@ -201,10 +201,12 @@ def test_an_error_in_the_thread_reaches_the_caller(monkeypatch):
 
 
 def test_closing_ends_the_thread():
+    before = set(threading.enumerate())
     with Loader(numbered_shards(3000), run_of()) as loader:
         loader.batch(TEXT, 0, 4 * LENGTH)
-        assert any(thread.name.startswith("loader") for thread in threading.enumerate())
-    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+        (own,) = (each for each in threading.enumerate() if each not in before)
+        assert own.name.startswith("loader")
+    assert not own.is_alive()
 
 
 def test_a_corpus_below_one_batch_is_an_error_with_both_sizes():

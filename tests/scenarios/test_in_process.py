@@ -38,6 +38,7 @@ def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
 ) -> None:
     """Deltas in 1 and 2 bits, what is left over of them, slices of the experts, and merges."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    sys.modules.pop("in_process", None)
     from in_process import InProcessSwarm  # the folder is on the path in this test alone
 
     run_file = write_run(tmp_path, [*SETTINGS, *outer])
@@ -58,4 +59,3 @@ def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
     assert alone.merges == 2
     expected = alone.agreed
     assert [name for name in state if not torch.equal(state[name], expected[name])] == []
-    sys.modules.pop("in_process", None)
