@@ -39,9 +39,19 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_the_memory_of_a_program_is_its_peak(script: Any) -> None:
-    held = 64 * 2**20
-    assert held < script.peak_rss_bytes(python(f"b'x' * {held}"), 60.0) < 4 * held
+def test_the_memory_of_a_program_is_what_the_system_says_when_it_ended(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait4, said = os.wait4, []
+
+    def heard(pid: int, options: int) -> Any:
+        said.append(wait4(pid, options))
+        return said[-1]
+
+    monkeypatch.setattr(os, "wait4", heard)
+    found = script.peak_rss_bytes(python("b'x' * 2**24"), 60.0)
+    assert found == said[-1][2].ru_maxrss * 1024 > 2**24
+    assert [pid for pid, *_ in said[:-1]] == [0] * (len(said) - 1)
 
 
 def test_a_program_that_fails_is_no_figure(script: Any) -> None:
