@@ -169,7 +169,7 @@ class OurPeer:
         self.sources = {unit.unit: self._sources(unit) for unit in self.layout.units}
         for number, unit in self._mine():
             value = values_of(round_number, self.index, number, unit.num_elements)
-            fill(self.tensors, unit, memoryview(value).cast("B"))
+            fill(self.tensors, unit, value.data.cast("B"))
 
     def _sources(self, unit: UnitLayout) -> list[int]:
         expert = expert_of_unit(unit.unit)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from blake3 import blake3
 
@@ -174,11 +175,13 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         child.communicate(timeout=20)
 
 
-def facts_of(child: subprocess.Popen[str]) -> dict[str, object]:
+def facts_of(child: subprocess.Popen[str]) -> dict[str, Any]:
+    assert child.stdout
     line = child.stdout.readline()
     if not line:
         raise SystemExit("a process of the benchmark failed; its message is above")
-    return json.loads(line)
+    facts: dict[str, Any] = json.loads(line)
+    return facts
 
 
 def measure(way: str, options: argparse.Namespace, folder: str, flows: int) -> dict[str, float]:

@@ -154,7 +154,7 @@ def busy_share(step: Callable[[Tensor], object], tokens: list[Tensor], trace: Pa
     whole = [(event.time_range.start, event.time_range.end) for event in events]
     first, last = min(start for start, _ in whole), max(end for _, end in whole)
     covered = covered_length((e.time_range.start, e.time_range.end) for e in kernels)
-    return covered / (last - first)
+    return float(covered / (last - first))
 
 
 def covered_length(spans: Iterable[tuple[float, float]]) -> float:

@@ -30,7 +30,8 @@ from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
 from swarm.emulation.link_profiles import LINKS
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied
+from swarm.emulation.local_peer import LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.networks import open_links
 from swarm.network.record_file import RecordFile
 

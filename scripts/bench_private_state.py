@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def store_values(state: PrivateState, folder: Path) -> None:
     store = BlobStore(folder)
     for k in range(NUM_UNITS):
         value = state.engine.tensors[f"master.{k}"].bfloat16().view(torch.uint8).numpy()
-        store.pin([store.put(memoryview(value))])
+        store.pin([store.put(value.data)])
 
 
 def save_before(path: Path, state: PrivateState) -> None:
@@ -89,13 +90,14 @@ def timed(action: str, state: PrivateState, parent: Path) -> float:
         if action.startswith("load"):
             save_private(path, state)
         os.sync()  # what others have written is not this one's to wait for
-        began_s = time.perf_counter()
-        {
+        actions: dict[str, Callable[[], object]] = {
             "save_before": lambda: save_before(path, state),
             "save_now": lambda: save_now(path, state),
             "load_before": lambda: load_before(path),
             "load_now": lambda: load_private(path),
-        }[action]()
+        }
+        began_s = time.perf_counter()
+        actions[action]()
         return time.perf_counter() - began_s
 
 

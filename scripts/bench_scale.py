@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -54,6 +54,7 @@ from swarm.protocol.figures import routing_figures
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
+    MAX_MANIFEST_BYTES,
     Entry,
     Founding,
     Kind,
@@ -312,14 +313,15 @@ def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
             "bytes": len(payload),
             "attached_bytes": sum(map(len, attached.values())),
             "attachments": len(attached),
-            "encode_ms": best_ms(lambda m=message: wire.encode(swarm.header, m)),
+            "encode_ms": best_ms(partial(wire.encode, swarm.header, message)),
         }
-        if max(map(len, attached.values()), default=0) > wire.MAX_MANIFEST_BYTES:
+        if max(map(len, attached.values()), default=0) > MAX_MANIFEST_BYTES:
             rows.append(row | {"over_the_limit": "the manifest is over 8 MiB"})
             continue
         forget_decoded()
-        row["decode_ms"] = once_ms(lambda p=payload, a=attached: wire.decode(p, a))
-        row["decode_again_ms"] = best_ms(lambda p=payload, a=attached: wire.decode(p, a))
+        decode = partial(wire.decode, payload, attached)
+        row["decode_ms"] = once_ms(decode)
+        row["decode_again_ms"] = best_ms(decode)
         rows.append(row)
     return rows
 
@@ -358,7 +360,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
             for _ in range(swarm.num_peers // 2 + 1)
         ],
     }
-    if len(swarm.manifest.encoded) <= wire.MAX_MANIFEST_BYTES:
+    if len(swarm.manifest.encoded) <= MAX_MANIFEST_BYTES:
         decisions["manifest decoded"] = lambda: decode_manifest(swarm.manifest.encoded)
     rows = [
         {"peers": swarm.num_peers, "decision": name, "ms": best_ms(decide)}

@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,6 @@ from swarm.config import RunConfig, validate_config
 from swarm.experts import expert_of, expert_tensor, shared_shapes
 from swarm.model.huggingface import config_dict
 from swarm.model.initialise import initial_tensors
-from swarm.model.transformer import ComputeType
 from swarm.train.allocations import LiveBytes
 from swarm.train.options import EngineOptions
 from swarm.train.resident import ResidentEngine
@@ -48,6 +48,8 @@ VARIANTS = ("ours", "plist", "stock")
 VOCABULARIES = {"byte": 260, "32k": 32_000}
 OWNED = (0, 1, 2, 3)
 WARM_UP = 2
+
+Precision = Literal["fp32", "bf16"]
 
 
 def run_of(vocab: str) -> RunConfig:
@@ -110,7 +112,7 @@ def theirs(run: RunConfig, weights: dict[str, Tensor], *, listed: bool) -> PreTr
     settings = config_dict(run)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._experts_implementation = "eager" if listed else "grouped_mm"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     named = {name: value for name, value in weights.items() if expert_of(name) is None}
     model.load_state_dict(named, strict=False)
     for layer, block in enumerate(model.model.layers):
@@ -136,18 +138,19 @@ def their_total(model: PreTrainedModel, tokens_BT1: Tensor, run: RunConfig) -> T
         out.router_logits, run.model.num_experts, run.model.num_experts_per_tok
     )
     router_z = torch.cat(out.router_logits).float().logsumexp(-1).square().mean()
-    return (
+    total: Tensor = (
         F.cross_entropy(logits_NV, tokens_BT1[:, 1:].flatten())
         + run.loss.balance_weight * balance
         + run.loss.router_z_weight * router_z
         + run.loss.output_z_weight * logits_NV.logsumexp(-1).square().mean()
     )
+    return total
 
 
 class Ours:
     """The engine of a peer."""
 
-    def __init__(self, dtype: ComputeType, run: RunConfig, weights: dict[str, Tensor]) -> None:
+    def __init__(self, dtype: Precision, run: RunConfig, weights: dict[str, Tensor]) -> None:
         options = EngineOptions.of(run).but(compute=dtype, frozen=dtype)
         self.run, self.engine = run, ResidentEngine(run, options)
         self.engine.own(OWNED)
@@ -186,7 +189,7 @@ class Theirs:
 
 
 def variant(
-    name: str, dtype: ComputeType, run: RunConfig, weights: dict[str, Tensor]
+    name: str, dtype: Precision, run: RunConfig, weights: dict[str, Tensor]
 ) -> Ours | Theirs:
     """The variant of this name."""
     return Ours(dtype, run, weights) if name == "ours" else Theirs(name, dtype, run, weights)

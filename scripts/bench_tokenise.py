@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,12 +59,14 @@ def main() -> int:
         )
         out = Path(folder) / "out"
         ratios: list[Taken] = []
+        turns: dict[str, Callable[[], None]] = {
+            "ours": partial(ours, corpus, used, out),
+            "theirs": partial(theirs, documents, used),
+        }
         for pair in range(asked.pairs):
-            turns = [(ours, (corpus, used, out)), (theirs, (documents, used))]
-            taken = {}
-            for work, arguments in turns if pair % 2 == 0 else turns[::-1]:
-                taken[work] = timed(work, *arguments)
-            mine, other = taken[ours], taken[theirs]
+            order = sorted(turns, reverse=pair % 2 == 1)
+            taken = {name: timed(turns[name]) for name in order}
+            mine, other = taken["ours"], taken["theirs"]
             ratios.append(Taken(other.wall_s / mine.wall_s, other.cpu_s / mine.cpu_s))
             print(
                 f"ours {size / 1e6 / mine.wall_s:.2f} MB/s ({mine.cpu_s:.1f} s of cores), "
@@ -76,10 +79,10 @@ def main() -> int:
     return 0
 
 
-def timed(work: Callable[..., None], *arguments: object) -> Taken:
+def timed(work: Callable[[], None]) -> Taken:
     """How long a call takes, and how much work it is for cores, its processes included."""
     began_s, before_s = time.perf_counter(), cpu_s()
-    work(*arguments)
+    work()
     return Taken(time.perf_counter() - began_s, cpu_s() - before_s)
 
 

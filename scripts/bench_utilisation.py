@@ -211,8 +211,8 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
 
 def capped(case: Case, peer: int) -> list[str]:
     """A peer's cap, as it is recommended for thin uplinks."""
-    is_last = case.last and peer == case.num_peers - 1
-    up_mbit = line_of(case.last if is_last else case.link).up_mbit / case.slower
+    name = case.last if case.last and peer == case.num_peers - 1 else case.link
+    up_mbit = line_of(name).up_mbit / case.slower
     return [] if case.cap is None else ["--max-upload", f"{case.cap * up_mbit:g}mbit"]
 
 

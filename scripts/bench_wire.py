@@ -40,7 +40,8 @@ from rehearsal import RUN_FILE, add_common, folder_of, killing, settings, teller
 from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.links import Link
-from swarm.emulation.local_swarm import Event, LocalSwarm, applied
+from swarm.emulation.local_peer import Event
+from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import SwarmError
 from swarm.model.cost import bytes_sent_per_peer_per_round, exact_elements, parameters

@@ -137,7 +137,8 @@ def run_timed() -> None:
     def timed_engine(run: RunConfig, *_of_this_machine: object) -> TimedEngine:
         return TimedEngine(run, step_s, seed=index)
 
-    swarm.peer.peer.engine_for = timed_engine
+    module: Any = swarm.peer.peer
+    module.engine_for = timed_engine
     main(obj=Timed(Path(os.environ[FOLDER_VARIABLE]) / f"peer-{index}.jsonl"))
 
 

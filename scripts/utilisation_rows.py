@@ -16,7 +16,7 @@ from peers.link_tables import link_named
 from swarm.config import RunConfig, parse_config
 from swarm.config.amounts import LinkRates
 from swarm.emulation.links import Link
-from swarm.emulation.local_swarm import Event
+from swarm.emulation.local_peer import Event
 from swarm.model.cost import parameters, shared_wire_bytes, step_flops_per_token
 from swarm.model.link_plan import ASSUMED, Setting, carried_mbit, cycle_bytes, plan_link
 
@@ -336,7 +336,7 @@ def figures_of(
     private = min(offering, sum(line["private_s"] for line in counted))
 
     def took(phase: str) -> float:
-        return sum(event["phases"].get(phase, {}).get("seconds", 0.0) for event in told)
+        return float(sum(event["phases"].get(phase, {}).get("seconds", 0.0) for event in told))
 
     stalls = {
         "encode": offering - private,
