@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from swarm.config import RunConfig
 from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS, repeats_keys
-from swarm.model.losses import slice_tokens
+from swarm.model.losses import ALIGNED_ROWS, slice_tokens
 from swarm.model.masking import WASTE
 from swarm.model.rows import GROUPED_ROWS
 from swarm.model.swiglu import PAD_ROWS_BF16
@@ -200,6 +202,28 @@ class MicroBatchBytes:
         matrices = max(4 * table + cast + slices, 2 * 4 * table)
         # The last residual stream, its norm, that in the compute type, and its gradient.
         return matrices + self.own * hidden * (4 + 4 + (c if c < 4 else 0) + c)
+
+    def evaluated(self, table: int, frozen: str) -> float:
+        """Bytes beside its residual stream while it is evaluated in fp32, without a graph.
+
+        Args:
+            table: parameters of the head.
+            frozen: form of the frozen experts, of which one after the other is converted.
+        """
+        model, stream, rows = self.model, self.checkpoint(), self.rows
+        queries = model.num_attention_heads * model.dim_per_head
+        keys = model.num_key_value_heads * model.dim_per_head
+        repeated = 2 * queries if repeats_keys(self.options.device == "cuda", torch.float32) else 0
+        attention = 2 * stream + 4 * self.tokens * (2 * queries + 2 * keys + repeated)
+        # The next expert's matrices are there before the last one's go.
+        inner, hidden = model.moe_intermediate_size, model.hidden_size
+        matrices = 0 if frozen == "fp32" else 2 * 4 * 3 * inner * hidden
+        products = matrices + 4 * rows.largest * (hidden + inner)
+        adding = min(model.num_experts_per_tok, 3) * stream
+        experts = 2 * stream + self.routing() + 4 * rows.computed * (2 * inner + hidden)
+        experts += max(products, adding)
+        padded = 4 * table if model.vocab_size % ALIGNED_ROWS[self.options.device] else 0
+        return max(attention, experts, 2 * stream + padded + self.logits())
 
     def slice_tokens(self) -> int:
         """Tokens of which there are logits at once."""

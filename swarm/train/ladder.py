@@ -25,7 +25,13 @@ from swarm.train.comparing import (
 )
 from swarm.train.hardware import Machine
 from swarm.train.memory import need_of
-from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions, ScheduleName
+from swarm.train.options import (
+    PASS_TOKENS,
+    ActivationCheckpoints,
+    EngineKind,
+    EngineOptions,
+    ScheduleName,
+)
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.round_memory import HostPeaks, host_peaks
 from swarm.train.sizes import Need, pipeline_cut
@@ -33,8 +39,6 @@ from swarm.train.step_time import step_time
 
 RING = 3
 """Gradient buffers of layers where updates keep up with the backward pass."""
-PASS_TOKENS = 32_768
-"""Tokens that pass through the layers together, at most: enough products to hide the copies."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from swarm.train.sizes import (
     GRADIENT,
     MASTER,
     Need,
+    Sizes,
     frozen_layer_bytes,
     pipeline_cut,
     sizes_of,
@@ -35,7 +36,7 @@ from swarm.train.sizes import (
 
 
 def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0) -> Need:
-    """The peak of one step for a peer that owns so many experts.
+    """The peak of one step, or of a held-out loss, for a peer that owns so many experts.
 
     Args:
         run: the model and its micro-batches.
@@ -89,14 +90,26 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
     return 4 * sizes_of(model, num_owned).layer_owned
 
 
-def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
-    """Bytes beside the weights while a micro-batch is evaluated, in fp32, without a graph.
+def evaluation_bytes(
+    run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 1
+) -> float:
+    """Bytes beside `Need.device_state` while a held-out loss is computed, in fp32, without a graph.
 
-    Activations of one layer, a slice of logits, and one expert's matrices as they are converted.
+    Activations of one layer, a slice of logits, and one expert's matrices as they are converted. A
+    streaming engine gives that state up meanwhile, for the fp32 masters of two layers and the head,
+    and takes all micro-batches of a pass through a layer together; it may need less than the state.
     """
     micro = MicroBatchBytes(run, replace(options, compute="fp32"))
-    matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
-    return micro.kept() + 3 * micro.checkpoint() + micro.logits() + 4 * matrices
+    if options.kind is EngineKind.RESIDENT:
+        matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
+        return micro.kept() + 3 * micro.checkpoint() + micro.logits() + 4 * matrices
+    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    masters = min(2, layers) * (MASTER * sizes.layer + frozen) + MASTER * sizes.table
+    waiting = options.evaluated_together(run, workers) * micro.checkpoint()
+    computing = micro.evaluated(sizes.table, options.frozen)
+    state = _streaming_state(run, num_owned, options)
+    return max(0.0, masters + waiting + computing - state)
 
 
 def stage_needs(
@@ -123,18 +136,29 @@ def trained_by_stage(
     return [(each - own, own) for each, own in zip(trained, owned, strict=True)]
 
 
+def _streaming_state(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
+    """Weights and gradients of a streaming engine on the device."""
+    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    own = layers if options.resident_layers is None else min(options.resident_layers, layers)
+    places = own + min(2, layers - own)
+    layer = _wire(sizes, options) + frozen_layer_bytes(run, num_owned, options)
+    # Norm and head, or the tied embedding, and the gradient of one of them at a time.
+    ends = (4 + GRADIENT) * sizes.table
+    return places * layer + 2 * GRADIENT * sizes.layer + ends
+
+
+def _wire(sizes: Sizes, options: EngineOptions) -> int:
+    """The trained tensors of a layer as they travel to the device."""
+    cast = sizes.layer_cast + sizes.layer_owned
+    return 4 * (sizes.layer_shared - sizes.layer_cast) + DTYPES[options.compute].itemsize * cast
+
+
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: int) -> Need:
     """Of each worker; of the one host copy its part, so that all together need all of it."""
     model, sizes = run.model, sizes_of(run.model, num_owned)
     layers, compute = model.num_hidden_layers, DTYPES[options.compute].itemsize
     frozen = frozen_layer_bytes(run, num_owned, options)
-    cast = sizes.layer_cast + sizes.layer_owned
-    wire = 4 * (sizes.layer_shared - sizes.layer_cast) + compute * cast
-    own = layers if options.resident_layers is None else min(options.resident_layers, layers)
-    places = own + min(2, layers - own)
-    # Norm and head, or the tied embedding, and the gradient of one of them at a time.
-    ends = (4 + GRADIENT) * sizes.table
-    device = places * (wire + frozen) + 2 * GRADIENT * sizes.layer + ends
+    device = _streaming_state(run, num_owned, options)
     micro = MicroBatchBytes(run, options)
     batches = options.together(run, workers)
     checkpoints = layers * batches * micro.checkpoint()
@@ -142,14 +166,16 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     kept = batches * (layers * micro.routing(gradients=True) + micro.checkpoint())
     kept += checkpoints if on_device else 2 * micro.checkpoint()
     # With its output, as it is computed again to the end.
-    layer = micro.kept_again() + micro.checkpoint() + compute * cast
+    layer = micro.kept_again() + micro.checkpoint()
+    layer += compute * (sizes.layer_cast + sizes.layer_owned)
     layer += micro.backward(sizes.layer_owned, frozen)
     # A bucket of gradients, what other workers send of it, and its sums.
     bucket = min(BUCKET, max(sizes.table, sizes.layer))
     adding = GRADIENT * bucket * (2 + 1 / workers) if workers > 1 else 0.0
     activations = kept + max(micro.head(sizes.table), layer, adding)
+    activations = max(activations, evaluation_bytes(run, num_owned, options, workers))
     host = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained
-    host += layers * wire if compute < 4 else 0
+    host += layers * _wire(sizes, options) if compute < 4 else 0
     shared = options.gradient_buffers
     host += GRADIENT * (2 * sizes.table + sizes.layer * (shared or layers))
     on_disk = options.frozen_folder is not None

@@ -18,6 +18,11 @@ interleaved: as 1f1b, where each rank has several chunks of layers in turn.
 """
 
 
+PASS_TOKENS = 32_768
+"""Tokens that pass through the layers of a streaming engine together where a choice is left, at
+most: enough products to hide the copies."""
+
+
 class EngineKind(Enum):
     """Which engine holds the model."""
 
@@ -100,10 +105,15 @@ class EngineOptions:
         return self.shards, max(1, self.shards // self.ep)
 
     def together(self, run: RunConfig, workers: int) -> int:
-        """Micro-batches of one worker that go through all layers together, at most."""
+        """Micro-batches of one worker that go through all layers together in a step, at most."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         batches = -(-max(1, run.train.batch_tokens // tokens) // workers)
         return min(batches, self.pass_micro_batches or batches)
+
+    def evaluated_together(self, run: RunConfig, workers: int) -> int:
+        """The same of a held-out loss."""
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        return min(self.together(run, workers), max(1, PASS_TOKENS // tokens))
 
     def is_read_beside(self, run: RunConfig) -> bool:
         """Whether an engine can be read while it steps; see `Engine.before_update`.

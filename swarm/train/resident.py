@@ -193,13 +193,11 @@ class ResidentEngine:
         agreed: StandIn | None = None,
     ) -> float:
         with _computing_fp32(self._model), _standing_in(self._model, agreed):
-            return self._mean(tokens_BT1, scored_BT)
-
-    def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
-        rows = self._run.train.micro_batch_sequences
-        return mean_over(self._means_of, tokens_BT1, scored_BT, rows)
+            rows = self._run.train.micro_batch_sequences
+            return mean_over(self._means_of, tokens_BT1, scored_BT, rows)
 
     def _means_of(self, parts: Sequence[Part]) -> list[float]:
+        """The mean cross-entropy of each micro-batch."""
         return [self._mean_of(*part) for part in parts]
 
     def _mean_of(self, micro_BT1: Tensor, scored_BT: Tensor) -> float:

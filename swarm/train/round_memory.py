@@ -104,7 +104,7 @@ def host_peaks(
     mean = chunk * (4 * num_peers + 4 + 4 + 4)
     # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
     aside = owned_layer_bytes(run.model, num_owned) if options.kind is EngineKind.RESIDENT else 0
-    evaluating = (evaluation_bytes(run, options) + aside if on_host else 0) + matrix
+    evaluating = (evaluation_bytes(run, num_owned, options) + aside if on_host else 0) + matrix
     largest = largest_tensor_bytes(run.model)
     shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
     offer = 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES

@@ -32,7 +32,8 @@ class Need:
     Attributes:
         device_state: weights, gradients and, in the resident engine, moments and buffers between
             stages, on the device.
-        activations: the most that exists beside them on the device.
+        activations: the most that exists beside them on the device, in a step or, of a streaming
+            engine, while a held-out loss is computed.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in mapped files of the engine's own; what is kept for new workers.
         crowding: what a rank may need beside that on the device, where tokens of others come to

@@ -97,3 +97,17 @@ def test_no_bit_depends_on_the_passes(engines, together, train):
     }
     for given in ({}, {"scored_BT": scored}, {"scored_BT": scored, "agreed": values.__getitem__}):
         assert streaming.evaluate(tokens, **given) == resident.evaluate(tokens, **given)
+
+
+@pytest.mark.parametrize("layers", [0, 2, None])
+def test_training_goes_on_with_the_same_bits_after_a_held_out_loss(engines, layers):
+    """Its weights and gradients leave the device meanwhile; also where the loss fails."""
+    run = run_of(**BF16)
+    looked, blind = (engines(run, OWNED, resident_layers=layers) for _ in range(2))
+    taken = looked.device_bytes
+    for step in range(3):
+        assert looked.step(batch(run, step), lr=1e-2) == blind.step(batch(run, step), lr=1e-2)
+        looked.evaluate(batch(run, 9))
+        with pytest.raises(IndexError):
+            looked.evaluate(torch.full((2, 17), 9999))
+    assert looked.device_bytes == taken

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from swarm.config import ComputeSection
 from swarm.peer.workers import for_workers, meshes_of
 from swarm.train.hardware import Machine
-from swarm.train.ladder import PASS_TOKENS, Wishes, most_experts, plan_engine, rungs
+from swarm.train.ladder import Wishes, most_experts, plan_engine, rungs
 from swarm.train.memory import need_of
-from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.options import PASS_TOKENS, EngineKind, EngineOptions
 from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
 from swarm.train.parallel.mesh import Mesh

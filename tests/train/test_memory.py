@@ -11,7 +11,7 @@ from swarm.model import attention
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
 from swarm.train import activations
 from swarm.train.allocations import LiveBytes
-from swarm.train.memory import need_of, stage_needs
+from swarm.train.memory import evaluation_bytes, need_of, stage_needs
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.sizes import pipeline_cut, sizes_of
@@ -71,6 +71,10 @@ def measured(run, kind, **options):
     return state, peak
 
 
+def streaming(run, **options):
+    return replace(EngineOptions.of(run), kind=EngineKind.STREAMING, **options)
+
+
 def planned(run, kind, **options):
     chosen = replace(EngineOptions.of(run), kind=kind, **options)
     return need_of(run, len(OWNED), chosen)
@@ -105,6 +109,7 @@ def test_state_between_steps_is_the_formula_to_a_hundredth_of_a_percent(frozen):
 
 
 RESIDENT, STREAMING = EngineKind.RESIDENT, EngineKind.STREAMING
+WIDE = {"vocab": 260, "moe_intermediate_size": 256, "num_experts_per_tok": 8}
 NO_QK_NORM = {"qk_norm": "none", "norm_topk_prob": True}
 slow = pytest.mark.exhaustive
 
@@ -152,6 +157,55 @@ def test_keys_that_are_repeated_for_each_query_are_counted(monkeypatch):
         needs.append(planned(run, RESIDENT).device)
     assert needs[1] - needs[0] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
     assert needs[1] == pytest.approx(peaks[1], rel=0.05)
+
+
+HOST = {"activation_checkpoints": ActivationCheckpoints.HOST}
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        pytest.param(sized(BF16), HOST, id="as usual"),
+        pytest.param(sized(BF16), {"resident_layers": None}, id="weights stay"),
+        pytest.param(sized(BF16, vocab=260, hidden=256, length=64), HOST, id="large layers"),
+        pytest.param(
+            sized(BF16, **WIDE, layers=2, hidden=16, length=512), HOST, id="more than a step"
+        ),
+    ],
+)
+def test_the_peak_of_a_held_out_loss_is_predicted_within_5_percent(run, options):
+    gc.collect()
+    with LiveBytes() as live:
+        engine = new_streaming(run, OWNED, **options)
+        engine.step(tokens_of(run), lr=1e-3)
+        engine.read(["model.norm.weight"])
+        gc.collect()
+        state = live.now
+        live.reset()
+        engine.evaluate(tokens_of(run))
+        peak = live.peak
+        gc.collect()
+        assert live.now == state
+    engine.close()
+    need = planned(run, STREAMING, **options)
+    beside = evaluation_bytes(run, len(OWNED), streaming(run, **options))
+    assert need.device_state + beside + need.host == pytest.approx(peak, rel=0.05)
+    assert peak < 1.05 * (need.device + need.host)
+
+
+@pytest.mark.gpu
+def test_a_held_out_loss_on_a_gpu_takes_no_more_than_is_predicted():
+    run = sized(BF16, layers=2, hidden=512, num_experts=32, vocab=4001, length=512)
+    engine = new_streaming(run, OWNED, device="cuda")
+    engine.evaluate(tokens_of(run))  # and takes what libraries work in
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.evaluate(tokens_of(run))
+    found = torch.cuda.max_memory_allocated() - before
+    engine.close()
+    options = streaming(run, device="cuda")
+    need, beside = need_of(run, 4, options), evaluation_bytes(run, 4, options)
+    assert found < beside + 0.05 * need.device
 
 
 @pytest.mark.gpu

@@ -69,6 +69,22 @@ def test_an_evaluation_that_does_not_fit_steps_down_too(monkeypatch):
     engine.close()
 
 
+@pytest.mark.parametrize("after", [0, 1], ids=["its own places", "those of training again"])
+def test_a_held_out_loss_that_a_streaming_engine_has_no_room_for_steps_down(
+    monkeypatch, tmp_path, after
+):
+    first, *below = two_streaming(RUN, tmp_path)
+    engine, straight = SteppingEngine(RUN, first, below), new_engine(RUN, OWNED)
+    engine.write(initial_tensors(RUN, all_names(RUN)))
+    engine.own(OWNED)
+    with monkeypatch.context() as patched:
+        once(patched, DeviceSide, "_add_head", after=after)
+        assert engine.evaluate(batch(RUN, 9)) == straight.evaluate(batch(RUN, 9))
+    assert engine.options == below[0]
+    assert engine.step(batch(RUN, 0), lr=1e-2) == straight.step(batch(RUN, 0), lr=1e-2)
+    engine.close()
+
+
 def cublas(status):
     def failing(*_, **__):
         raise RuntimeError(

@@ -37,7 +37,7 @@ from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.engine import TERMS, Part, is_trained, mean_over
+from swarm.train.engine import TERMS, Part, is_trained
 from swarm.train.guard import norm_of
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
@@ -230,14 +230,13 @@ class RankEngine(ResidentEngine):
         blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
         return max(blocks) - len(self._same.block(count))
 
-    def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
+    def _means_of(self, parts: Sequence[Part]) -> list[float]:
         def told(found: Sequence[Sequence[float]], count: int) -> Tensor:
             for _ in range(self._idle(count)):
                 self._model.model.without_tokens()
             return self._told(self._same.block(count), found, (count, 1))
 
-        rows = self._run.train.micro_batch_sequences
-        return dealt_mean(self._same, self._means_of, (tokens_BT1, scored_BT), rows, told)
+        return dealt_means(self._same, super()._means_of, parts, told)
 
 
 def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) -> RankFigures:
@@ -260,35 +259,29 @@ def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) 
     )
 
 
-def dealt_mean(
+def dealt_means(
     ranks: Ranks,
     means_of: Callable[[Sequence[Part]], Sequence[float]],
-    sequences: tuple[Tensor, Tensor | None],
-    rows: int,
+    parts: Sequence[Part],
     told: Callable[[Sequence[Sequence[float]], int], Tensor] | None = None,
-) -> float:
-    """As `mean_over`, of micro-batches that are dealt to ranks.
+) -> list[float]:
+    """The mean of each micro-batch, where they are dealt to ranks; all come to the same ones.
 
     Args:
-        ranks: to which they are dealt; all come to the same mean.
+        ranks: to which they are dealt.
         means_of: of each micro-batch of a rank.
-        sequences: tokens, and which predictions count; None for all.
-        rows: of a micro-batch.
+        parts: all micro-batches.
         told: called once a rank has computed its own, with their means and the number of all; it
             gives the means of all, [count, 1]. None for those of these ranks.
 
     Raises:
         Disconnected: another rank is gone.
     """
-
-    def means_of_all(parts: Sequence[Part]) -> list[float]:
-        count = len(parts)
-        found = [[mean] for mean in means_of([parts[k] for k in ranks.block(count)])]
-        table = told(found, count) if told else ranks.shared(found, count, 1)
-        means: list[float] = table[:, 0].tolist()
-        return means
-
-    return mean_over(means_of_all, *sequences, rows)
+    count = len(parts)
+    found = [[mean] for mean in means_of([parts[k] for k in ranks.block(count)])]
+    table = told(found, count) if told else ranks.shared(found, count, 1)
+    means: list[float] = table[:, 0].tolist()
+    return means
 
 
 def _moved_moments(

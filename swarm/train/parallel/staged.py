@@ -26,7 +26,7 @@ from swarm.experts import EMBEDDING
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.routing import RoutingControls
-from swarm.train.engine import Part, mean_over
+from swarm.train.engine import Part
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.headed import HeadsEngine
@@ -107,13 +107,7 @@ class StageEngine(RankEngine):
 
     # ------------------------------------------------ evaluation
 
-    def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
-        return mean_over(
-            self._means_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences
-        )
-
     def _means_of(self, parts: Sequence[Part]) -> list[float]:
-        """Of the micro-batches of all pipelines."""
         mine, idle = self._same.block(len(parts)), [None] * self._idle(len(parts))
         own = [
             MicroBatch(micro_BT1, Masked(scored_BT=scored_BT.to(self._device)))

@@ -28,7 +28,7 @@ from swarm.train.engine import Part, is_trained
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.figures import RankFigures
 from swarm.train.parallel.ranks import Ranks
-from swarm.train.parallel.sharding import LossesForm, dealt_mean, figures_of
+from swarm.train.parallel.sharding import LossesForm, dealt_means, figures_of
 from swarm.train.parallel.shared_memory import SharedMemory
 from swarm.train.streaming.engine import StreamingEngine
 from swarm.train.tensor_file import Form, forms_of
@@ -82,11 +82,7 @@ class StreamingRank(StreamingEngine):
         rows = self._ranks.shared([form.row(each) for each in mine], count, form.width)
         return [form.losses(row, self._device.bus.device) for row in rows]
 
-    def _mean(
-        self,
-        means_of: Callable[[Sequence[Part]], Sequence[float]],
-        tokens_BT1: Tensor,
-        scored_BT: Tensor | None,
-    ) -> float:
-        rows = self._run.train.micro_batch_sequences
-        return dealt_mean(self._ranks, means_of, (tokens_BT1, scored_BT), rows)
+    def _of_each(
+        self, means_of: Callable[[Sequence[Part]], list[float]], parts: Sequence[Part]
+    ) -> list[float]:
+        return dealt_means(self._ranks, means_of, parts)

@@ -50,13 +50,13 @@ class DeviceSide:
         self._ranks = ranks
         self.bus = Bus(torch.device(options.device))
         self.compute = torch.float32 if masters else DTYPES[options.compute]
+        self.buffers: Buffers | None = None
         self.build()
 
     def build(self) -> None:
         """Takes device memory for the experts owned now."""
         store, options = self._store, self._options
         layers = self._run.model.num_hidden_layers
-        self.buffers: Buffers | None = None
         self._accumulators: list[Accumulator] = []
         sources = {
             name: Source(
@@ -72,15 +72,20 @@ class DeviceSide:
 
     def release(self) -> None:
         """Gives the memory back, as far as `build` has taken it; `build` takes it again."""
+        self.make_room()
+        if self.buffers is not None:
+            self.buffers.close()
+            self.buffers = None
+
+    def make_room(self) -> None:
+        """As `release`, of the device alone: buffers on the host stay, which take long to pin."""
         places: Places | None = vars(self).get("_places")
         if places is not None:
             places.close()
         self.bus.settle()
-        if self.buffers is not None:
-            self.buffers.close()
         for name in _BUILT:
             vars(self).pop(name, None)
-        self.buffers, self._accumulators = None, []
+        self._accumulators = []
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -140,9 +145,10 @@ class DeviceSide:
         if self._store.tied:
             self.head_gradients = self._accumulator(units["head"].packing.num_bytes, 1)
             self._accumulators.append(self.head_gradients)
-        pinned = self.bus.device.type == "cuda"
-        shared = self._options.gradient_buffers
-        self.buffers = Buffers(list(units.values()), shared, self._store.memory, pinned=pinned)
+        if self.buffers is None:
+            pinned = self.bus.device.type == "cuda"
+            shared = self._options.gradient_buffers
+            self.buffers = Buffers(list(units.values()), shared, self._store.memory, pinned=pinned)
 
     def _accumulator(self, num_bytes: int, num_tensors: int) -> Accumulator:
         return Accumulator(num_bytes, num_tensors, self.bus, self._ranks)

@@ -323,9 +323,17 @@ class StreamingEngine:
     ) -> float:
         """See `Engine`; fp32 masters pass instead of the usual type."""
         self._drain()
-        evaluation = Evaluation(self._run, self._options, self._store, self._ranks)
-        with contextlib.closing(evaluation):
-            return self._mean(lambda parts: evaluation.means(parts, agreed), tokens_BT1, scored_BT)
+        self._device.make_room()
+        try:
+            evaluation = Evaluation(self._run, self._options, self._store, self._ranks)
+            with contextlib.closing(evaluation):
+                means_of = functools.partial(evaluation.means, agreed)
+                rows = self._run.train.micro_batch_sequences
+                return mean_over(
+                    functools.partial(self._of_each, means_of), tokens_BT1, scored_BT, rows
+                )
+        finally:
+            self._device.build()
 
     def _positions(self, num_tokens: int) -> Positions:
         model = self._run.model
@@ -342,14 +350,11 @@ class StreamingEngine:
         """The losses of all micro-batches of a step."""
         return mine
 
-    def _mean(
-        self,
-        means_of: Callable[[Sequence[Part]], Sequence[float]],
-        tokens_BT1: Tensor,
-        scored_BT: Tensor | None,
-    ) -> float:
-        """`mean_over` the micro-batches of all processes."""
-        return mean_over(means_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
+    def _of_each(
+        self, means_of: Callable[[Sequence[Part]], list[float]], parts: Sequence[Part]
+    ) -> list[float]:
+        """The means of the micro-batches of all processes."""
+        return means_of(parts)
 
 
 def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:

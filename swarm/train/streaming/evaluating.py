@@ -35,7 +35,7 @@ class Evaluation:
         self, run: RunConfig, options: EngineOptions, store: HostStore, ranks: Ranks
     ) -> None:
         options = replace(options, resident_layers=0)
-        self._run, self._together = run, options.together(run, ranks.size)
+        self._run, self._together = run, options.evaluated_together(run, ranks.size)
         self._device = DeviceSide(run, options, store, ranks, masters=True)
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Evaluation:
         self._device.release()
 
     @torch.no_grad()
-    def means(self, parts: Sequence[Part], agreed: StandIn | None) -> list[float]:
+    def means(self, agreed: StandIn | None, parts: Sequence[Part]) -> list[float]:
         """The mean cross-entropy of each micro-batch; for `agreed` see `Engine.evaluate`."""
         starts = range(0, len(parts), self._together)
         passes = [parts[start : start + self._together] for start in starts]
