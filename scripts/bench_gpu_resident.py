@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from bench_gpu_measure import (
@@ -95,7 +94,9 @@ def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
         for each in tokens[:WARM_UP]:
             engine.step(each, lr=LR)
         reset_peak(args.device)
-        step_s = seconds_of_steps(partial(engine.step, lr=LR), tokens[WARM_UP:], args.device)
+        step_s = seconds_of_steps(
+            lambda each: engine.step(each, lr=LR), tokens[WARM_UP:], args.device
+        )
         rate = tflops(run, shape.owned, run.train.batch_tokens / step_s)
         return {
             "step_s": step_s,
@@ -128,8 +129,7 @@ def bench_peak(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
 
 def bench_context(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
     """Doubles the length of one sequence until it no longer fits."""
-    shape, length = SHAPES[args.shape], args.length
-    found: dict[str, dict[str, Any]] = {}
+    shape, length = SHAPES[args.shape], args.shortest
     while length <= args.longest:
         run = run_of(shape, 1, length, clip="unit")
 
@@ -148,25 +148,10 @@ def bench_context(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
             gradient_buffers=3,
             host_threads=max(1, len(os.sched_getaffinity(0)) - 2),
         )
-        predicted = need_of(run, shape.owned, options)
-        engine = engine_of(run, shape.owned, options)
-        try:
-            first, second = batches(run, 2)
-            engine.step(first, lr=LR)
-            reset_peak(args.device)
-            step_s = seconds_of_steps(partial(engine.step, lr=LR), [second], args.device)
-        except torch.OutOfMemoryError as error:
-            found[str(length)] = {"error": str(error).splitlines()[0]}
-            break
-        found[str(length)] = {
-            "step_s": step_s,
-            "peak_gb": peak_gb(args.device),
-            "predicted_gb": predicted.device / 1e9,
-            "predicted_host_gb": predicted.host / 1e9,
-        }
-        print(json.dumps({str(length): found[str(length)]}), flush=True)
-        engine.close()
-        del engine
+        found = figures_of(run, shape.owned, options, measured)
+        yield str(length), found
+        if "error" in found:
+            return
         length *= 2
 
 

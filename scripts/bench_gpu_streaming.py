@@ -27,7 +27,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from swarm.config import RunConfig
+from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import Transformer
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.stepping import make_engine
@@ -116,17 +116,18 @@ class ParameterStack:
 
 def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: bool) -> Transformer:
     """Our model under fully_shard, weights random, on the CPU."""
-    frozen = "bf16" if tuned else "fp32"
+    frozen: FrozenFormat = "bf16" if tuned else "fp32"
     model = Transformer(
         run.model, owned=range(owned), frozen=frozen, compute="bf16", recompute="layer"
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     for bank in model.banks.values():
-        for name, stack in list(bank.frozen.items()):
-            tensor = stack.tensor.normal_(std=0.02)  # type: ignore[attr-defined]
+        stacks: dict[str, Any] = bank.frozen
+        for name, stack in list(stacks.items()):
+            tensor = stack.tensor.normal_(std=0.02)
             bank.register_parameter(f"frozen_{name}", nn.Parameter(tensor, requires_grad=False))
-            bank.frozen[name] = ParameterStack(bank, f"frozen_{name}")  # type: ignore[assignment]
+            stacks[name] = ParameterStack(bank, f"frozen_{name}")
     # Norms and routers compute in fp32: they stay whole on the device, a little to FSDP's favour.
     exact = {p for n, p in model.named_parameters() if n.endswith(("norm.weight", "gate.weight"))}
     for parameter in exact:
@@ -147,7 +148,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
     if tuned:
-        layers = list(model.model.layers)
+        layers: list[Any] = list(model.model.layers)  # fully_shard gave them methods
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])
@@ -208,16 +209,17 @@ class Whole:
     @staticmethod
     def apply_to(model: Transformer, tokens_BT1: Tensor, run: RunConfig) -> Tensor:
         """The loss of one batch."""
-        forward: Callable[..., Any] = type(model).forward
+        kind: Any = type(model)
+        forward = kind.forward
 
         def losses(self: Transformer, tokens: Tensor) -> Tensor:
             return self.losses(tokens, run.loss).total
 
-        type(model).forward = losses  # type: ignore[method-assign]
+        kind.forward = losses
         try:
             total: Tensor = model(tokens_BT1)
         finally:
-            type(model).forward = forward  # type: ignore[method-assign]
+            kind.forward = forward
         return total
 
 
@@ -295,8 +297,8 @@ def _in_process(command: list[str], variant: str, tokens: int, limit_s: float) -
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
-    columns = ("variant", "tokens", "step_s", "tokens_per_s", "tflops", "busy", "gb_in", "gb_out")
-    columns += ("device_peak_gb", "host_peak_gb", "valid")
+    columns = ["variant", "tokens", "step_s", "tokens_per_s", "tflops", "busy", "gb_in", "gb_out"]
+    columns += ["device_peak_gb", "host_peak_gb", "valid"]
     print(" | ".join(columns))
     for row in results:
         cells = [row.get(column, "") for column in columns]
