@@ -244,7 +244,9 @@ class Trainer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         units = self.store(tip, bases, work.tokens)
         await self._pass(WRITE_S)
-        self.shell.disk.offer = work.with_values(units)
+        offer = work.with_values(units)
+        self.shell.disk.sync(offer.blobs)
+        self.shell.disk.offer = offer
         await self._pass(WRITE_S)
         return units
 
@@ -258,11 +260,14 @@ class Trainer(TrainingShell):
         return offer
 
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        blobs = ((unit.digest, unit.delta) for unit in units.values())
-        digests = [digest for both in blobs for digest in both if digest]
-        for digest in digests:
-            self.shell.disk.write(digest)
-        self.shell.disk.sync(digests)
+        """Makes blobs readable, and deltas durable: they may be counted while this peer is gone."""
+        disk, coding = self.shell.disk, self.task.rules.unit_coding
+        for unit, offered in units.items():
+            digests = [digest for digest in (offered.digest, offered.delta) if digest]
+            for digest in digests:
+                disk.write(digest)
+            if unit in coding:
+                disk.sync(digests)
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         if offer.is_late:

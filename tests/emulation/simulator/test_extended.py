@@ -47,10 +47,10 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class, seeds):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:22",
+    "rolled_back_votes": "F:11",
     "lost_record_votes": "F:71",
     "failed_sync_awaited": "F:3",
-    "four_are_a_quorum": "G:35",
+    "four_are_a_quorum": "G:48",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",

@@ -22,11 +22,11 @@ from tests.protocol import round_pump, test_rounds_takeover
 CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
-    "accept_before_write": "D:10",
-    "no_phase_1": "D:214",
+    "accept_before_write": "D:16",
+    "no_phase_1": "D:188",
     "any_half": "C:1",
     "joiners_vote": "A:160",
-    "older_roster": "B:6",
+    "older_roster": "B:5",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
     "fetch_never_dropped": "A:174",
@@ -36,7 +36,7 @@ CAUGHT_BY_SCHEDULE = {
     "no_takeover": "A:1",
     "no_reform": "C:2",
     "generation_counted": "D:1",
-    "reform_although_quorum": "C:0",
+    "reform_although_quorum": "C:2",
     "most_tokens_win": "D:28",
     "merge_on_apply": "D:0",
     "due_by_own_count": "D:7",
@@ -50,9 +50,9 @@ CAUGHT_BY_SCHEDULE = {
     "no_base_check_at_merge": "B:15",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
-    "promise_in_memory": "C:127",
-    "promise_not_recorded": "C:67",
-    "lowest_accepted": "A:493",
+    "promise_in_memory": "C:313",
+    "promise_not_recorded": "C:105",
+    "lowest_accepted": "A:1932",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
