@@ -11,7 +11,6 @@ from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
-from swarm.emulation.simulator.taking_part import AHEAD
 
 PROGRESS_EVERY_S = 10.0
 
@@ -38,7 +37,6 @@ status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
         help="classes F to N and R, the extended model, instead of A to E",
     )
     parser.add_argument("--classes", help="such as ABC, of any model; see below")
-    parser.add_argument("--fetch-ahead", action="store_true", help="as real peers do [D2]")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")
@@ -62,18 +60,17 @@ def main() -> int:
             print(f"{name:32} {mutant.rule}")
         return 0
     if arguments.replay:
-        return replay(arguments.replay, arguments.mutant, is_ahead=arguments.fetch_ahead)
+        return replay(arguments.replay, arguments.mutant)
     return search(arguments)
 
 
-def replay(name: str, mutant_name: str | None, *, is_ahead: bool) -> int:
+def replay(name: str, mutant_name: str | None) -> int:
     fault_class, _, seed = name.partition(":")
     mutant = ALL_MUTANTS[mutant_name] if mutant_name else None
-    usual = AHEAD if is_ahead else None
     outcome = run_schedule(
         fault_class,
         int(seed),
-        tested=mutant.tested if mutant else usual,
+        tested=mutant.tested if mutant else None,
         mix=mutant.mix if mutant else None,
         trace=print,
     )
@@ -83,18 +80,12 @@ def replay(name: str, mutant_name: str | None, *, is_ahead: bool) -> int:
 
 def search(arguments: argparse.Namespace) -> int:
     tallies = {name: Tally() for name in arguments.classes}
-    jobs = jobs_of(
-        arguments.classes,
-        arguments.schedules,
-        arguments.seed,
-        arguments.mutant,
-        is_ahead=arguments.fetch_ahead,
-    )
+    jobs = jobs_of(arguments.classes, arguments.schedules, arguments.seed, arguments.mutant)
     started = shown = time.monotonic()
     for done, outcome in enumerate(run_jobs(jobs, arguments.processes), 1):
         tallies[outcome.fault_class].add(outcome)
         if outcome.violation:
-            report(outcome, arguments.mutant, is_ahead=arguments.fetch_ahead)
+            report(outcome, arguments.mutant)
             if arguments.mutant:
                 break
         if time.monotonic() - shown > PROGRESS_EVERY_S:
@@ -109,8 +100,8 @@ def search(arguments: argparse.Namespace) -> int:
     return int(violated != bool(arguments.mutant))
 
 
-def report(outcome: Outcome, mutant: str | None, *, is_ahead: bool) -> None:
-    where = f"{outcome.fault_class}:{outcome.seed}" + (" --fetch-ahead" if is_ahead else "")
+def report(outcome: Outcome, mutant: str | None) -> None:
+    where = f"{outcome.fault_class}:{outcome.seed}"
     command = f"scripts/simulate --replay {where}" + (f" --mutant {mutant}" if mutant else "")
     print(f"VIOLATION in {where}: {outcome.violation}\n  replay: {command}", flush=True)
 

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.config import MergingConfig
 from swarm.experts import expert_unit, shared_unit
@@ -418,6 +419,13 @@ class Pump:
         return sum(
             isinstance(message, kind) for node in self.nodes.values() for *_, message in node.sent
         )
+
+
+class FetchesAhead(RoundMachine):
+    """Fetches what is about to be proposed, as real peers do [D2]."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, fetches_ahead=True)
 
 
 def start_swarm(

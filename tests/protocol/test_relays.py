@@ -7,7 +7,6 @@ from string import ascii_letters
 
 import pytest
 
-from swarm.emulation.simulator.taking_part import AHEAD
 from swarm.experts import expert_of_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Fetch, Purpose, Send
@@ -25,7 +24,14 @@ from swarm.protocol.rounds.relays import (
     relays_of_body,
 )
 from swarm.protocol.rounds.rosters import plan_roster
-from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
+from tests.protocol.round_pump import (
+    FetchesAhead,
+    Pump,
+    found,
+    make_offer,
+    make_rules,
+    start_swarm,
+)
 
 PEERS = ascii_letters[:40]
 UPLINKS = {peer: 10 * (1 + place) for place, peer in enumerate(PEERS)}
@@ -122,7 +128,7 @@ def test_without_uplinks_everybody_asks_the_writer() -> None:
 @pytest.fixture(scope="module")
 def pump() -> Pump:
     rules = make_rules(experts=len(PEERS), parts=24)
-    pump = start_swarm(PEERS, rules, machine_class=AHEAD.machine, uplinks=UPLINKS)
+    pump = start_swarm(PEERS, rules, machine_class=FetchesAhead, uplinks=UPLINKS)
     pump.run_rounds(1)
     return pump
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from swarm.emulation.simulator.taking_part import AHEAD
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol import events
 from swarm.protocol.events import CancelFetch, Fetch, Purpose
@@ -17,12 +16,19 @@ from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.rosters import sources_of
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound
-from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
+from tests.protocol.round_pump import (
+    FetchesAhead,
+    Pump,
+    found,
+    make_offer,
+    make_rules,
+    start_swarm,
+)
 
 
 def eager_swarm(peers: str) -> Pump:
     rules = make_rules(experts=6, parts=3)
-    return start_swarm(peers, rules, machine_class=AHEAD.machine)
+    return start_swarm(peers, rules, machine_class=FetchesAhead)
 
 
 def fetches(pump: Pump, peer: str, purpose: Purpose) -> list[Fetch]:

@@ -13,7 +13,6 @@ from multiprocessing.synchronize import Event
 
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
-from swarm.emulation.simulator.taking_part import AHEAD
 
 CHUNK = 10
 """Schedules that a process takes at a time."""
@@ -51,8 +50,6 @@ class Job:
     fault_class: str
     seed: int
     mutant: str | None = None
-    is_ahead: bool = False
-    """Whether the real code fetches ahead [D2]."""
 
 
 def jobs_of(
@@ -60,12 +57,10 @@ def jobs_of(
     schedules: int,
     first_seed: int,
     mutant: str | None = None,
-    *,
-    is_ahead: bool = False,
 ) -> list[Job]:
     """So many schedules spread evenly over the classes, in turn."""
     return [
-        Job(classes[index % len(classes)], first_seed + index // len(classes), mutant, is_ahead)
+        Job(classes[index % len(classes)], first_seed + index // len(classes), mutant)
         for index in range(schedules)
     ]
 
@@ -73,7 +68,7 @@ def jobs_of(
 def run_job(job: Job) -> Outcome:
     """Runs one schedule, with the mutant's code and faults if it names one."""
     if job.mutant is None:
-        return run_schedule(job.fault_class, job.seed, tested=AHEAD if job.is_ahead else None)
+        return run_schedule(job.fault_class, job.seed)
     mutant = ALL_MUTANTS[job.mutant]
     return run_schedule(job.fault_class, job.seed, tested=mutant.tested, mix=mutant.mix)
 

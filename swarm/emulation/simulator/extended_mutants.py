@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import cast
 
 from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
+from swarm.emulation.simulator.keys import KEYS, KeysMix
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
@@ -233,6 +235,14 @@ BETRAYED_REVOLTS = replace(
     failing_syncs=0.0,
 )
 """Two conveners at a time, and a third peer that forgets whom it gave its vote."""
+FORGETFUL = replace(
+    EXTENDED["F"],
+    strangers=0.0,
+    kinds={"lose_disk": 3.0, "betrayal": 4.0, "split": 2.0, "isolate": 2.0, "cut": 1.0},
+)
+"""Peers forget what they voted for, and come back where others do not know of it."""
+VANISHING = replace(cast(KeysMix, KEYS["V"]), keys=(40, 50), window_s=(40.0, 60.0))
+"""A key vanishes every second."""
 SLOW_LINKS = replace(
     _J,
     peers=(3, 5),
@@ -250,7 +260,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         BETRAYED_REVOLTS,
     ),
     "lost_record_votes": Mutant(
-        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown: shown)
+        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown: shown), FORGETFUL
     ),
     "abstains_for_two_heights": Mutant(
         "P5: without a record no height is high enough",
@@ -267,7 +277,11 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "X1: what is being made durable is applied first", _NewestIsFetched
     ),
     "trainees_reform": Mutant.of("F3: who has no vote does not reform", _TraineesReform),
-    "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
+    "four_are_a_quorum": Mutant.of(
+        "a quorum is a majority of all members",
+        _FourAreAQuorum,
+        mix=replace(EXTENDED["G"], certificates=0.0),
+    ),
     "heard_by_chance": Mutant.of("H4: voters that are silent are greeted", _HeardByChance),
     "silent_sources_awaited": Mutant.of(
         "C4: who is silent and has what others lack is left out", _SilentSourcesAwaited
@@ -313,7 +327,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "T1: what was not used is dealt again", tested_under(_HolesForgotten)
     ),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", tested_under(_DealtAnewAtReform)),
-    "all_are_kept": Mutant.of("C4: keys that vanish cost a few rosters", _AllAreKept),
+    "all_are_kept": Mutant.of(
+        "C4: keys that vanish cost a few rosters", _AllAreKept, mix=VANISHING
+    ),
     "vote_at_once": Mutant("R7: a vote is earned", tested_under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", tested_under(_AllThatHaveEarnedIt)

@@ -84,8 +84,9 @@ class Mix:
     """Times after which a peer that crashed by trap starts again."""
     is_sliced: bool = False
     """Whether each round exchanges its slice of the units [U2]."""
-    certificates: float = 0.5
-    """Chance that commits need certificates; agreement must not hang on them."""
+    certificates: float = 1.0
+    """Chance that commits need certificates, as they always do in a run; without them what was
+    decided wrongly gets further."""
 
     def drawing(self) -> type[Draw]:
         """What draws scenarios of this class."""

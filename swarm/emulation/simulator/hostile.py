@@ -123,7 +123,6 @@ _P = LyingMix(
     faults=(0, 6),
     loss=0.1,
     merging=0.2,
-    certificates=1.0,
     round_seconds=3.2,
 )
 LYING: dict[str, ExtendedMix] = {
@@ -137,7 +136,6 @@ LYING: dict[str, ExtendedMix] = {
         slow=0.0,
         merging=0.0,
         most_owners=2,
-        certificates=1.0,
     ),
 }
 _WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **OVERLAPPED, **LARGE, **LYING, **KEYS}

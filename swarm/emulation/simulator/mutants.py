@@ -294,6 +294,8 @@ SHATTERED = Mix(kinds={"shatter": 1.0}, faults=(1, 3), window_s=(120.0, 200.0))
 LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
 """Peers learn of manifests that nobody is left to give them."""
 MERGE_DUELS = replace(DUELS, merging=1.0)
+UNPROVED = replace(CLASSES["A"], certificates=0.0)
+"""Commits are believed without certificates."""
 
 
 MUTANTS: Mapping[str, Mutant] = {
@@ -309,7 +311,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "any_proposal": Mutant.of("A4: a proposal must follow from the tip", _AnyProposal),
     "liar_convenes_on": Mutant.of("A4: a refused convener is not followed", _LiarConvenesOn),
     "any_update": Mutant.of("U1: updates are bounded", _AnyUpdate),
-    "joiners_vote": Mutant.of("only members(tip) vote", _JoinersVote),
+    "joiners_vote": Mutant.of("only members(tip) vote", _JoinersVote, mix=UNPROVED),
     "older_roster": Mutant.of("C3: results of one roster only", _OlderRoster),
     "apply_before_blobs": Mutant.of("X1: apply only complete manifests", _ApplyBeforeBlobs),
     "duplicate_commit_restarts": Mutant.of(

@@ -152,6 +152,7 @@ class Node(Ports):
             random=Random(world.random.getrandbits(32)),
             sign=partial(sign, self.me),
             uplink_of=lambda: self.character.uplink,
+            fetches_ahead=True,
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)

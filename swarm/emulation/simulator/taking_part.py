@@ -132,14 +132,6 @@ def tested_under(changed: type[Rules]) -> UnderTest:
     return UnderTest(Machine)
 
 
-class _Eager(RoundMachine):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, fetches_ahead=True)
-
-
-AHEAD = UnderTest(_Eager)
-"""Machines that fetch ahead, as real peers do [D2]."""
-
 Trap = Callable[[Effect], bool]
 
 

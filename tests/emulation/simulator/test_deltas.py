@@ -14,13 +14,13 @@ CAUGHT = {
     "any_base_goes_on": (2, "E2"),
     "unknown_delta_taken": (1, "E2"),
     "tokens_carried": (4, "T1"),
-    "encoded_anew": (0, "E3"),
+    "encoded_anew": (2, "E3"),
     "reported_before_durable": (1, "E4"),
     "momentum_of_before": (0, "E1"),
     "left_over_at_once": (4, "E2"),
-    "left_over_after_jump": (2, "E5"),
+    "left_over_after_jump": (35, "E5"),
     "deltas_collected": (0, "E4"),
-    "votes_without_deltas": (0, "E4"),
+    "votes_without_deltas": (4, "E4"),
 }
 """Mutant -> seed of class R and the invariant that breaks; after a change of the simulator look for
 new ones with `scripts/simulate --classes R --mutant NAME`."""

@@ -6,6 +6,7 @@ import pytest
 
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.protocol.events import Purpose
 from tests.emulation.simulator.schedules import as_found
 
 SEEDS_PER_CLASS = 600
@@ -96,11 +97,12 @@ def test_schedules_hold_what_they_are_meant_to_try(fault_class):
         assert sum(outcome.reforms > 0 for outcome in outcomes) >= 3
 
 
-def test_the_schedules_contain_crashes_joins_leaves_pauses_and_partitions():
+def test_the_schedules_contain_crashes_joins_leaves_pauses_partitions_and_fetching_ahead():
     lines = []
     for fault_class in sorted(CLASSES):
         for seed in range(6):
             run_schedule(fault_class, seed, trace=lines.append)
     text = "\n".join(lines)
     happenings = ("crashes", "is paused", "partition:", " is cut", "has left", "joined")
-    assert [what for what in happenings if what not in text] == []
+    fetched = f"fetch {Purpose.AHEAD.value}: "
+    assert [what for what in (*happenings, fetched) if what not in text] == []

@@ -23,13 +23,13 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
     "accept_before_write": "D:16",
-    "no_phase_1": "D:188",
+    "no_phase_1": "E:31",
     "any_half": "C:1",
-    "joiners_vote": "A:160",
-    "older_roster": "B:5",
+    "joiners_vote": "A:16",
+    "older_roster": "B:3",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
-    "fetch_never_dropped": "A:174",
+    "fetch_never_dropped": "A:0",
     "votes_cross_tips": "A:182",
     "no_base_check": "C:0",
     "offered_before_saved": "A:0",
@@ -51,8 +51,8 @@ CAUGHT_BY_SCHEDULE = {
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "C:313",
-    "promise_not_recorded": "C:105",
-    "lowest_accepted": "A:1932",
+    "promise_not_recorded": "C:71",
+    "lowest_accepted": "A:108",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
