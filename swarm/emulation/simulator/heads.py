@@ -59,7 +59,8 @@ class HeadSearch:
             return
         gap = found[self._asked // len(others) % len(found)]
         filling = self._begun.get(gap.ends, gap)
-        page = between(other.chain, filling.question)
+        is_member = self._shell.me in other.tip.members  # strangers are shown none
+        page = between(other.chain, filling.question) if is_member else ()
         self._shell.after(ANSWER_S, self._came, filling, page)
 
     def _came(self, filling: Filling, page: Sequence[Link]) -> None:

@@ -23,13 +23,14 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record, Undeliverable
 from swarm.protocol.manifest import PeerId, Unit
 from swarm.protocol.messages import Link
+from swarm.protocol.trust import proof_problem
 
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
 DISCOVER_S = 20.0
 """Each peer looks this often who else is in the DHT."""
 RESTORE_S = 5.0
-"""A peer without a record looks so often for somebody who shows it a tip."""
+"""A peer without a record looks so often for somebody who proves a tip to it."""
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by planned."""
 REFUSED = 0.7
@@ -165,16 +166,24 @@ class World:
         node.boot()
 
     def join(self, peer: PeerId) -> None:
-        """A stranger arrives; it has fetched the tip of a peer, or only manifest 0."""
+        """A stranger arrives: a peer has shown it its tip, or it has manifest 0 alone."""
+        if peer in self.dead:
+            return
+        if self.random.random() < 0.7:
+            self.join_shown(peer)
+        else:
+            self.join_proved(peer)
+
+    def join_shown(self, peer: PeerId) -> None:
+        """A stranger asks a peer for its tip, and another later if that is not proved [L2]."""
         if peer in self.dead:
             return
         hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]
-        if hosts and self.random.random() < 0.7:
-            host = self.random.choice(hosts)
-            told, chain = host.disk.record, host.machine.chain.links
+        shown = self._proved(self.random.choice(hosts)) if hosts else None
+        if shown:
+            self.start(peer, *shown)
         else:
-            told, chain = Record(tip=self.founding, certificate=None, parent=None), ()
-        self.start(peer, Record(told.tip, told.certificate, told.parent), chain)
+            self.at(RESTORE_S, self.join_shown, peer)
 
     def join_proved(self, peer: PeerId) -> None:
         """A stranger arrives with manifest 0 alone: the tip is proved to it past many heads."""
@@ -240,18 +249,26 @@ class World:
             node.disk.came_from = None
 
     def _restore(self, node: Node) -> bool:
-        """Gives a peer without a record the newest tip that it is shown; False if none is."""
-        shown = [o for o in self.alive() if self.reachable(node.me, o.me)]
-        if not shown:
+        """Gives a peer without a record the newest tip that is proved to it; False if none is."""
+        hosts = [other for other in self.alive() if self.reachable(node.me, other.me)]
+        proved = [shown for shown in map(self._proved, hosts) if shown]
+        if not proved:
             return False
-        host = max(shown, key=lambda other: other.disk.record.tip.code)
-        best = host.disk.record
-        record = Record(best.tip, best.certificate, best.parent)
+        best, path = max(proved, key=lambda shown: shown[0].tip.code)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        kept = self.tested.without_record(node.me, record)
-        node.disk = Disk(kept, durable, host.machine.chain.links)
+        node.disk = Disk(self.tested.without_record(node.me, best), durable, path)
         self.disks[node.me] = node.disk
         return True
+
+    def _proved(self, host: Node) -> tuple[Record, tuple[Link, ...]] | None:
+        """A host's tip and the links that prove it to who has none; None if they do not [L2]."""
+        told, trusted = host.disk.record, self.founding.digest
+        path = host.machine.chain.proof(trusted)
+        problem = proof_problem(path, told.tip.head, {trusted}, is_new=True)
+        if problem:
+            self._note(f"{host.me} proves its tip to no newcomer: {problem}")
+            return None
+        return Record(told.tip, told.certificate, told.parent), path
 
     def sleep(self, peer: PeerId) -> None:
         """A whole machine is suspended, and what is sent to it is lost."""

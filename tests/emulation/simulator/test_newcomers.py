@@ -1,0 +1,58 @@
+"""Peers that come without a record: whom they believe, and what they know then [L2, L3]."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from swarm.emulation.simulator.schedule import build, play
+from swarm.emulation.simulator.world import World
+from swarm.protocol.gaps import gaps
+from swarm.protocol.manifest import FOUNDING_GENERATION
+from tests.emulation.simulator.test_scenarios import PEERS, best_tip, scenario
+
+NEW = "p9"
+FOUNDER = PEERS[0]
+
+
+def world_of(*script, heal_s):
+    """Five founders of which the first is the run's, and one more that may join."""
+    this = scenario(script, heal_s=heal_s, peers=(*PEERS, NEW))
+    this = replace(this, setup=replace(this.setup, founders=PEERS))
+    return this, build(this, Random(0))
+
+
+@pytest.mark.parametrize("survivors", [PEERS[3:], (FOUNDER, PEERS[4])])
+def test_a_reform_is_believed_by_newcomers_only_with_the_founder(survivors):
+    dead = [peer for peer in PEERS if peer not in survivors]
+    this, world = world_of(
+        *((20.0, World.kill, (peer,)) for peer in dead),
+        (110.0, World.join_shown, (NEW,)),
+        heal_s=150.0,
+    )
+    play(world, this)
+    assert best_tip(world).generation != FOUNDING_GENERATION  # the case is what it says
+    assert (NEW in world.nodes) == (FOUNDER in survivors)
+
+
+def test_a_member_without_its_record_stays_outside_a_reform_that_the_founder_has_not_signed():
+    last, other = PEERS[3:]
+    this, world = world_of(
+        *((20.0, World.kill, (peer,)) for peer in PEERS[:3]),
+        (110.0, World.lose_disk, (other,)),
+        (111.0, World.reboot, (other,)),
+        heal_s=150.0,
+    )
+    play(world, this)
+    assert [node.me for node in world.alive()] == [last]
+
+
+def test_a_newcomer_lacks_heads_that_only_members_are_given():
+    _, world = world_of((60.0, World.join_shown, (NEW,)), heal_s=61.0)
+    world.run(lambda: NEW in world.nodes)
+    machine = world.nodes[NEW].machine
+    assert machine.tip.height > 5 and len(machine.chain.links) == 2
+    world.run(lambda: NEW in best_tip(world).members)
+    assert gaps(machine.chain)
+    world.run(lambda: not gaps(machine.chain))
+    assert [link.head.height for link in machine.chain.links] == [*range(machine.tip.height + 1)]
