@@ -3,11 +3,8 @@
 import contextlib
 import json
 import socket
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,15 +13,6 @@ from swarm.protocol.digests import PIECE_BYTES, digest_of
 
 NUM_BYTES = 3 * PIECE_BYTES
 HEARD_S = 30.0
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_fetch", None)
-    import bench_fetch  # the folder is on the path in this test alone
-
-    return bench_fetch
 
 
 @contextlib.contextmanager

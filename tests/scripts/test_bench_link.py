@@ -1,8 +1,6 @@
 """The measurement of link use: its links and its figures, without a swarm."""
 
-import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -20,15 +18,6 @@ LOG = f"""2026-11-25T12:00:01Z {CLOSED}\
 2026-11-25T12:02:09Z {APPLIED.format(n=1)}"""
 """A round whose convener closed its roster twice."""
 T0 = datetime(2026, 11, 25, 12, tzinfo=UTC).timestamp()
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_link", None)
-    import bench_link  # the folder is on the path in this test alone
-
-    return bench_link
 
 
 def test_a_round_has_its_first_roster_however_often_it_was_closed(script: ModuleType) -> None:

@@ -11,15 +11,6 @@ import pytest
 from swarm.model.cost import PRIVATE_BYTES
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_private_state", None)
-    import bench_private_state  # the folder is on the path in this test alone
-
-    return bench_private_state
-
-
 def test_a_state_has_the_bytes_that_are_asked_for(script: ModuleType) -> None:
     tensors = script.make_state(1e-4).engine.tensors
     assert sum(each.nbytes for each in tensors.values()) == pytest.approx(1e5, rel=0.01)

@@ -3,22 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from swarm.errors import SwarmError
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_real_size", None)
-    import bench_real_size  # the folder is on the path in this test alone
-
-    return bench_real_size
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """The measurement of a local step: ours is that of the engine that peers have."""
 
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,15 +9,6 @@ from swarm.config import RunConfig
 from swarm.train.resident import ResidentEngine
 
 STEPS = 3
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_step", None)
-    import bench_step  # the folder is on the path in this test alone
-
-    return bench_step
 
 
 @pytest.fixture

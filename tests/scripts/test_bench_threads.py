@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +12,11 @@ from swarm.errors import SwarmError
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sys.modules.pop("bench_threads", None)
-    import bench_threads  # the folder is on the path in this test alone
-
+def script(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-    for name in bench_threads.OPENMP:  # it takes them away
+    for name in script.OPENMP:  # it takes them away
         monkeypatch.setenv(name, "1")
-    return bench_threads
+    return script
 
 
 class Peer:

@@ -1,7 +1,6 @@
 """The measurement of bytes: its model, its windows and its verdict, without a swarm."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +22,6 @@ INTERFACES = """Inter-|   Receive                      |  Transmit
    tun0:   5000       7    0    0    0     0          0         0     3000       6    0    0
    tun1:     20       1    0    0    0     0          0         0       10       1    0    0
 """
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    sys.modules.pop("bench_wire", None)
-    import bench_wire  # the folder is on the path in this test alone
-
-    return bench_wire
 
 
 def run_for(script: ModuleType, mode: Any, layers: int = 1) -> RunConfig:

@@ -1,7 +1,6 @@
 """The reproduction at a small scale: it trains as a real swarm does, and a kill costs one cell."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -15,15 +14,6 @@ from tests.train.runs import patterned_shards, same
 ROOT = Path(__file__).parents[2]
 SHARDS = patterned_shards()
 MAIN = ("main/centralised/1", "main/spes-merging/1")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    sys.modules.pop("reproduce_spes", None)
-    import reproduce_spes  # the folder is on the path in this test alone
-
-    return reproduce_spes
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Ways to exchange at a small scale: their bytes, and that a killed reproduction goes on."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -10,15 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TWO = ("main/exact/1", "main/home/1")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    sys.modules.pop("reproduce_wire_quality", None)
-    import reproduce_wire_quality  # the folder is on the path in this test alone
-
-    return reproduce_wire_quality
 
 
 def test_bytes_are_those_of_the_wanted_shares(script: ModuleType) -> None:

@@ -8,25 +8,11 @@ import torch
 from swarm.experts import expert_shapes
 from swarm.model.transformer import DecoderLayer
 from swarm.train.streaming.places import Places
-from tests.train.runs import batch, new_engine, new_streaming, tiny_run
+from tests.train.runs import batch, new_engine, tiny_run
 
 OWNED = [1, 3]
 LAYERS = 4
 BF16 = {"compute": "bf16", "frozen": "bf16"}
-
-
-@pytest.fixture
-def engines():
-    """Makes streaming engines and ends their threads."""
-    made = []
-
-    def make(*args, **options):
-        made.append(new_streaming(*args, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def run_of(**train):

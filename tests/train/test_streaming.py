@@ -19,20 +19,6 @@ BF16 = {"train": {"compute": "bf16", "frozen": "bf16"}}
 BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
 
 
-@pytest.fixture
-def engines():
-    """Makes streaming engines and ends their threads."""
-    made = []
-
-    def make(*args, **options):
-        made.append(new_streaming(*args, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
 def assert_equal_for_steps(run, left, right, steps=5):
     for step in range(steps):
         # Frozen dataclasses of floats: equal means every bit.
