@@ -159,7 +159,7 @@ class Losses:
 
 
 @dataclass
-class _Access:
+class Access:
     """The two lines of a peer's link, and what is lost before them."""
 
     link: Link
@@ -185,8 +185,8 @@ class Shaper:
         self.cuts = Cuts()
         self.packets: dict[str, int] = {}
         self._draw = random.Random(seed)
-        self._accesses: dict[int, _Access] = {}
-        self._on_way: list[tuple[float, int, _Access | None, int, bytes]] = []
+        self._accesses: dict[int, Access] = {}
+        self._on_way: list[tuple[float, int, Access | None, int, bytes]] = []
         """Heap: when a packet leaves a line, its number, whose line up (None: the receiver's,
         and the delay is over), the receiver, content."""
         self._num_sent = 0
@@ -195,12 +195,13 @@ class Shaper:
         """The link of a peer."""
         return self._links[peer % len(self._links)]
 
-    def _access_of(self, peer: int) -> _Access:
+    def access_of(self, peer: int) -> Access:
+        """A peer's lines, which all that it sends and gets shares."""
         access = self._accesses.get(peer)
         if access is None:
             link = self.link_of(peer)
             lines = Line(link.up_mbit), Line(link.down_mbit)
-            access = self._accesses[peer] = _Access(link, Losses(link, self._draw), *lines)
+            access = self._accesses[peer] = Access(link, Losses(link, self._draw), *lines)
         return access
 
     @property
@@ -210,7 +211,7 @@ class Shaper:
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
         """Takes a packet on its way, unless it is lost or the queue before the line up is full."""
-        access = self._access_of(source)
+        access = self.access_of(source)
         if self.cuts.loses(source, target):
             self._count("cut")
         elif access.losses.next_is_lost():
@@ -231,7 +232,7 @@ class Shaper:
                 found.append((target, packet))
                 self._count("delivered")
                 continue
-            receiver = self._access_of(target)
+            receiver = self.access_of(target)
             through_s = receiver.down.leaves_at(left_s, len(packet))
             if through_s is None:
                 heapq.heappop(on_way)

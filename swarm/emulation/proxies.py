@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.emulation.controls import INDEX_VARIABLE
-from swarm.emulation.links import Cuts, Line, Link, Shaper, one_way_s
+from swarm.emulation.links import Cuts, Link, Shaper, one_way_s
 
 CHUNK_BYTES = 16 * 1024
 MOST_CHUNKS = 256
@@ -33,7 +33,6 @@ class ProxyLinks:
 
     def __init__(self, link: Link | Sequence[Link]) -> None:
         self._shape, self._cuts = Shaper(link), Cuts()
-        self._lines: dict[int, tuple[Line, Line]] = {}
         self._ports: dict[int, tuple[int, int]] = {}
         """Peer -> (its own port, its proxy's)."""
         self._loop = asyncio.new_event_loop()
@@ -142,7 +141,7 @@ class ProxyLinks:
     async def _send_up(
         self, source: int, target: int, reader: asyncio.StreamReader, climbing: Chunks
     ) -> None:
-        up, down = self._lines_of(source)[0], self._lines_of(target)[1]
+        up, down = self._shape.access_of(source).up, self._shape.access_of(target).down
         while chunk := await reader.read(CHUNK_BYTES):
             while down.is_full(time.monotonic()):  # as TCP, which sends no more then
                 await asyncio.sleep(CUT_POLL_S)
@@ -153,7 +152,7 @@ class ProxyLinks:
 
     async def _send_down(self, source: int, target: int, climbing: Chunks, flying: Chunks) -> None:
         delay_s = one_way_s(self._shape.link_of(source), self._shape.link_of(target))
-        down, chunk = self._lines_of(target)[1], b"-"
+        down, chunk = self._shape.access_of(target).down, b"-"
         while chunk:
             left_s, chunk = await climbing.get()
             await _sleep_until(left_s)
@@ -174,13 +173,6 @@ class ProxyLinks:
             writer.write(chunk)
             await writer.drain()
         writer.write_eof()
-
-    def _lines_of(self, peer: int) -> tuple[Line, Line]:
-        """A peer's lines up and down, which all its connections share."""
-        if peer not in self._lines:
-            link = self._shape.link_of(peer)
-            self._lines[peer] = Line(link.up_mbit), Line(link.down_mbit)
-        return self._lines[peer]
 
     def _dialler(self, port: int) -> int:
         """The peer that dials from a port; -1 for others, such as a monitor."""
