@@ -42,11 +42,12 @@ from swarm.network.node import Node
 from swarm.network.probing import dial_back, greeting, look_at
 from swarm.network.tips import Trust, newest_tip
 from swarm.peer.agreement import require_admission
+from swarm.peer.kept_settings import identity_path_of
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
 from swarm.peer.machine import plan_here, processor
 from swarm.peer.planning import held_bytes
 from swarm.peer.quota import require_quota
-from swarm.peer.state_directory import IDENTITY_FILE, StateDirectory
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.ownership import GREED
 from swarm.protocol.records import PeerRecord, RunState
@@ -133,7 +134,7 @@ def _local(path: Path, config: PeerConfig) -> tuple[Local, Known, list[str]]:
     except (StateError, OSError) as error:
         fault = str(error)
     known = replace(known, runs=frozenset(run.name for run in path.glob("runs/*")))
-    key = Path(config.network.identity_path or path / IDENTITY_FILE).expanduser()
+    key = identity_path_of(path, config.network.identity_path)
     try:
         known = replace(known, peer_id=load_or_create_identity(key).peer_id if key.exists() else "")
     except StateError as error:

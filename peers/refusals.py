@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 from peers.options import Options
 from peers.peer import require_founder
+from peers.tensorboard import writer_type
 from swarm.config import PeerConfig, RunConfig
-from swarm.errors import ConfigError, SwarmError
+from swarm.errors import SwarmError
 from swarm.network.invitations import read_invitation
 from swarm.peer.run_start import founders_tokenizer, founders_weights
 from swarm.peer.run_text import corpus_of
@@ -31,7 +31,7 @@ def refusals(
     if given.invitation:
         checks.append(partial(read_invitation, given.invitation))
     if given.tensorboard:
-        checks.append(_require_tensorboard)
+        checks.append(writer_type)
     if run and joins:
         wanted = given.run_config() if given.run else None
         settings = {} if wanted else given.asked_of_run()
@@ -51,10 +51,3 @@ def _refusal(check: Callable[[], object]) -> str | None:
     except SwarmError as error:
         return str(error)
     return None
-
-
-def _require_tensorboard() -> None:
-    if find_spec("tensorboardX") is None:
-        raise ConfigError(
-            "--tensorboard needs tensorboardX", hint="pip install 'moe-swarm[tensorboard]'"
-        )

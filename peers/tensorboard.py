@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from peers.printed import Printed
 from swarm.errors import ConfigError
 from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
 from swarm.train.parallel.figures import folded
+
+
+def writer_type() -> Any:
+    """What writes for TensorBoard.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # an extra: only where it is asked for
+    except ImportError as error:
+        raise ConfigError(
+            "--tensorboard needs tensorboardX", hint="pip install 'moe-swarm[tensorboard]'"
+        ) from error
+    return SummaryWriter
 
 
 class Drawn(Printed):
@@ -21,14 +37,9 @@ class Drawn(Printed):
         Raises:
             ConfigError: tensorboardX is not installed, or the folder cannot be written.
         """
+        kind = writer_type()
         try:
-            from tensorboardX import SummaryWriter  # an extra: only where it is asked for
-        except ImportError as error:
-            raise ConfigError(
-                "--tensorboard needs tensorboardX", hint="pip install 'moe-swarm[tensorboard]'"
-            ) from error
-        try:
-            self._writer = SummaryWriter(str(folder.expanduser()), flush_secs=10)
+            self._writer = kind(str(folder.expanduser()), flush_secs=10)
         except OSError as error:
             raise ConfigError(f"--tensorboard {folder}: {error.strerror}") from error
 
