@@ -69,12 +69,10 @@ class FromPeers:
         """See `Source`: in turns, since whose link is idle changes while a model comes.
 
         Peers whose links are busy are asked where there are no others, and when a turn brought
-        nothing. What came in a turn survives a kill; it is read again, 0.5 s per GB, before it is
-        taken for the model.
+        nothing. What came in a turn survives a kill.
         """
         wanted = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
         wanted |= manifest.founding.blobs
-        self.store.verify(wanted)
         here, total = self._bytes_here(wanted), sum(wanted.values())
         logger.info(
             "round=%d %.1f MB of %.1f MB are here from before",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from peers.exporting import FETCHING, _fetched_beside
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
 from swarm.export import fetching
@@ -187,14 +188,14 @@ def damage(folder: Path, content: bytes) -> None:
 
 
 def test_what_was_changed_on_the_disk_since_is_fetched_anew(swarm: Swarm, tmp_path: Path) -> None:
-    digest = swarm.manifest.founding.validation
-    store = BlobStore(tmp_path)
+    digest, folder = swarm.manifest.founding.validation, tmp_path / FETCHING
+    store = BlobStore(folder)
     store.sync([store.put(b"held", digest)])
-    damage(tmp_path, b"held")
-    swarm.store = BlobStore(tmp_path)
-    assert bytes(swarm.store.get(digest) or b"") == b"?eld"
-    source(swarm).bring(swarm.manifest, Form())
-    assert bytes(swarm.store.get(digest) or b"") == b"held"
+    damage(folder, b"held")
+    assert bytes(BlobStore(folder).get(digest) or b"") == b"?eld"
+    with _fetched_beside(tmp_path) as swarm.store:
+        source(swarm).bring(swarm.manifest, Form())
+        assert bytes(swarm.store.get(digest) or b"") == b"held"
 
 
 def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(
