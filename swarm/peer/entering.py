@@ -305,7 +305,7 @@ class Starter:
             )
         )
         # Only now is it known which tip that is: the one that was shown first may be gone.
-        mine = shown.record if is_new else self._without_old_votes(shown.record)
+        mine = shown.record if is_new else self._without_old_votes(shown)
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
@@ -332,11 +332,11 @@ class Starter:
         self.state.current_run = run_id
         self.host.remember_peers()
 
-    def _without_old_votes(self, shown: Record) -> Record:
-        """A member whose record is gone may have voted: it abstains until that is past [P5]."""
-        record = without_record(self.node.peer_id, shown)
-        if record is not shown:
-            logger.warning("a member without its record: no vote until it has contributed again")
+    def _without_old_votes(self, shown: Shown) -> Record:
+        """A voter whose record is gone may have voted: it abstains until that is past [P5]."""
+        record = without_record(self.node.peer_id, shown.record, shown.path)
+        if record is not shown.record:
+            logger.warning("a voter without its record: no vote until it has contributed again")
         return record
 
     # ------------------------------------------------ shared by the three

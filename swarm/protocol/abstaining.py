@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swarm.protocol.events import Record, Regained
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import MAX_ATTEMPT, Offer
+from swarm.protocol.messages import MAX_ATTEMPT, Link, Offer
 
 ABSTAIN_HEIGHTS = 2
 """A damaged record may have been one tip ahead of its predecessor and voted once more there."""
@@ -31,14 +32,21 @@ def repaired(record: Record) -> Record | None:
     return _abstaining(replace(record, promised=None, accepted=None), record.tip.height + 1)
 
 
-def without_record(me: PeerId, shown: Record) -> Record:
+def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
     """The record of a peer that has none, or no longer, and was shown a tip by others.
 
-    Those that showed it may be far behind what it had voted for, so no height is high enough. One
-    that is no member of what it is shown is taken for a newcomer: if every newcomer with a key of
+    Those that showed it may be far behind what it had voted for, so no height is high enough, and
+    may be on a chain that goes on without it, while another does with it. One that is no member of
+    what it is shown, and no voter on the way to it, is a newcomer: if every newcomer with a key of
     before abstained, a few that are invited together would leave no quorum.
+
+    Args:
+        me: the peer.
+        shown: the tip, with its certificate.
+        path: what proves it to who has no record. Heads that it passes over stay unseen.
     """
-    if me not in shown.tip.members:
+    heads = [head for link in path for head in (link.head, link.parent) if head]
+    if me not in shown.tip.members and not any(me in head.voters for head in heads):
         return shown
     return replace(shown, abstain_until_height=UNTIL_IT_CONTRIBUTES)
 

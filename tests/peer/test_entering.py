@@ -83,7 +83,7 @@ def test_a_peer_that_must_not_vote_must_not_once_the_others_have_given_it_a_newe
 ) -> None:
     """It lost its record, joined again, and then values of its tip were damaged [P5]."""
     peer = Entering(monkeypatch, tmp_path)
-    record = without_record("A", Record(OWN, CERTIFICATE, FOUNDING))
+    record = without_record("A", Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
     assert abstains(record)
     repaired = peer.repaired(record)
     assert repaired.tip == NEWER and abstains(repaired)
@@ -95,7 +95,7 @@ def test_a_peer_that_votes_again_still_does_after_a_repair(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = replace(
-        without_record("A", Record(OWN, CERTIFICATE, FOUNDING)),
+        without_record("A", Record(OWN, CERTIFICATE, FOUNDING), PATH[:2]),
         regained=Regained(OWN.generation, OWN.height),
     )
     assert not abstains(record)

@@ -14,7 +14,7 @@ from swarm.protocol.abstaining import (
     without_record,
 )
 from swarm.protocol.events import Record, Regained
-from swarm.protocol.messages import MAX_ATTEMPT, Ballot
+from swarm.protocol.messages import MAX_ATTEMPT, Ballot, Certificate, Link
 from swarm.protocol.recording import decode_record, encode_record
 from tests.protocol.round_pump import found, make_offer, make_rules
 
@@ -23,7 +23,7 @@ RULES = make_rules()
 TIP = found(RULES, [ME, "B"])
 OFFER = make_offer(RULES, ME, TIP)
 COUNTED = {unit: ((ME, offered.digest),) for unit, offered in OFFER.units.items()}
-LOST = without_record(ME, Record(TIP, None, None))
+LOST = without_record(ME, Record(TIP, None, None), ())
 
 
 def after(tip, **changes):
@@ -46,7 +46,15 @@ def test_who_lost_its_record_votes_one_height_after_it_has_contributed():
 
 def test_who_is_no_member_of_what_it_is_shown_is_a_newcomer():
     strange = replace(TIP, members={"B": TIP.members["B"]})
-    assert not abstains(without_record(ME, Record(strange, None, None)))
+    assert not abstains(without_record(ME, Record(strange, None, None), (Link(strange.head),)))
+
+
+def test_who_voted_on_the_way_to_what_it_is_shown_is_no_newcomer():
+    """Another chain may go on with it, where it has voted [F1]."""
+    strange = replace(after(TIP), members={"B": TIP.members["B"]})
+    proof = (Link(TIP.head), Link(strange.head, Certificate(Ballot(0, "B"), {})))
+    assert abstains(without_record(ME, Record(strange, None, None), proof))
+    assert not abstains(without_record("C", Record(strange, None, None), proof))
 
 
 def test_what_others_contributed_gives_no_vote_back():

@@ -24,6 +24,7 @@ from swarm.protocol.dealing import Book, Counts, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Link
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.adopter import Adopter
@@ -44,8 +45,12 @@ from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate, Members
 # ---------------------------------------------------------------- lost and damaged records
 
 
-def _abstains_for_two_heights(me: PeerId, shown: Record) -> Record:
+def _abstains_for_two_heights(me: PeerId, shown: Record, _: Sequence[Link]) -> Record:
     return abstaining.rolled_back(shown) if me in shown.tip.members else shown
+
+
+def _members_alone_abstain(me: PeerId, shown: Record, _: Sequence[Link]) -> Record:
+    return abstaining.without_record(me, shown, ())
 
 
 class _LoneAbstainerVotes(Standing):
@@ -260,11 +265,15 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         BETRAYED_REVOLTS,
     ),
     "lost_record_votes": Mutant(
-        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown: shown), FORGETFUL
+        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown, __: shown), FORGETFUL
     ),
     "abstains_for_two_heights": Mutant(
         "P5: without a record no height is high enough",
         UnderTest(without_record=_abstains_for_two_heights),
+    ),
+    "members_alone_abstain": Mutant(
+        "P5: a voter of another chain is no newcomer",
+        UnderTest(without_record=_members_alone_abstain),
     ),
     "lone_abstainer_votes": Mutant.of(
         "P5: a lone member without its record reforms", _LoneAbstainerVotes

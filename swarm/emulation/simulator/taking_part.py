@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from math import inf
@@ -18,6 +18,7 @@ from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Link
 from swarm.protocol.remainders import Remainders
 from swarm.protocol.rounds import Parts, RoundMachine, Rules
 from swarm.protocol.training import Training
@@ -113,7 +114,7 @@ class UnderTest:
     timers: Callable[[Measured, Timers], Timers] = adapted
     rolled_back: Callable[[Record], Record] = abstaining.rolled_back
     """The record of a peer whose newest one is damaged [P5]."""
-    without_record: Callable[[PeerId, Record], Record] = abstaining.without_record
+    without_record: Callable[[PeerId, Record, Sequence[Link]], Record] = abstaining.without_record
     """That of a peer which has lost its own and was shown a tip by others [P5]."""
     waits_on: bool = True
     """Whether a transfer may take as long as its bytes keep coming."""

@@ -256,7 +256,7 @@ class World:
             return False
         best, path = max(proved, key=lambda shown: shown[0].tip.code)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        node.disk = Disk(self.tested.without_record(node.me, best), durable, path)
+        node.disk = Disk(self.tested.without_record(node.me, best, path), durable, path)
         self.disks[node.me] = node.disk
         return True
 

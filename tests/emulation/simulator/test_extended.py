@@ -49,6 +49,7 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class, seeds):
 CAUGHT = {
     "rolled_back_votes": "F:11",
     "lost_record_votes": "F:219",
+    "members_alone_abstain": "F:21",
     "failed_sync_awaited": "F:3",
     "four_are_a_quorum": "G:5",
     "wall_clock": "H:1",

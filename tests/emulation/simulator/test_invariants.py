@@ -50,6 +50,7 @@ HOLES = {
     "H:7300040": "the same",
     "A:20057": "of a swarm that lost all its members a stranger was left, and could not go on",
     "F:99": "strangers had reformed, which nobody believed, and did not come back",
+    "F:21": "a voter of a reform lost its record and was shown another chain, as if it were new",
     "K:51": "the same, with a larger reform than that of the member",
     "K:70000138": "a trainee had reformed, and its chain was better than that of a voter",
     "M:7901545": "a convener heard by one alone was back each time before others were done",
