@@ -44,7 +44,7 @@ from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
-from swarm.peer.way_in import require_finished
+from swarm.peer.way_in import require_finished, run_on_disk
 from swarm.progress import fetching
 from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
@@ -124,19 +124,10 @@ class Starter:
 
     def _run_to_resume(self) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""
-        wanted = self.wanted
-        current = wanted.run_id or self.state.current_run
-        if current is None or not self.state.run(current).path.exists():
-            return None
-        if wanted.run:
-            try:
-                run = self.state.run(current).read_config()
-            except CorruptState:  # mended, and compared, once it is resumed
-                return current
-            return current if run.fingerprint() == wanted.run.fingerprint() else None
-        if wanted.run_id or not self.config.network.initial_peers:
-            return current
-        return current if self.wait_for(runs_there(self.host, current)) else None
+        wanted, here = self.wanted, run_on_disk(self.wanted, self.state)
+        if here is None or wanted.run or wanted.run_id or not self.config.network.initial_peers:
+            return here
+        return here if self.wait_for(runs_there(self.host, here)) else None
 
     # ------------------------------------------------ resume
 

@@ -279,7 +279,9 @@ class Peer:
         with ExitStack() as undo:
             undo.callback(host.close)
             starter = Starter(host, wanted, observer)
-            peer = cls(starter, way(starter))
+            started = way(starter)
+            starter.state.current_run = started.run_id
+            peer = cls(starter, started)
             undo.pop_all()
             return peer
 

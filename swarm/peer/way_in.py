@@ -8,7 +8,7 @@ from pathlib import Path
 from swarm.errors import ConfigError, CorruptState, RunMismatch, StateError
 from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import explain_difference
-from swarm.peer.state_directory import StateDirectory
+from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.wanted import Wanted
 
 
@@ -48,6 +48,32 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
             hint="found one with --run FILE, join one with --initial-peers ADDRESS, or go on with "
             f"one with --state-dir DIR; {state.path} has none",
         )
+
+
+def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
+    """The run in the state directory that is meant, the last one first; None if none is.
+
+    Args:
+        wanted: with the run's id, or its configuration, or neither: the last run is meant then.
+        state: what is on disk.
+    """
+    last = wanted.run_id or state.current_run
+    if last is None or not state.run(last).path.exists():
+        last = None
+    if wanted.run is None:
+        return last
+    others = () if wanted.run_id else state.run_ids
+    found = {run: _fingerprint(state.run(run)) for run in (last, *others) if run}
+    same = (run for run, is_of in found.items() if is_of == wanted.run.fingerprint())
+    return next(same, last if last and found[last] is None else None)
+
+
+def _fingerprint(directory: RunDirectory) -> str | None:
+    """None where the configuration is damaged; it is mended, and compared, once it is resumed."""
+    try:
+        return directory.read_config().fingerprint()
+    except CorruptState:
+        return None
 
 
 def require_finished(wanted: Wanted, state: StateDirectory) -> None:

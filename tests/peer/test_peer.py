@@ -87,12 +87,15 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
     assert heard.validated == [0, 1] and len(heard.notices) == 1
     assert heard.states[0] is PeerState.TRAINING and heard.states[-1] is PeerState.LEAVING
     peer.close()
+    (folder / "current_run").unlink()  # as if another run had been the last
     again = Heard()
-    with swarm.Peer.resume(folder, config=machine(), observer=again) as peer:
+    run_id, *_ = (path.name for path in folder.glob("runs/*"))
+    with swarm.Peer.resume(folder, config=machine(), run_id=run_id, observer=again) as peer:
         assert peer.tip.digest == stopped.digest
         assert peer.train().round == 2
         weights = peer.weights()
     assert (again.steps, again.rounds, again.states[-1]) == ([2, 3], [2], PeerState.FINISHED)
+    assert (folder / "current_run").read_text().split() == [run_id]
     state = swarm.load_state(folder)
     assert all(torch.equal(state.weights[name], value) for name, value in weights.items())
 

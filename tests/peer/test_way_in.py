@@ -13,7 +13,7 @@ from swarm.network.address_book import Remembered
 from swarm.network.record_file import RecordFile
 from swarm.peer.state_directory import StateDirectory, current_run_of
 from swarm.peer.wanted import Wanted
-from swarm.peer.way_in import require_finished, require_way_in
+from swarm.peer.way_in import require_finished, require_way_in, run_on_disk
 from tests.peer.test_founding import Founder
 from tests.train.runs import tiny_run
 
@@ -132,4 +132,26 @@ def test_a_run_that_may_not_be_over_is_no_reason_to_found_another(
     record.with_suffix(".previous").unlink(missing_ok=True)
     with pytest.raises(RunMismatch if missing else CorruptState, match=name):
         require_finished(Wanted(run=with_rounds(12)), state)
+    state.close()
+
+
+# ---------------------------------------------------------------- several runs in one directory
+
+
+def test_a_run_file_means_the_run_on_disk_that_it_has_founded_also_if_another_came_after_it(
+    tmp_path: Path,
+) -> None:
+    founder = Founder(tmp_path)
+    first, second, again = (founder.found(run=with_rounds(n)).run_id for n in (8, 9, 9))
+    state, of_first = founder.state, Wanted(run=with_rounds(8))
+    assert state.current_run == again != second
+    assert run_on_disk(Wanted(), state) == run_on_disk(Wanted(run=with_rounds(9)), state) == again
+    assert run_on_disk(of_first, state) == run_on_disk(Wanted(run_id=first), state) == first
+    assert run_on_disk(replace(of_first, run_id=again), state) is None
+    assert run_on_disk(Wanted(run=with_rounds(10)), state) is None
+    state.run(again).config_path.write_bytes(b"damaged")
+    assert run_on_disk(Wanted(run=with_rounds(10)), state) == again, "it is compared once mended"
+    assert run_on_disk(of_first, state) == first
+    shutil.rmtree(state.run(again).path)
+    assert run_on_disk(Wanted(run=with_rounds(9)), state) == second
     state.close()
