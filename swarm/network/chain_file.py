@@ -47,8 +47,12 @@ class ChainFile:
         durable.write_file(self.path, b"".join(_line(link) for link in kept))
 
     def read(self) -> tuple[Link, ...]:
-        """All links that are whole, oldest first; none if there is no file."""
-        return tuple(self._read())
+        """All links that are whole, oldest first; none if there is no file, or no reading it."""
+        try:
+            return tuple(self._read())
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.path.name, error.strerror)
+            return ()
 
     def _read(self, *, holding: bytes = b"") -> Iterator[Link]:
         """Those whose lines hold these bytes; at 256 members a line has 34 kB."""

@@ -199,15 +199,19 @@ class Node:
         """Runs a coroutine in the node's loop, from another thread; raises TimeoutError."""
         return self._thread.run(coroutine, timeout_s)
 
+    def end(self, what: str, stopping: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Stops something in the node's loop; what takes longer ends with the thread."""
+        try:
+            self.run(stopping, timeout_s)
+        except TimeoutError:
+            logger.warning("%s did not end within %g s", what, timeout_s)
+
     def stop(self, timeout_s: float) -> None:
         """Leaves the DHT, ends the daemon and the thread; safe to call twice."""
         if self.loop.is_closed():
             return
         self._stopping = True
-        try:
-            self.run(self._close(), timeout_s)
-        except TimeoutError:
-            logger.warning("the network did not close within %g s", timeout_s)
+        self.end("the network", self._close(), timeout_s)
         self._thread.stop(timeout_s)
 
     # ------------------------------------------------ talking to one peer

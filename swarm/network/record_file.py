@@ -136,7 +136,12 @@ def _rolled_back(record: Record, problems: list[str]) -> Record:
 
 
 def _read(path: Path) -> Record:
-    body = without_digest(path.read_bytes())
+    try:
+        body = without_digest(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # as of a sector that went bad
+        raise CorruptState(f"{path.name} cannot be read: {error.strerror}") from error
     if body is None:
         raise CorruptState(f"{path.name} is torn or was changed")
     try:

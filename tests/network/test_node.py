@@ -131,6 +131,16 @@ def test_run_raises_its_own_timeout_and_the_coroutine_s(two):
         node.run(fails(), WAIT_S)
 
 
+def test_what_does_not_end_in_time_is_named_and_keeps_nothing_else_from_ending(two, caplog):
+    _, _, node = two
+
+    async def never() -> None:
+        await asyncio.sleep(3600)
+
+    node.end("the rounds", never(), 0.1)
+    assert "the rounds did not end within 0.1 s" in caplog.text
+
+
 def test_one_dead_address_among_living_ones_is_no_obstacle(peers, closed_port):
     first = peers.node()
     dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{first.peer_id}"

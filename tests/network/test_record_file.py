@@ -49,6 +49,12 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def unreadable(path: Path) -> None:
+    """As where a sector went bad: reading it is an OSError, and no missing file."""
+    path.unlink()
+    path.mkdir()
+
+
 def test_a_peer_that_never_wrote_has_none(file: RecordFile) -> None:
     assert file.read() is None
     assert file.read_earlier() is None
@@ -58,7 +64,7 @@ def test_the_newest_record_comes_back_as_it_was(written: RecordFile) -> None:
     assert written.read() == SECOND
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, os.unlink])
+@pytest.mark.parametrize("damage", [cut, flip, empty, unreadable, os.unlink])
 def test_a_damaged_newest_record_is_replaced_by_its_predecessor_without_a_vote(
     written: RecordFile, damage, caplog
 ) -> None:
@@ -68,7 +74,7 @@ def test_a_damaged_newest_record_is_replaced_by_its_predecessor_without_a_vote(
     assert "without voting" in caplog.text
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty])
+@pytest.mark.parametrize("damage", [cut, flip, empty, unreadable])
 def test_no_intact_record_is_an_error_that_names_the_files(written: RecordFile, damage) -> None:
     damage(written.path)
     damage(written.previous)
@@ -186,3 +192,11 @@ def test_a_chain_that_is_replaced_on_disk_keeps_the_reforms_that_it_had(tmp_path
     chain.append([*links[:2], left])
     chain.rewrite(links)
     assert chain.read() == (left, *links)
+
+
+def test_a_chain_that_cannot_be_read_proves_less_and_keeps_no_peer_from_starting(
+    written: RecordFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    written.chain.path.mkdir()
+    assert written.read_chain(SECOND).trusted >= {SECOND.tip.digest}
+    assert "chain cannot be read: Is a directory" in caplog.text
