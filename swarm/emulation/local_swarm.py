@@ -157,7 +157,7 @@ def tokens_lost(events: Sequence[Event]) -> int:
     for event in events:
         if event["event"] == "started":
             lost, counted = lost + counted, 0
-        elif event["event"] == "applied":
+        elif event["event"] in ("applied", "ended"):
             counted = event["tokens_lost"]
     return lost + counted
 

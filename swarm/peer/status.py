@@ -136,6 +136,7 @@ class PeerStatus:
             **asdict(self.traffic()),
             refused=dict(self.refused_of()),
             phases=self.phases.take(),
+            tokens_lost=self.tokens_lost,
         )
 
     # ------------------------------------------------ told by the trainer

@@ -188,6 +188,7 @@ class Ended(BytesMoved):
 
     refused: Totals
     phases: Mapping[str, AppliedPhase]
+    tokens_lost: int = 0
 
 
 KINDS: Mapping[str, type] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_peer import Event, LocalPeer, launch
-from swarm.emulation.local_swarm import LocalSwarm, bytes_sent, summary
+from swarm.emulation.local_swarm import LocalSwarm, bytes_sent, summary, tokens_lost
 from swarm.errors import SwarmError
 
 
@@ -25,10 +25,16 @@ STARTED: Event = {"event": "started", "run": "r", "height": 0, "digest": "d", "b
 
 
 def test_lives_that_were_killed_count_what_they_said_they_had_sent() -> None:
-    ended: Event = {"event": "ended", "blobs_sent": 400}
+    ended: Event = {"event": "ended", "blobs_sent": 400, "tokens_lost": 0}
     killed = [STARTED, applied(1, 100), applied(2, 50)]
     assert bytes_sent(killed) == 155
     assert bytes_sent([*killed, STARTED, applied(3, 70), ended]) == 155 + 400
+
+
+def test_what_a_peer_loses_as_it_leaves_is_counted() -> None:
+    ended: Event = {"event": "ended", "blobs_sent": 400, "tokens_lost": 7}
+    assert tokens_lost([STARTED, applied(1, 100), ended]) == 7
+    assert tokens_lost([STARTED, applied(1, 100), ended, STARTED, applied(2, 100)]) == 7
 
 
 def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def test_tokens_add_up_and_lost_ones_are_told_apart(status: PeerStatus, caplog) 
     last = events(status)[-1]
     assert (last["tokens_lost"], last["trained_tokens"], last["counted"]) == (192, 0, False)
     assert "it was left out" in caplog.text
+    status.lose_tokens(5, "no time was left")
+    status.ended()
+    assert events(status)[-1]["tokens_lost"] == 197
 
 
 def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
