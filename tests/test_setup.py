@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 import tomllib
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.processes import running
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
@@ -36,9 +39,12 @@ class Checkout:
         self.python.write_text(STAND_IN)
         self.python.chmod(0o755)
 
-    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(
+        self, *options: str, **environment: str
+    ) -> AbstractContextManager[subprocess.Popen[str]]:
+        return running(
             [str(self.root / "scripts" / "setup"), *options],
+            limit_s=TIMEOUT_S,
             cwd="/",
             env=os.environ | {"PYTHON": str(self.python)} | environment,
             stdin=subprocess.DEVNULL,
@@ -47,8 +53,8 @@ class Checkout:
         )
 
     def setup(self, *options: str, **environment: str) -> tuple[int, str]:
-        process = self.start(*options, **environment)
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        with self.start(*options, **environment) as process:
+            _, errors = process.communicate()
         return process.returncode, errors
 
     def calls(self) -> list[str]:
@@ -130,10 +136,11 @@ def test_an_environment_that_somebody_else_made_is_left_alone(checkout: Checkout
 
 
 def test_of_two_setups_at_once_one_installs(checkout: Checkout) -> None:
-    both = [checkout.start("--dev", PIP_TAKES_S="0.5") for _ in range(2)]
-    for process in both:
-        process.communicate(timeout=TIMEOUT_S)
-    assert [process.returncode for process in both] == [0, 0]
+    takes_time = {"PIP_TAKES_S": "0.5"}
+    with checkout.start("--dev", **takes_time) as one, checkout.start("--dev", **takes_time) as two:
+        for process in (one, two):
+            process.communicate()
+    assert (one.returncode, two.returncode) == (0, 0)
     assert kinds(checkout.calls()) == ["venv", "pip", "compileall"]
 
 

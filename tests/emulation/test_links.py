@@ -14,6 +14,7 @@ from swarm.emulation.link_profiles import LINKS, PROFILES
 from swarm.emulation.links import MOST_QUEUED_S, Bursts, Cuts, Link, Losses, Shaper
 from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
 from swarm.errors import SwarmError
+from tests.processes import running
 
 HOME = Link(up_mbit=8, down_mbit=80, rtt_ms=50)
 PACKET_BYTES = 1000
@@ -232,19 +233,17 @@ def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
     links = NamespaceLinks(Link(100, 100, 10))
     try:
         (serve, _), (ask, _), host = links.place(1), links.place(0), address_of(1)
-        server = subprocess.Popen(
-            [*serve, sys.executable, "-c", SERVER.format(host=host)], stdout=subprocess.PIPE
-        )
-        assert server.stdout is not None
-        server.stdout.readline()
-        client = [*ask, sys.executable, "-c", CLIENT.format(host=host)]
-        links.cut([(0, 1)])
-        assert subprocess.run(client, capture_output=True, timeout=30, check=False).returncode
-        links.heal()
-        found = subprocess.run(client, capture_output=True, timeout=30, check=False)
-        assert found.stdout == b"hello\n"
-        server.wait(10)
-        server.stdout.close()
+        serving = [*serve, sys.executable, "-c", SERVER.format(host=host)]
+        with running(serving, stdout=subprocess.PIPE, limit_s=100.0) as server:
+            assert server.stdout is not None
+            server.stdout.readline()
+            client = [*ask, sys.executable, "-c", CLIENT.format(host=host)]
+            links.cut([(0, 1)])
+            assert subprocess.run(client, capture_output=True, timeout=30, check=False).returncode
+            links.heal()
+            found = subprocess.run(client, capture_output=True, timeout=30, check=False)
+            assert found.stdout == b"hello\n"
+            server.wait(10)
     finally:
         links.close()
 
@@ -286,12 +285,12 @@ def test_a_namespace_loses_the_very_packets_that_the_chain_of_its_link_says() ->
     try:
         (send, _), (count, _), host = links.place(0), links.place(1), address_of(1)
         counting = [*count, sys.executable, "-c", COUNT.format(host=host, last=num - 1)]
-        counter = subprocess.Popen(counting, stdout=subprocess.PIPE)
-        assert counter.stdout is not None
-        counter.stdout.readline()
-        sending = [*send, sys.executable, "-c", SEND.format(host=host, num=num)]
-        subprocess.run(sending, capture_output=True, timeout=30, check=True)
-        found, _ = counter.communicate(timeout=30)
+        with running(counting, stdout=subprocess.PIPE, limit_s=100.0) as counter:
+            assert counter.stdout is not None
+            counter.stdout.readline()
+            sending = [*send, sys.executable, "-c", SEND.format(host=host, num=num)]
+            subprocess.run(sending, capture_output=True, timeout=30, check=True)
+            found, _ = counter.communicate(timeout=30)
         assert [int(word) for word in found.split()] == kept
         assert links.packets["lost"] == num - len(kept) > 20
     finally:

@@ -40,9 +40,14 @@ def port_in(arguments: list[str], flag: str) -> int:
 @pytest.fixture
 def clients() -> Iterator[Clients]:
     started: Clients = []
-    yield started
-    for process in started:
-        process.wait(20.0)
+    try:
+        yield started
+        for process in started:
+            process.wait(20.0)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def send(
