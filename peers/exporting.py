@@ -199,7 +199,7 @@ def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[tuple[Expor
     """What a peer that is not running has on its disk; raises like `open_state`."""
     state, model = open_state(path, run_id)
     try:
-        name = run_id or state.current_run
+        name = run_id or state.last_run
         assert name is not None, "a run was opened"
         yield ExportFacts(model, form, kept_losses(state.run(name).events_path)), None
     finally:

@@ -144,6 +144,7 @@ async def find_run(
     *,
     fingerprint: str | None,
     wanted: str | None,
+    preferred: str | None = None,
     deadline_s: float,
 ) -> Opened | None:
     """The run to join, or None when none shows up before the deadline.
@@ -153,6 +154,7 @@ async def find_run(
         downloads: fetches manifest 0 and the configuration.
         fingerprint: of the configuration that was asked for, if one was.
         wanted: run id that was asked for, or that this peer was in.
+        preferred: the run that is taken if it is among several of one configuration.
         deadline_s: how long to look; a run that is found by then is still opened.
 
     Raises:
@@ -165,11 +167,12 @@ async def find_run(
 
     def meant(runs: list[Announced]) -> list[Announced]:
         others.update(run.record.run for run in runs if wanted not in (None, run.record.run))
-        return [
+        fits = [
             run
             for run in runs
             if wanted in (None, run.record.run) and fingerprint in (None, run.record.fingerprint)
         ]
+        return sorted(fits, key=lambda run: run.record.run != preferred)
 
     is_named = wanted is not None or fingerprint is not None
     while True:
@@ -191,7 +194,7 @@ async def find_run(
         if others and not (told or rumours) and time.monotonic() > begin_s + OTHERS_S:
             raise RunMismatch(
                 f"no peer announces {wanted}; announced are {', '.join(sorted(others))}",
-                hint="name one of these with --run-id, or leave it out",
+                hint="name one of these with --run-id",
             )
         if time.monotonic() > end_s:
             if told:

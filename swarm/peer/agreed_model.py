@@ -97,7 +97,7 @@ def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, A
             f"{path}: its peer is running", hint="export with --initial-peers ADDRESS"
         ) from error
     try:
-        run_id = run_id or state.current_run
+        run_id = run_id or state.last_run
         if run_id is None:
             raise StateError(f"{path}: there is no run in it", hint="give --initial-peers")
         directory = state.run(run_id)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from swarm.config import RunConfig
 from swarm.data.shards import Shards
-from swarm.errors import CorruptState, NobodyReachable
+from swarm.errors import CorruptState, NobodyReachable, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.finding import (
@@ -44,7 +44,7 @@ from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
-from swarm.peer.way_in import require_finished, run_on_disk
+from swarm.peer.way_in import require_finished, run_on_disk, with_way_back
 from swarm.progress import fetching
 from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
@@ -116,11 +116,16 @@ class Starter:
         if current and (started := self.resume(current, may_join=wanted.run is None)):
             wanted.require(started.run)
             return started
-        may_join = wanted.run is None or current or self.config.network.initial_peers
-        joined = self.join(wanted.run_id or current) if may_join else None
-        if joined is None:
-            require_finished(wanted, self.state)
-        return joined
+        if wanted.run is None or current or self.config.network.initial_peers:
+            is_meant = wanted.run is None  # else the file says which run is, also founded anew
+            try:
+                joined = self.join(wanted.run_id or (current if is_meant else None), begun=current)
+            except (NobodyReachable, RunMismatch) as error:
+                raise with_way_back(error, wanted, current, self.state) from error
+            if joined:
+                return joined
+        require_finished(wanted, self.state)
+        return None
 
     def _run_to_resume(self) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""
@@ -207,11 +212,12 @@ class Starter:
 
     # ------------------------------------------------ join
 
-    def join(self, run_id: str | None) -> Started | None:
+    def join(self, run_id: str | None, begun: str | None = None) -> Started | None:
         """Joins a run that members announce; None when there is none for the wanted file.
 
         Args:
             run_id: that it must have, if one is known.
+            begun: the run that this peer had begun to join, which is preferred.
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given); or none of
@@ -230,6 +236,7 @@ class Starter:
                 downloads,
                 fingerprint=wanted.fingerprint() if wanted else None,
                 wanted=run_id,
+                preferred=begun,
                 deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
             )
         )

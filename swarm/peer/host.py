@@ -22,7 +22,7 @@ from swarm.network.probing import QUESTION, Prober, dial_fault
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
-from swarm.peer.kept_settings import with_kept
+from swarm.peer.kept_settings import keep, with_kept
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import PeerObserver
 from swarm.peer.quota import QuotaWatch, require_quota
@@ -164,7 +164,7 @@ class Host:
             undo.callback(state.close)
             if check:
                 check(state)
-            config = with_kept(config, state.settings_path)
+            given, config = config, with_kept(config, state.settings_path)
             require_quota(config.network, state)
             network = config.network
             node = Node.start(
@@ -178,6 +178,7 @@ class Host:
                 must_reach=bool(network.initial_peers) and not state.run_ids,
             )
             undo.callback(node.stop, NETWORK_STOP_S)
+            keep(given, state.settings_path)
             stop = stop or Stop(config.peer.leave_timeout_s)
             quota = QuotaWatch(network, state, node, stop)
             undo.callback(quota.end)

@@ -33,23 +33,14 @@ _KEY = "network.identity_path"
 def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     """The configuration with what an earlier start was given and this one was not.
 
-    What is given now is kept for later starts. One line of the log says what comes from earlier.
+    One line of the log says what comes from earlier.
 
     Args:
         config: of this start.
-        path: the file of kept settings; a damaged one is passed over with a warning.
+        path: the file of kept settings, which is not changed; a damaged one is passed over with a
+            warning.
     """
-    given = {
-        f"{section}.{field}": getattr(getattr(config, section), field)
-        for section, field in KEPT
-        if field in getattr(config, section).model_fields_set
-    }
-    if path_of_key := given.get(_KEY):  # a later start may be made in another folder
-        given[_KEY] = str(Path(path_of_key).expanduser().absolute())
-    before = _read(path)
-    # A peer that is told where to listen does so, although it only dialled out before.
-    listens = "network.host_maddrs" in given
-    kept = {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}
+    given, kept = _given(config), _kept(config, path)
     values = config.model_dump(exclude_unset=True)
     for key, value in {**kept, **given}.items():
         section, _, field = key.partition(".")
@@ -62,9 +53,38 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     if earlier := {key: value for key, value in kept.items() if key not in given}:
         said = ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(earlier.items()))
         logger.info("settings kept from an earlier start: %s", said)
-    if given and {**kept, **given} != before:
-        durable.write_file(path, json.dumps({**kept, **given}).encode())
     return whole
+
+
+def keep(config: PeerConfig, path: Path) -> None:
+    """Keeps what this start was given for later ones, once it is known to do.
+
+    Args:
+        config: of this start, without what was kept.
+        path: the file of kept settings.
+    """
+    given = _given(config)
+    values = {**_kept(config, path), **given}
+    if given and values != _read(path):
+        durable.write_file(path, json.dumps(values).encode())
+
+
+def _given(config: PeerConfig) -> dict[str, object]:
+    given = {
+        f"{section}.{field}": getattr(getattr(config, section), field)
+        for section, field in KEPT
+        if field in getattr(config, section).model_fields_set
+    }
+    if path_of_key := given.get(_KEY):  # a later start may be made in another folder
+        given[_KEY] = str(Path(path_of_key).expanduser().absolute())
+    return given
+
+
+def _kept(config: PeerConfig, path: Path) -> dict[str, object]:
+    """A peer that is told where to listen does so, although it only dialled out before."""
+    listens = "host_maddrs" in config.network.model_fields_set
+    before = _read(path)
+    return {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}
 
 
 def identity_path_of(folder: Path, given: str | None) -> Path:

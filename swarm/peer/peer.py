@@ -219,7 +219,7 @@ class Peer:
         """
 
         def resuming(starter: Starter) -> Started:
-            wanted = run_id or starter.state.current_run
+            wanted = run_id or starter.state.last_run
             resumed = starter.resume(wanted, may_join=False) if wanted else None
             if resumed is None:
                 raise StateError(f"{folder} has no state of {wanted or 'any run'}")

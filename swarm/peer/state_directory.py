@@ -304,6 +304,11 @@ class StateDirectory:
     def current_run(self, run_id: str) -> None:
         durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
+    @property
+    def last_run(self) -> str | None:
+        """The run that there is to read: the current one, unless this peer has yet to join it."""
+        return _last_run(self.path)
+
     def run(self, run_id: str) -> RunDirectory:
         """The directory of one run.
 
@@ -323,7 +328,7 @@ def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
     Raises:
         StateError: there is none.
     """
-    chosen = run_id or _current_run(path)
+    chosen = run_id or _last_run(path)
     if chosen is None:
         here = ", ".join(_runs_in(path))
         raise StateError(
@@ -339,6 +344,11 @@ def _current_run(path: Path) -> str | None:
         return run_id
     here = _runs_in(path)
     return here[0] if len(here) == 1 else None
+
+
+def _last_run(path: Path) -> str | None:
+    current, here = _current_run(path), _runs_in(path)
+    return current if current in here or len(here) != 1 else here[0]
 
 
 def _runs_in(path: Path) -> tuple[str, ...]:

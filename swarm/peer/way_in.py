@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from swarm.errors import ConfigError, CorruptState, RunMismatch, StateError
+from swarm.errors import (
+    ConfigError,
+    CorruptState,
+    NobodyReachable,
+    RunMismatch,
+    StateError,
+    SwarmError,
+)
 from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import explain_difference
 from swarm.peer.state_directory import RunDirectory, StateDirectory
@@ -86,7 +93,8 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
         state: what is on disk.
 
     Raises:
-        RunMismatch: the run on disk has other settings, and is not finished.
+        RunMismatch: the run on disk has other settings, and is not finished; or it is the same
+            run, which this peer had begun to join.
         CorruptState: it has, and cannot tell whether it is.
     """
     current = wanted.run_id or state.current_run
@@ -98,7 +106,14 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
     except CorruptState:  # as where its folder was removed
         return
     difference = explain_difference(wanted.run, run)
-    record = RecordFile(directory.record_path).read() if difference else None
+    record = RecordFile(directory.record_path).read()
+    if record is None and not difference:
+        raise RunMismatch(
+            f"--state-dir {state.path} was joining {current}, the run of this file, and nobody "
+            "announces it",
+            hint="start again once a peer of it can be reached, as with --initial-peers ADDRESS; "
+            "--new-run founds a second run",
+        )
     is_finished = record is not None and record.tip.round >= run.run.rounds
     if difference and not is_finished:
         raise RunMismatch(
@@ -107,6 +122,26 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
             hint=f"swarm-peer --state-dir {state.path} --run-id {current} goes on with it; "
             "--new-run founds a second run beside it",
         )
+
+
+def with_way_back(
+    error: NobodyReachable | RunMismatch, wanted: Wanted, begun: str | None, state: StateDirectory
+) -> SwarmError:
+    """Why a run cannot be joined, with how to go on with those that this peer has been in.
+
+    Args:
+        error: raised by the attempt.
+        wanted: by the person, who may have named no run.
+        begun: the run on disk that was to be joined, if there is one.
+        state: what is on disk.
+    """
+    others = [run for run in state.run_ids if run != begun]
+    if begun and others and not (wanted.run or wanted.run_id):
+        hint = f"{begun} was begun to be joined; --run-id {others[0]} goes on with the run before"
+        if len(others) > 1:
+            hint = f"{begun} was begun to be joined; --run-id goes on with {', '.join(others)}"
+        error.hint = f"{error.hint}; {hint}" if error.hint else hint
+    return error
 
 
 def path_of_key(given: str | None, state: StateDirectory) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarm.config import NetworkSection, PeerConfig
-from swarm.errors import NobodyReachable, Unreachable
+from swarm.errors import NobodyReachable, RunMismatch, Unreachable
 from swarm.network.address_book import Remembered
 from swarm.network.record_file import RecordFile
 from swarm.peer import entering, entrances
@@ -18,6 +18,7 @@ from swarm.peer.entering import Started, Starter
 from swarm.peer.entrances import met_in, require_reached, runs_there
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.publisher import announcement
+from swarm.peer.state_directory import current_run_of
 from swarm.peer.wanted import Wanted
 from swarm.protocol.manifest import Member
 from swarm.protocol.records import encode_record
@@ -177,6 +178,26 @@ def test_a_join_that_was_killed_goes_on_although_the_file_of_its_run_could_found
     machine.started.directory.record_path.unlink()
     machine.host.config, machine.node.entrances = PeerConfig(), ()
     starter, asked, joined = machine.starter(Wanted(run=RUN)), [], machine.started
-    starter.join = lambda run_id: asked.append(run_id) or joined  # type: ignore[method-assign, func-returns-value]
+    starter.join = lambda *runs, begun: asked.append((*runs, begun)) or joined  # type: ignore[method-assign, func-returns-value]
     assert starter.resume_or_join() is joined
-    assert asked == [machine.started.run_id]
+    assert asked == [(None, machine.started.run_id)], "it may have been founded anew meanwhile"
+    starter.join = lambda *_, **__: None  # type: ignore[method-assign]
+    with pytest.raises(RunMismatch, match=f"was joining {machine.started.run_id}.*--new-run"):
+        starter.resume_or_join()
+
+
+def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.host.config, machine.node.entrances = PeerConfig(), ()
+    first, state = machine.started.run_id, machine.state
+    begun = machine.founder.found()
+    begun.directory.record_path.unlink()
+    assert (state.current_run, state.last_run) == (begun.run_id, first)
+
+    async def nothing(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(entering, "find_run", nothing)
+    with pytest.raises(NobodyReachable, match=f"{begun.run_id} was begun.*--run-id {first}"):
+        machine.starter(Wanted()).resume_or_join()
+    assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"

@@ -11,7 +11,7 @@ from swarm.errors import DataQuotaSpent, StateError
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite
 from swarm.peer.host import Host
-from swarm.peer.kept_settings import identity_path_of, kept_invitation, with_kept
+from swarm.peer.kept_settings import identity_path_of, keep, kept_invitation, with_kept
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.quota import count_of
 from swarm.peer.state_directory import RunDirectory, StateDirectory
@@ -25,14 +25,21 @@ def given(*settings: str) -> PeerConfig:
 LOOPBACK = 'network.host_maddrs=["/ip4/127.0.0.1/tcp/0"]'
 
 
+def start(config: PeerConfig, path: Path) -> PeerConfig:
+    """What a start goes by that succeeds."""
+    whole = with_kept(config, path)
+    keep(config, path)
+    return whole
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "settings"
 
 
 def test_what_was_given_once_need_not_be_repeated(path: Path) -> None:
-    first = with_kept(given(LOOPBACK, "peer.name=alice", "peer.capacity=2.0"), path)
-    again = with_kept(given("peer.linger_s=0.0"), path)
+    first = start(given(LOOPBACK, "peer.name=alice", "peer.capacity=2.0"), path)
+    again = start(given("peer.linger_s=0.0"), path)
     assert first.network.host_maddrs == again.network.host_maddrs == ("/ip4/127.0.0.1/tcp/0",)
     assert again.peer.name == "alice"
     assert again.peer.linger_s == 0.0
@@ -40,14 +47,14 @@ def test_what_was_given_once_need_not_be_repeated(path: Path) -> None:
 
 
 def test_what_is_given_now_wins_and_is_kept_from_then_on(path: Path) -> None:
-    with_kept(given(LOOPBACK, "peer.name=alice"), path)
-    assert with_kept(given("peer.name=bob"), path).peer.name == "bob"
-    later = with_kept(given(), path)
+    start(given(LOOPBACK, "peer.name=alice"), path)
+    assert start(given("peer.name=bob"), path).peer.name == "bob"
+    later = start(given(), path)
     assert (later.peer.name, later.network.host_maddrs) == ("bob", ("/ip4/127.0.0.1/tcp/0",))
 
 
 def test_a_peer_that_was_given_nothing_keeps_nothing(path: Path) -> None:
-    assert with_kept(given(), path) == PeerConfig()
+    assert start(given(), path) == PeerConfig()
     assert not path.exists()
 
 
@@ -56,17 +63,17 @@ def test_a_peer_that_was_given_nothing_keeps_nothing(path: Path) -> None:
 )
 def test_a_damaged_file_is_passed_over(path: Path, content: str) -> None:
     path.write_text(content)
-    assert with_kept(given(), path) == PeerConfig()
+    assert start(given(), path) == PeerConfig()
 
 
 def test_a_peer_that_only_dialled_out_does_so_again_until_it_is_told_where_to_listen(
     path: Path,
 ) -> None:
-    with_kept(given("network.client_mode=true"), path)
-    assert with_kept(given(), path).network.client_mode
-    assert with_kept(given("peer.name=home"), path).network.client_mode
-    assert not with_kept(given(LOOPBACK), path).network.client_mode
-    assert not with_kept(given(), path).network.client_mode
+    start(given("network.client_mode=true"), path)
+    assert start(given(), path).network.client_mode
+    assert start(given("peer.name=home"), path).network.client_mode
+    assert not start(given(LOOPBACK), path).network.client_mode
+    assert not start(given(), path).network.client_mode
 
 
 def test_what_its_line_may_carry_holds_for_later_starts_too_and_is_said(
@@ -75,9 +82,9 @@ def test_what_its_line_may_carry_holds_for_later_starts_too_and_is_said(
     caplog.set_level(logging.INFO)
     limits = {"data_quota_gb": 200.0, "max_upload_mbit": 20.0, "max_download_mbit": 100.0}
     ports = {"direct_port": 31_400}
-    with_kept(given(*(f"network.{key}={value}" for key, value in (limits | ports).items())), path)
+    start(given(*(f"network.{key}={value}" for key, value in (limits | ports).items())), path)
     assert not caplog.text, "all of it is of this start"
-    again = with_kept(given("network.max_upload_mbit=10.0"), path).network
+    again = start(given("network.max_upload_mbit=10.0"), path).network
     assert again.model_dump(include={*limits, *ports}) == {
         **limits, **ports, "max_upload_mbit": 10.0,
     }  # fmt: skip
@@ -87,7 +94,7 @@ def test_what_its_line_may_carry_holds_for_later_starts_too_and_is_said(
 
 def test_a_quota_of_an_earlier_start_is_looked_at_before_anything_is_moved(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
-    with_kept(given("network.data_quota_gb=1.0"), state.settings_path)
+    start(given("network.data_quota_gb=1.0"), state.settings_path)
     count = count_of(state)
     count.add(2 * 10**9, time.time())
     count.write()
@@ -104,9 +111,9 @@ def test_a_key_that_is_elsewhere_is_found_from_any_folder(
     there.mkdir()
     monkeypatch.chdir(there)
     assert identity_path_of(state, None) == state / "identity.key"
-    first = with_kept(given("network.identity_path=mine.key"), state / "settings")
+    first = start(given("network.identity_path=mine.key"), state / "settings")
     monkeypatch.chdir(tmp_path)
-    again = with_kept(given(), state / "settings")
+    again = start(given(), state / "settings")
     assert first.network.identity_path == again.network.identity_path == str(there / "mine.key")
     assert identity_path_of(state, None) == there / "mine.key"
     assert identity_path_of(state, "~/k") == Path("~/k").expanduser(), "what is named now wins"
@@ -122,6 +129,8 @@ def test_a_peer_whose_key_is_missing_does_not_come_back_as_a_stranger(tmp_path: 
         with pytest.raises(StateError, match=f"{key} is missing.*{run.name}") as refused:
             Host.open(config, tmp_path / "state", UNOBSERVED)
         assert "--identity-path" in refused.value.hint and not key.exists()
+        in_place = tmp_path / "state" / "identity.key"
+        assert identity_path_of(tmp_path / "state", None) == in_place, "no wrong path is kept"
     state = StateDirectory(tmp_path / "state")
     load_or_create_identity(elsewhere)
     assert path_of_key(str(elsewhere), state) == elsewhere

@@ -212,6 +212,19 @@ def test_trainees_that_have_lost_all_voters_wait_for_one_and_say_so() -> None:
     assert {node.machine.tip.generation for node in pump.nodes.values()} == {"0"}
 
 
+def test_a_trainee_that_hears_the_voters_says_nothing_however_long_a_round_is() -> None:
+    pump, tip = Pump(make_rules()), found(make_rules(), ["A", "B"])
+    tip = replace(tip, members={**tip.members, "B": replace(tip.members["B"], votes=False)})
+    for peer in "AB":
+        pump.add(peer, tip, train_s=3 * REFORM_S)
+        pump.boot(peer)
+    pump.run(3 * REFORM_S - 1)
+    assert "has no vote" not in pump.nodes["B"].said(Topic.FORK)
+    pump.kill("A")
+    pump.run(pump.now + 2 * REFORM_S)
+    assert "has no vote, so it waits" in pump.nodes["B"].said(Topic.FORK)
+
+
 def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it() -> None:
     """Had it gone on by itself, its chain would be better than that voter's, and not believed."""
     pump = swarm_of("ABC", "X")

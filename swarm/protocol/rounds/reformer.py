@@ -47,7 +47,8 @@ class Reformer(Role):
             )
             self.adopter.adopt(source, commit)
         elif not self._may_reform():
-            self._tell_wait()
+            if forks.is_stalled(self.timers.reform_s):
+                self._tell_wait()
         elif self._reform_due():
             self.reform(
                 f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} s"
