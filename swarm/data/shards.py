@@ -37,6 +37,7 @@ from swarm.data.shard_writer import (
 )
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
+from swarm.progress import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,9 @@ def open_folder(folder: Path) -> Shards:
         dtype = np.dtype(header["dtype"])
         contents = header["contents"]
         contents["skipped_first"] = tuple(contents["skipped_first"])
-        arrays = tuple(_map(folder / name, dtype, *of) for name, *of in header["shards"])
+        named = header["shards"]
+        checked = Reporter(f"checking {folder.name}", "shard").each(named, len(named))
+        arrays = tuple(_map(folder / name, dtype, *of) for name, *of in checked)
         return Shards(arrays, Contents(**contents))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise Torn(f"{type(error).__name__}: {error}") from error

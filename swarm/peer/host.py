@@ -29,6 +29,7 @@ from swarm.peer.quota import QuotaWatch, require_quota
 from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.way_in import path_of_key
+from swarm.peer.workers import ready_for_nodes
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.records import RunRecord, encode_record, shortened
 
@@ -153,6 +154,7 @@ class Host:
             stop: asked when this peer is to leave; None for one of its own.
 
         Raises:
+            ConfigError: workers of other machines cannot be waited for at the given address.
             StateError, StateLocked: the directory cannot be used, or lacks the key of its runs.
             NobodyReachable: none of the given addresses answered.
             NetworkDown: libp2p's daemon did not start.
@@ -164,6 +166,7 @@ class Host:
             undo.callback(state.close)
             if check:
                 check(state)
+            ready_for_nodes(config.compute, state.path)
             given, config = config, with_kept(config, state.settings_path)
             require_quota(config.network, state)
             network = config.network

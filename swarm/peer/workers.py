@@ -25,7 +25,7 @@ from swarm.train.parallel.handshake import key_at
 from swarm.train.parallel.heads import why_not_cut
 from swarm.train.parallel.history import Saved
 from swarm.train.parallel.mesh import Mesh
-from swarm.train.parallel.nodes import Nodes
+from swarm.train.parallel.nodes import Nodes, listen
 from swarm.train.parallel.roster import Wanted, address_of
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def num_elsewhere(compute: ComputeSection) -> int:
             hint="give --gpus too: at least one worker is the peer's own",
         )
     if asked:
-        address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+        _listening_at(compute)
         _refuse_far_streaming(compute)
     return asked
 
@@ -253,6 +253,38 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
     return Place(workers, share.device, threads, backend)
 
 
+def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
+    """Makes the key that other machines need, and says its place, if this peer wants any.
+
+    Before its text is read or a model is fetched, which may take hours, so that their workers are
+    there when this peer begins to wait for them.
+
+    Raises:
+        ConfigError: nobody can listen at the address.
+        StateError: the key cannot be read or made.
+    """
+    if not num_elsewhere(compute):
+        return
+    path = _key_path(compute, state_folder)
+    key_at(path, may_make=True)
+    host, port = _listening_at(compute)
+    listen(host, port).close()
+    logger.info(
+        "workers of other machines: swarm-worker --controller %s:%s --key COPY_OF_THIS (%s)",
+        host,
+        port or "PORT",
+        path,
+    )
+
+
+def _key_path(compute: ComputeSection, state_folder: Path) -> Path:
+    return Path(compute.workers_key or state_folder / "workers.key").expanduser().absolute()
+
+
+def _listening_at(compute: ComputeSection) -> tuple[str, int]:
+    return address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+
+
 def nodes_of(
     compute: ComputeSection,
     plan: EnginePlan,
@@ -276,9 +308,8 @@ def nodes_of(
     elsewhere = num_elsewhere(compute)
     if not elsewhere:
         return None
-    path = Path(compute.workers_key or folder.parents[1] / "workers.key").expanduser().absolute()
-    key = key_at(path, may_make=True)
-    address = address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+    path = _key_path(compute, folder.parents[1])
+    key, address = key_at(path, may_make=True), _listening_at(compute)
     unit = lcm(*(each.ep * each.pp for each in (plan.options, *plan.below)))
     wanted = Wanted(place.size, elsewhere, unit)
     nodes = Nodes(

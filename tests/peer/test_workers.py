@@ -1,6 +1,7 @@
 """How many workers a peer gets, and what of the machine each."""
 
 import logging
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from swarm.peer.workers import (
     num_elsewhere,
     num_workers,
     place_of,
+    ready_for_nodes,
     share_of,
 )
 from swarm.train.hardware import Machine
@@ -78,6 +80,26 @@ def test_nodes_are_waited_for_with_a_key_in_the_state_directory(tmp_path: Path) 
         Crew(place, nodes)
     nodes.close()
     assert nodes_of(ComputeSection(device="cpu", parallel=2), plan, folder, place) is None
+
+
+def test_what_other_machines_need_is_there_before_a_peer_reads_or_fetches_anything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ready_for_nodes(ComputeSection(device="cpu", parallel=2), tmp_path)
+    assert not list(tmp_path.iterdir()) and not caplog.text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        far = ComputeSection(
+            device="cpu", parallel=2, remote_workers=4, workers_from=f"127.0.0.1:{port}"
+        )
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            ready_for_nodes(far, tmp_path)
+    ready_for_nodes(far, tmp_path)
+    assert f"127.0.0.1:{port} --key COPY_OF_THIS ({tmp_path / 'workers.key'})" in caplog.text
+    made = (tmp_path / "workers.key").read_bytes()
+    ready_for_nodes(far, tmp_path)
+    assert (tmp_path / "workers.key").read_bytes() == made
 
 
 def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:

@@ -69,6 +69,21 @@ class _Waiting:
     node: Node
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that nodes may dial; port 0 takes a free one.
+
+    Raises:
+        ConfigError: nobody can listen there.
+    """
+    try:
+        return socket.create_server((host, port), backlog=MAX_STRANGERS)
+    except OSError as error:
+        raise ConfigError(
+            f"compute.workers_from: cannot listen on {host}:{port}: {error}",
+            hint="it is an address of this machine, with a port that is free",
+        ) from error
+
+
 class Nodes:
     """Listens for nodes; threads of its own let them in.
 
@@ -102,13 +117,7 @@ class Nodes:
         """
         self._key, self._wanted, self._device, self._wait_s = key, wanted, device, wait_s
         self._remaining_s = remaining_s
-        try:
-            self._listener = socket.create_server(address, backlog=MAX_STRANGERS)
-        except OSError as error:
-            raise ConfigError(
-                f"compute.workers_from: cannot listen on {address[0]}:{address[1]}: {error}",
-                hint="it is an address of this machine, with a port that is free",
-            ) from error
+        self._listener = listen(*address)
         self._host, self.port = self._listener.getsockname()[:2]
         self._changed = threading.Condition()
         self._waiting: list[_Waiting] = []
