@@ -190,11 +190,8 @@ class Host:
                 state.port = node.port
             for address in node.addresses[:1]:
                 observer.on_address(address)
-            fault = node.run(dial_fault(node), DIAL_BACK_S)
-            if fault:
-                logger.warning("nobody can dial this peer, it works through others: %s", fault)
+            is_dialable = _can_be_dialled(node) and not network.client_mode
             undo.pop_all()
-            is_dialable = not (network.client_mode or fault)
             return cls(config, state, node, reception, is_dialable, stop, quota)
 
     @property
@@ -220,3 +217,11 @@ class Host:
         self.quota.end()
         self.node.stop(NETWORK_STOP_S)
         self.state.close()
+
+
+def _can_be_dialled(node: Node) -> bool:
+    """As far as another peer says that was asked to try it."""
+    fault = node.run(dial_fault(node), DIAL_BACK_S)
+    if fault:
+        logger.warning("nobody can dial this peer, it works through others: %s", fault)
+    return not fault
