@@ -14,8 +14,7 @@ from peers.printed import Printed
 from swarm.config import PeerConfig, RunConfig
 from swarm.errors import ConfigError
 from swarm.network.invitations import read_invitation
-from swarm.peer.entering import Stopped
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, Stopped
 from swarm.peer.local_faults import raise_file_limit, watch_for_unborn_threads
 from swarm.peer.observing import PeerObserver
 from swarm.peer.peer import Peer
@@ -32,6 +31,8 @@ def leave_on_signals(stop: Stop) -> None:
             sys.stderr.write("leaving at once\n")
             os._exit(130)
         stop.ask()
+        if stop.ends_at_once:
+            raise Stopped
         sys.stderr.write(
             f"leaving: this round and the hand-over may take {stop.leave_timeout_s:.0f} s; "
             "once more to leave at once\n"

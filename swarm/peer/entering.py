@@ -33,6 +33,7 @@ from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.entrances import require_reached, runs_there
 from swarm.peer.host import Host
+from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
@@ -63,10 +64,6 @@ BEGUN_S = 60.0
 STOP_POLL_S = 0.2
 
 Result = TypeVar("Result")
-
-
-class Stopped(Exception):
-    """The peer was asked to stop before it was in a run."""
 
 
 @dataclass(frozen=True)

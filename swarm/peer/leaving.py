@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 
 from swarm.errors import SwarmError
@@ -23,6 +24,10 @@ COURTESY_S = 30.0
 """With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
 
 
+class Stopped(Exception):
+    """The peer was asked to stop before it was in a run."""
+
+
 class StopAsked(Exception):
     """The person asked this peer to stop, and its round is over or cannot be finished."""
 
@@ -38,6 +43,26 @@ class Stop:
         self._asked = threading.Event()
         self._asked_s = inf
         self._why: SwarmError | None = None
+        self.ends_at_once = False
+        """Whether the main thread is at work that a signal may end where it is."""
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Work before a run that may take hours, such as reading a text, and that is lost anyway.
+
+        A signal that asks to stop need not wait for its end, if it is the main thread's.
+
+        Raises:
+            Stopped: this peer was asked to, also from another thread before it began.
+        """
+        if self():
+            self.raise_why()
+            raise Stopped
+        self.ends_at_once = threading.current_thread() is threading.main_thread()
+        try:
+            yield
+        finally:
+            self.ends_at_once = False
 
     def ask(self, why: SwarmError | None = None) -> None:
         """The peer leaves as soon as its round is over, or the time is; asking again is nothing.

@@ -19,8 +19,8 @@ from swarm.network.loop_thread import LoopThread
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown
 from swarm.peer import entering
-from swarm.peer.entering import Started, Starter, Stopped
-from swarm.peer.leaving import Stop
+from swarm.peer.entering import Started, Starter
+from swarm.peer.leaving import Stop, Stopped
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.wanted import Wanted

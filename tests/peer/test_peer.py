@@ -14,8 +14,7 @@ from swarm.errors import ConfigError, NobodyReachable, StateError
 from swarm.experts import all_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.peer.agreed_model import open_state
-from swarm.peer.entering import Stopped
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, Stopped
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.records import PeerState
 from tests.scenarios.swarms import EXACT

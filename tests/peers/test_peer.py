@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,29 +15,66 @@ from peers import taking_part
 from peers.peer import main
 from peers.printed import Printed
 from peers.taking_part import leave_on_signals
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, Stopped
 
 
-def test_the_first_signal_asks_and_the_second_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+@pytest.fixture
+def stop() -> Iterator[Stop]:
+    """What signals ask, of this process too."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = Stop(7.0)
+    leave_on_signals(stop)
     try:
-        stop = Stop(7.0)
-        leave_on_signals(stop)
-        assert not stop() and stop.remaining_s == float("inf")
-        signal.raise_signal(signal.SIGTERM)
-        assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
-        assert codes == []
-        signal.raise_signal(signal.SIGINT)
-        assert codes == [130]
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_first_signal_asks_and_the_second_ends_at_once(
+    stop: Stop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    assert not stop() and stop.remaining_s == float("inf")
+    signal.raise_signal(signal.SIGTERM)
+    assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
+    assert codes == []
+    signal.raise_signal(signal.SIGINT)
+    assert codes == [130]
     said = capsys.readouterr().err
     assert "may take 7 s" in said and "leaving at once" in said
+
+
+def test_a_signal_does_not_wait_for_the_end_of_what_is_read_before_a_run(stop: Stop) -> None:
+    read: list[int] = []
+    with pytest.raises(Stopped), stop.at_once():
+        for shard in range(3):
+            read.append(shard)
+            if shard == 1:
+                signal.raise_signal(signal.SIGINT)
+    assert read == [0, 1] and stop()
+    with pytest.raises(Stopped), stop.at_once():
+        read.append(2)
+    assert read == [0, 1], "asked to stop, it begins nothing"
+
+
+def test_a_signal_ends_nothing_of_another_threads_or_after_such_work(stop: Stop) -> None:
+    def elsewhere() -> None:
+        with stop.at_once():
+            inside.set()
+            asked.wait(30.0)
+
+    inside, asked = threading.Event(), threading.Event()
+    with stop.at_once():
+        pass
+    other = threading.Thread(target=elsewhere, daemon=True)
+    other.start()
+    assert inside.wait(30.0)
+    signal.raise_signal(signal.SIGINT)
+    asked.set()
+    other.join(30.0)
+    assert stop() and not other.is_alive()
 
 
 def test_scripts_find_the_address_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
