@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, fsum
 from pathlib import Path
 
 import click
 
+from peers.asked import Asked, entry_of, unless_refused, wanted_of
 from peers.findings import Examined, Local, Needs, Sight
 from peers.options import Options
 from peers.refusals import refusals
 from swarm.config import NetworkSection, PeerConfig, RunConfig
 from swarm.errors import (
     ConfigError,
-    DataQuotaSpent,
     InvitationError,
     NobodyReachable,
     RunMismatch,
@@ -29,24 +32,20 @@ from swarm.errors import (
     Unreachable,
 )
 from swarm.model.cost import cost_of, owned_per_peer
-from swarm.network.address_book import Remembered
 from swarm.network.blobs import BlobStore
 from swarm.network.daemon import connection_fault, hosts_of
 from swarm.network.direct_door import port_beside
 from swarm.network.fetch import Downloads
 from swarm.network.finding import find_run, whom_to_ask
-from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import read_invitation
 from swarm.network.joining import present_peers
 from swarm.network.node import Node
 from swarm.network.probing import dial_back, greeting, look_at
-from swarm.network.tips import Trust, newest_tip
+from swarm.network.tips import newest_tip
 from swarm.peer.agreement import require_admission
-from swarm.peer.kept_settings import identity_path_of
+from swarm.peer.kept_settings import with_kept
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
 from swarm.peer.machine import plan_here, processor
 from swarm.peer.planning import held_bytes
-from swarm.peer.quota import require_quota
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.ownership import GREED
@@ -73,23 +72,26 @@ def examine(given: Options) -> Examined:
     Raises:
         ConfigError: an option or a run file is wrong.
     """
-    config, folder = given.peer_config(), given.state_dir.expanduser()
-    local, known, refused = _local(folder, config)
-    wanted = given.run_config() if given.run else None
-    asked, around = Asked.of(given, wanted, known), Around()
-    if config.network.initial_peers or known.others:
+    state = StateDirectory.unlocked(given.state_dir)
+    config = with_kept(given.peer_config(), state.settings_path)
+    wanted, local, around = wanted_of(given), _local(state.path), Around()
+    asked, network = Asked.of(given, config.network, wanted, state), config.network
+    if local.state_in_use:  # the peer that runs has its ports
+        free = tuple(f"{text.rpartition('/')[0]}/0" for text in network.host_maddrs)
+        network = network.model_copy(update={"host_maddrs": free, "direct_port": 0})
+    if network.initial_peers or asked.others:
         click.echo(f"asking peers, for at most {START_S + LOOK_S:.0f} s ...", err=True)
-        around = _look_around(config.network, asked)
-    run = around.run or wanted
-    beforehand = refusals(given, config, run, joins=around.run is not None)
+        around = _look_around(network, asked)
+    entry = entry_of(asked, around.run, around.run_id, is_silent=around.fault is not None)
+    beforehand = refusals(given, config, state, wanted, entry)
     return Examined(
         local,
         around.fault,
         around.addresses,
         around.sights,
         *around.rates,
-        _needs(run, around, config, folder) if run else None,
-        tuple(dict.fromkeys((*refused, *around.refused, *beforehand))),
+        _needs(entry.run, around, config, state.path) if entry.run else None,
+        tuple(dict.fromkeys((*around.refused, *beforehand))),
         around.door_port,
         around.door_taken,
     )
@@ -98,49 +100,19 @@ def examine(given: Options) -> Examined:
 # ---------------------------------------------------------------- this machine
 
 
-@dataclass(frozen=True)
-class Known:
-    """What a state directory knows.
-
-    Attributes:
-        others: peers of earlier starts.
-        port: that was used first.
-        runs: ids of those that it was in.
-        peer_id: this peer's own; "" if it has none yet.
-    """
-
-    others: tuple[Remembered, ...] = ()
-    port: int | None = None
-    runs: frozenset[str] = frozenset()
-    peer_id: str = ""
-
-
-def _local(path: Path, config: PeerConfig) -> tuple[Local, Known, list[str]]:
-    """This machine, what its state directory knows, and what that would have a peer refuse."""
+def _local(path: Path) -> Local:
+    """This machine, and whether a peer could write its state."""
     fault, in_use = None, False
-    known, refused = Known(), []
     try:
-        state = StateDirectory(path)
-        known = Known(state.known_peers, state.port)
-        (path / "doctor").write_bytes(b"can be written")
-        (path / "doctor").unlink()
-        try:
-            require_quota(config.network, state)
-        except DataQuotaSpent as error:
-            refused.append(str(error))
-        state.close()
+        with closing(StateDirectory(path)):
+            (path / "doctor").write_bytes(b"can be written")
+            (path / "doctor").unlink()
     except StateLocked:
         in_use = True
     except (StateError, OSError) as error:
         fault = str(error)
-    known = replace(known, runs=frozenset(run.name for run in path.glob("runs/*")))
-    key = identity_path_of(path, config.network.identity_path)
-    try:
-        known = replace(known, peer_id=load_or_create_identity(key).peer_id if key.exists() else "")
-    except StateError as error:
-        refused.append(str(error))
-    existing = next((p for p in (path, *path.parents) if p.exists()), None)
-    local = Local(
+    existing = next((p for p in (path, *path.parents) if os.path.exists(p)), None)
+    return Local(
         disk_free_bytes=shutil.disk_usage(existing).free if existing else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         state_fault=fault,
@@ -150,7 +122,6 @@ def _local(path: Path, config: PeerConfig) -> tuple[Local, Known, list[str]]:
         congestion=_setting("tcp_congestion_control"),
         congestion_known=tuple((_setting("tcp_available_congestion_control") or "").split()),
     )
-    return local, known, refused
 
 
 def _setting(name: str) -> str | None:
@@ -174,7 +145,7 @@ def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> 
         f"{plan.reason}, with {owned} of {run.model.num_experts} experts ({peaks})",
         plan.fits,
         around.link,
-        held_bytes(folder, run),
+        unless_refused(partial(held_bytes, folder, run), 0),
     )
 
 
@@ -193,33 +164,6 @@ def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
 
 
 # ---------------------------------------------------------------- the others
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The run that a person asked about.
-
-    Attributes:
-        wanted: what it is to be configured as; None: as it is.
-        run_id: of several.
-        trust: what is believed of it; None: what follows from its first manifest.
-        invitation: with which this peer would come.
-        known: of this peer.
-        founds: whether `wanted` is founded beside whatever is there.
-    """
-
-    wanted: RunConfig | None
-    run_id: str | None
-    trust: Trust | None
-    invitation: str | None
-    known: Known
-    founds: bool
-
-    @classmethod
-    def of(cls, given: Options, wanted: RunConfig | None, known: Known) -> Asked:
-        """As the options say."""
-        trust, founds = Trust(given.tip) if given.tip else None, bool(wanted and given.new_run)
-        return cls(wanted, given.run_id, trust, given.invitation, known, founds)
 
 
 @dataclass(frozen=True)
@@ -256,8 +200,8 @@ def _look_around(network: NetworkSection, asked: Asked) -> Around:
             identity_path=None,
             network=network,
             known_peers=network.initial_peers,
-            remembered=asked.known.others,
-            port=asked.known.port,
+            remembered=asked.others,
+            port=asked.port,
             deadline_s=START_S,
             must_reach=False,
         )
@@ -282,10 +226,10 @@ async def _ask_others(node: Node, network: NetworkSection, asked: Asked) -> Arou
     try:
         found, present = await _look_at_run(node, found, asked)
     except (NobodyReachable, RunMismatch) as error:  # its neighbours can still say what they see
-        if isinstance(error, RunMismatch) and not asked.founds:
+        if isinstance(error, RunMismatch) and not (asked.founds or asked.resumed):
             raise
         logger.info("the run was not looked at: %s", error)
-    peers = sorted({*node.neighbours, *present} - {node.peer_id})[:ASKED]
+    peers = sorted({*node.neighbours, *present} - {node.peer_id, asked.peer_id})[:ASKED]
     hosts = hosts_of(network) if network.direct and node.port else ()
     door = (network.direct_port or port_beside(network)) if hosts else 0
     try:
@@ -298,7 +242,7 @@ async def _ask_others(node: Node, network: NetworkSection, asked: Asked) -> Arou
         else:
             found = replace(found, door_taken=why)
         sights = await _sights(node, peers, 0)
-    fault = None if sights else "peers are there, but none answers questions"
+    fault = "peers are there, but none answers questions" if peers and not sights else None
     return replace(found, fault=fault, sights=sights, door_port=door)
 
 
@@ -334,16 +278,22 @@ async def _look_at_run(
     node: Node, found: Around, asked: Asked
 ) -> tuple[Around, dict[str, PeerRecord]]:
     """The run that is announced here, what it means for this link, and who is in it."""
-    fingerprint = asked.wanted.fingerprint() if asked.wanted and not asked.founds else None
+    wanted, resumed = asked.wanted, asked.resumed
+    fingerprint = wanted.run.fingerprint() if wanted.run and not asked.founds else None
     store = BlobStore(None)
     downloads = Downloads(node, store)
     opened = await find_run(
-        node, downloads, fingerprint=fingerprint, wanted=asked.run_id, deadline_s=FIND_S
+        node,
+        downloads,
+        fingerprint=fingerprint,
+        wanted=wanted.run_id or resumed,
+        deadline_s=FIND_S,
     )
     if opened is None:
         return found, {}
     run, record = opened.run, opened.announced.record
-    present = await present_peers(node, record.run)
+    present = dict(await present_peers(node, record.run))
+    present.pop(asked.peer_id, None)  # it may be running: others can tell more
     rates = await measured_rates(node, present)
     found = replace(found, rates=rates)
     if asked.founds:
@@ -353,12 +303,11 @@ async def _look_at_run(
         return found, present
     found = replace(found, run_id=record.run)
     peers = whom_to_ask(node, opened.announced, present)
-    me = asked.known.peer_id or node.peer_id
+    me = asked.peer_id or node.peer_id
     try:
         tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
-        if record.run not in asked.known.runs:  # else it may come back with what it has
-            invitation = read_invitation(asked.invitation) if asked.invitation else None
-            require_admission(record.run, run, tip, me, invitation)
+        if record.run != asked.here:  # else it comes back with what it has
+            require_admission(record.run, run, tip, me, asked.invitation_to(record.run, run))
     except InvitationError as error:
         return replace(found, refused=(str(error),)), present
     except NobodyReachable as error:

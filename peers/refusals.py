@@ -1,48 +1,69 @@
-"""What swarm-peer would refuse of its options; swarm-doctor says it before a peer is started."""
+"""What swarm-peer would refuse; swarm-doctor says it before a peer is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
+from peers.asked import Entry, own_id
 from peers.options import Options
 from peers.peer import require_founder
 from peers.tensorboard import writer_type
 from swarm.config import PeerConfig, RunConfig
 from swarm.errors import SwarmError
 from swarm.network.invitations import read_invitation
+from swarm.peer.quota import require_quota
 from swarm.peer.run_start import founders_tokenizer, founders_weights
 from swarm.peer.run_text import corpus_of
+from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.wanted import Wanted
+from swarm.peer.way_in import require_finished, require_way_in
 
 
 def refusals(
-    given: Options, config: PeerConfig, run: RunConfig | None, *, joins: bool
+    given: Options, config: PeerConfig, state: StateDirectory, wanted: Wanted, entry: Entry
 ) -> tuple[str, ...]:
-    """Why a peer would not begin with these options, a sentence each.
+    """Why a peer would not begin, a sentence each.
 
     Args:
         given: the options.
-        config: what they say of this machine.
-        run: that the peer would be in; None: not known.
-        joins: whether others are in that run; else the peer founds it.
+        config: what they, and those of earlier starts, say of this machine.
+        state: what is on disk.
+        wanted: which run is meant.
+        entry: how the peer would come into it.
     """
-    checks: list[Callable[[], object]] = [partial(require_founder, given)]
+    run, network = entry.run, config.network
+    checks: list[Callable[[], object]] = [
+        partial(require_founder, given),
+        partial(require_quota, network, state),
+        partial(own_id, network, state),
+        partial(_require_way_in, wanted, network.initial_peers, state),
+    ]
     if given.invitation:
         checks.append(partial(read_invitation, given.invitation))
     if given.tensorboard:
         checks.append(writer_type)
-    if run and joins:
-        wanted = given.run_config() if given.run else None
-        settings = {} if wanted else given.asked_of_run()
-        checks.append(partial(Wanted(run=wanted, settings=settings).require, run))
-    if run and (config.corpus.folder or not joins):
-        checks.append(partial(corpus_of, run, config.corpus.folder))
-    if run and (given.tokenizer or not joins):
+    if entry.founds:
+        checks.append(partial(require_finished, wanted, state))
+    elif run:
+        checks.append(partial(wanted.require, run))
+    if run:
+        checks.append(partial(_require_text, run, config.corpus.folder, entry.directory))
+    if run and (given.tokenizer or entry.founds):
         checks.append(partial(founders_tokenizer, run, given.tokenizer))
-    if run and not joins:
+    if run and entry.founds:
         checks.append(partial(founders_weights, run, given.initialise_from))
-    return tuple(why for check in checks if (why := _refusal(check)))
+    return tuple(dict.fromkeys(why for check in checks if (why := _refusal(check))))
+
+
+def _require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
+    if wanted.run_id or state.run_ids:  # else a machine is looked at for whatever run there may be
+        require_way_in(wanted, addresses, state)
+
+
+def _require_text(run: RunConfig, folder: str | None, directory: RunDirectory | None) -> None:
+    remembered = directory.read_text_folder() if directory else None
+    corpus_of(run, remembered if folder is None else folder)
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
@@ -50,4 +71,6 @@ def _refusal(check: Callable[[], object]) -> str | None:
         check()
     except SwarmError as error:
         return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return None

@@ -233,6 +233,13 @@ class StateDirectory:
                 hint="give every peer on a machine its own --state-dir",
             ) from error
 
+    @classmethod
+    def unlocked(cls, path: Path) -> StateDirectory:
+        """The directory to be read alone: nothing is made, and a process may be using it."""
+        state = cls.__new__(cls)
+        state.path = path.expanduser()
+        return state
+
     def close(self) -> None:
         """Gives the directory free."""
         self._lock.close()

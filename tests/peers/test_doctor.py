@@ -3,7 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +14,10 @@ from peers import examining
 from peers.doctor import main
 from peers.examining import share_of
 from peers.peer import main as peer_main
-from swarm.config import NetworkSection, RunConfig, parse_config
+from swarm.config import NetworkSection, PeerConfig, RunConfig, parse_config
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL, Prober
+from swarm.peer.kept_settings import keep
 from swarm.peer.state_directory import StateDirectory
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
@@ -116,14 +117,17 @@ def two_free_ports() -> int:
             return port
 
 
-@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize(("is_open", "is_kept"), [(True, False), (False, False), (True, True)])
 def test_both_ports_are_dialled_and_a_closed_second_one_is_a_warning(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, is_open: bool
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, is_open: bool, is_kept: bool
 ) -> None:
     if not is_open:  # nothing answers there, as behind a firewall
         monkeypatch.setattr(examining, "greeting", lambda *_: nullcontext())
     port = two_free_ports()
     listen = ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}"]
+    if is_kept:
+        kept(tmp_path, f'network.host_maddrs=["{listen.pop()}"]')
+        listen.clear()
     code, out = run_program("--state-dir", tmp_path, *listen, "--initial-peers", address, "--json")
     said = {finding["topic"]: finding for finding in json.loads(out)["findings"]}
     assert f"at /ip4/127.0.0.1/tcp/{port} (" in said["reachability"]["text"]
@@ -131,6 +135,30 @@ def test_both_ports_are_dialled_and_a_closed_second_one_is_a_warning(
     assert (code, door["level"]) == (0, "good" if is_open else "warning")
     assert (f"/ip4/127.0.0.1/tcp/{port + 1}" in door["text"]) == is_open
     assert (f"open TCP port {port + 1}" in door["remedy"]) != is_open
+
+
+def kept(folder: Path, setting: str) -> None:
+    """An earlier start was given it."""
+    keep(parse_config(PeerConfig, "", source="x", overrides=[setting]), folder / "settings")
+
+
+def test_a_peer_that_only_dialled_out_is_told_to_open_no_port(tmp_path: Path, address: str) -> None:
+    kept(tmp_path, "network.client_mode=true")
+    code, out = run_program("--state-dir", tmp_path, "--initial-peers", address)
+    assert code == 0 and "reachability: good: client mode" in out
+
+
+def test_the_ports_of_a_peer_that_runs_are_left_to_it(tmp_path: Path, address: str) -> None:
+    port = two_free_ports()
+    kept(tmp_path, f'network.host_maddrs=["/ip4/127.0.0.1/tcp/{port}"]')
+    kept(tmp_path, f"network.direct_port={port + 1}")
+    with (
+        closing(StateDirectory(tmp_path)),
+        socket.create_server(("127.0.0.1", port)),
+        socket.create_server(("127.0.0.1", port + 1)),
+    ):
+        code, out = run_program("--state-dir", tmp_path, "--initial-peers", address)
+    assert code == 0 and "a peer is running with it now" in out, out
 
 
 @pytest.mark.parametrize("named", [True, False])
