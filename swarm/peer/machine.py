@@ -97,7 +97,7 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
         folder: on the disk that holds the state directory; need not exist yet.
     """
     device = device_of(compute.device)
-    while not folder.exists():
+    while not os.path.exists(folder):  # nor where nobody else may look
         folder = folder.parent
     cores = compute.threads or usable_cores()
     on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0

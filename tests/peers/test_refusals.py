@@ -224,3 +224,32 @@ def test_who_has_a_record_comes_back_without_an_invitation(
     assert admitted(state, monkeypatch, directory.path.name) == ()
     directory.record_path.unlink()
     assert "only peers that are invited" in admitted(state, monkeypatch, directory.path.name)[0]
+
+
+# ---------------------------------------------------------------- another user's directory
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, look: str, hidden: Path) -> None:
+    looks = getattr(Path, look)
+
+    def denied(path: Path, **options: bool) -> object:
+        if hidden in (path, *path.parents):
+            raise PermissionError(13, "Permission denied", str(path))
+        return looks(path, **options)
+
+    monkeypatch.setattr(Path, look, denied)
+
+
+def test_a_key_that_another_user_hides_is_a_finding(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny(monkeypatch, "exists", state / "identity.key")
+    assert examined(state) == (1, f"{state / 'identity.key'}: Permission denied")
+
+
+def test_a_directory_that_another_user_hides_is_a_finding(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny(monkeypatch, "stat", state)
+    code, why = examined(state, "--run", run_file(tmp_path, RUN))
+    assert code == 1 and f"{state / 'identity.key'}: Permission denied" in why
