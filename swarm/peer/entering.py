@@ -162,7 +162,8 @@ class Starter:
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record, self.text.shards)
-        damaged = drop_damaged(store, record.tip)
+        with self.stop.at_once():
+            damaged = drop_damaged(store, record.tip)
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
@@ -282,8 +283,9 @@ class Starter:
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
-        drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
-        recompute_initial(shown.record.tip, run, layout, store)
+        with self.stop.at_once():
+            drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
+            recompute_initial(shown.record.tip, run, layout, store)
         self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
         self._remember(record.run, directory)
         shown = self.wait_for(
@@ -374,7 +376,8 @@ class Starter:
         wanted = wanted_tokenizer(run, fixed.tokenizer, others, downloads.store)
         content = self.wait_for(downloads.fetch_one(wanted, timeout_s=FETCH_S)) if wanted else None
         tokenizer = given_tokenizer(run, fixed.tokenizer, content, self.wanted.tokenizer)
-        self.text.require(run, tokenizer, fixed.text, folder)
+        with self.stop.at_once():
+            self.text.require(run, tokenizer, fixed.text, folder)
         return [content] if content else []
 
     def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:

@@ -57,7 +57,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
         ConfigError: tokenizer or checkpoint and configuration do not fit each other, or a run for
             peers that are invited is to gather anybody.
-        Stopped: the peer was asked to stop while it gathered others.
+        Stopped: the peer was asked to stop before the run was founded.
     """
     require_closed_founding(run, starter.config.peer.wait_for_peers)
     weights = founders_weights(run, starter.wanted.initialise_from, weights)
@@ -66,7 +66,8 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     layout = layout_of(run)
     config_blob = run.canonical_json()
     tokenizer = founders_tokenizer(run, starter.wanted.tokenizer)
-    text = starter.text.found(run, tokenizer)
+    with starter.stop.at_once():
+        text = starter.text.found(run, tokenizer)
     founding = Founding(
         founder=starter.node.peer_id,
         nonce=secrets.token_hex(16),
@@ -83,7 +84,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         blobs.append(tokenizer.content)
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
-    with _gathering_on(starter, run, gathering):
+    with _gathering_on(starter, run, gathering), starter.stop.at_once():
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}

@@ -128,7 +128,7 @@ class Joining(Entering):
         self.host = SimpleNamespace(
             serve=lambda _: None, quota=self.quota, remember_peers=self.remember_peers
         )
-        self.wanted = Wanted()
+        self.wanted, self.stop = Wanted(), Stop(1.0)
         self.text = SimpleNamespace(shards=None)
         self.admission = "open"
 

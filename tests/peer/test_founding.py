@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,9 +13,9 @@ from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
 from swarm.peer.founding import found
-from swarm.peer.leaving import Stop
+from swarm.peer.leaving import Stop, Stopped
 from swarm.peer.observing import UNOBSERVED
-from swarm.peer.run_text import FoundText
+from swarm.peer.run_text import FoundText, RunText
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.wanted import Wanted
 from tests.train.runs import tiny_run
@@ -87,3 +87,25 @@ def test_what_comes_of_a_run_that_another_peer_founded_is_kept(founder: Founder)
     killed_before_its_record(theirs)
     founder.found()
     assert theirs.run_id in founder.runs()
+
+
+def test_a_founder_that_is_stopped_while_it_reads_its_text_has_founded_nothing(
+    founder: Founder,
+) -> None:
+    """A signal need not wait for the end of the text, which may be hours away."""
+    host: Any = SimpleNamespace(
+        node=None, state=founder.state, config=PeerConfig(), stop=Stop(1.0), serve=None
+    )
+    starter, read = Starter(host, Wanted(), UNOBSERVED), []
+
+    def reading(*_: object) -> FoundText:
+        for shard in range(3):
+            read.append(shard)
+            if host.stop.ends_at_once:  # as the handler of signals does
+                raise Stopped
+        return FoundText(None, bytes(8), 2)
+
+    starter.text = cast(RunText, SimpleNamespace(found=reading))
+    with pytest.raises(Stopped):
+        found(starter, RUN)
+    assert read == [0] and founder.runs() == set() and not host.stop.ends_at_once
