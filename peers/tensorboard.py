@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import math
+import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +18,67 @@ from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
 from swarm.train.parallel.figures import folded
 
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 256
+"""Scalars; a step has six."""
+FLUSH_S = 10.0
+CLOSE_S = 5.0
+"""For what is still to be written when the program ends."""
+
 
 def writer_type() -> Any:
-    """What writes for TensorBoard.
+    """What writes records of TensorBoard to one file, in the thread that calls it.
 
     Raises:
         ConfigError: tensorboardX is not installed.
     """
     try:
-        from tensorboardX import SummaryWriter  # an extra: only where it is asked for
+        from tensorboardX import event_file_writer  # an extra: only where it is asked for
     except ImportError as error:
         raise ConfigError(
             "--tensorboard needs tensorboardX", hint="pip install 'moe-swarm[tensorboard]'"
         ) from error
-    return SummaryWriter
+    return event_file_writer.EventsWriter
+
+
+class EventFile:
+    """A new file of scalars in a folder, which is made if it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens it.
+
+        Raises:
+            ConfigError: tensorboardX is not installed.
+            OSError: the folder cannot be written.
+        """
+        kind = writer_type()
+        from tensorboardX.proto import event_pb2  # as above
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events, self._writer = event_pb2, kind(str(folder / "events"))
+
+    def write(self, name: str, value: float, step: int) -> None:
+        """Adds a scalar; an `OSError` may come now or with the next flush."""
+        event = self._events.Event(wall_time=time.time(), step=step)
+        event.summary.value.add(tag=name, simple_value=value)
+        self._writer.write_event(event)
+
+    def flush(self) -> None:
+        """Brings it all to the disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Likewise, and closes the file."""
+        self._writer.close()
 
 
 class Drawn(Printed):
-    """Writes scalars: of local steps by the run's step, of rounds by the round's number."""
+    """Writes scalars: of local steps by the run's step, of rounds by the round's number.
+
+    A thread of its own writes them, for training waits for no disk: what a slow one takes too late
+    is left out, and after a fault nothing more is drawn.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder if it is missing.
@@ -37,11 +86,15 @@ class Drawn(Printed):
         Raises:
             ConfigError: tensorboardX is not installed, or the folder cannot be written.
         """
-        kind = writer_type()
+        self._folder, self._queue = folder, queue.Queue[tuple[str, float, int] | None](MAX_QUEUED)
+        self._leaves_out = False
         try:
-            self._writer = kind(str(folder.expanduser()), flush_secs=10)
+            self._file = EventFile(folder.expanduser())
         except OSError as error:
             raise ConfigError(f"--tensorboard {folder}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._drain, name="tensorboard", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def on_step(self, step: int, stats: StepStats) -> None:
         """Of this peer's own batches."""
@@ -76,13 +129,55 @@ class Drawn(Printed):
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
         """Of the rounds that this peer measured."""
         self._write("held_out", round_number, loss=val_loss, bits_per_byte=bits_per_byte)
-        self._writer.flush()
 
     def close(self) -> None:
-        """Writes what is left."""
-        self._writer.close()
+        """Writes what is left, if the disk takes it within `CLOSE_S`."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
 
     def _write(self, group: str, step: int, **scalars: float) -> None:
         for name, value in scalars.items():
             if math.isfinite(value):
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+                try:
+                    self._queue.put_nowait((f"{group}/{name}", value, step))
+                except queue.Full:
+                    self._leave_out()
+
+    def _leave_out(self) -> None:
+        if not self._leaves_out:
+            self._leaves_out = True
+            logger.warning(
+                "--tensorboard %s: its disk is too slow; some figures are left out", self._folder
+            )
+
+    def _drain(self) -> None:
+        try:
+            self._write_queued()
+            self._file.close()
+        except OSError as error:
+            self._leaves_out = True
+            logger.warning(
+                "--tensorboard %s: %s; nothing more is drawn until the next start",
+                self._folder,
+                error.strerror,
+            )
+
+    def _write_queued(self) -> None:
+        """Until it is told to end; flushes what is written at most every `FLUSH_S`."""
+        flushed_s, is_flushed = time.monotonic(), True
+        while True:
+            try:
+                scalar = self._queue.get(timeout=FLUSH_S)
+            except queue.Empty:
+                pass
+            else:
+                if scalar is None:
+                    return
+                self._file.write(*scalar)
+                is_flushed = False
+            if not is_flushed and time.monotonic() - flushed_s >= FLUSH_S:
+                self._file.flush()
+                flushed_s, is_flushed = time.monotonic(), True

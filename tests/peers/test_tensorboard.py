@@ -1,8 +1,13 @@
 """TensorBoard as a sink of one peer: only where it is asked for, and a clear error without it."""
 
 import builtins
+import errno
+import logging
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 from peers.options import Options
 from peers.printed import Printed
 from peers.taking_part import observer_of
+from peers.tensorboard import MAX_QUEUED, Drawn
 from swarm.errors import ConfigError
 from swarm.train.parallel.figures import RankFigures
 from tests.peer.test_round_account import report
@@ -19,11 +25,7 @@ from tests.peer.test_status import step
 
 def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
-    from tensorboardX.event_file_writer import EventFileWriter  # noqa: F401
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401
-
-    from peers.tensorboard import Drawn
 
     observer = Drawn(tmp_path / "new" / "folder")
     assert isinstance(observer, Printed)
@@ -47,6 +49,79 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
     assert not {("workers/bubble", 7), ("workers/step_s", 8)} & found.keys()
     assert found["round/counted", 1] == 1.0
     assert found["held_out/loss", 3] == 2.25 and found["held_out/bits_per_byte", 3] == 3.25
+
+
+class FileOfAFullDisk:
+    """Takes the first scalar only, or none until it is let."""
+
+    def __init__(self, _folder: Path) -> None:
+        self.written = 0
+
+    def write(self, _name: str, _value: float, _step: int) -> None:
+        if self.written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.written += 1
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FileThatHangs(FileOfAFullDisk):
+    """Its disk answers once it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.let = threading.Event()
+
+    def write(self, _name: str, _value: float, _step: int) -> None:
+        self.let.wait()
+        self.written += 1
+
+
+def draw_fifty_steps(observer: Drawn) -> float:
+    """Seconds that it took."""
+    begin_s = time.monotonic()
+    for number in range(50):
+        observer.on_step(number, step())
+    observer.on_validation(1, 2.25, 3.25)
+    return time.monotonic() - begin_s
+
+
+def test_training_goes_on_where_the_disk_is_full_and_one_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("peers.tensorboard.EventFile", FileOfAFullDisk)
+    observer = Drawn(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert draw_fifty_steps(observer) < 1
+        observer._thread.join(10)
+        assert draw_fifty_steps(observer) < 1, "with nobody that takes anything from the queue"
+    begin_s = time.monotonic()
+    observer.close()
+    assert time.monotonic() - begin_s < 1
+    (said,) = [record.getMessage() for record in caplog.records if "left out" not in record.msg]
+    assert "No space left on device; nothing more is drawn" in said
+
+
+def test_training_waits_for_no_disk_that_hangs_and_one_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("peers.tensorboard.EventFile", FileThatHangs)
+    observer = Drawn(tmp_path)
+    file = observer._file
+    assert isinstance(file, FileThatHangs)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert draw_fifty_steps(observer) < 1
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "too slow; some figures are left out" in said
+    finally:
+        file.let.set()
+    observer.close()
+    assert MAX_QUEUED <= file.written <= MAX_QUEUED + 1, "the one that hung, too"
 
 
 def test_without_the_package_the_error_says_what_to_install(
