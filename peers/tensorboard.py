@@ -53,7 +53,7 @@ class EventFile:
             OSError: the folder cannot be written.
         """
         kind = writer_type()
-        from tensorboardX.proto import event_pb2  # as above
+        from tensorboardX.proto import event_pb2  # as above: an extra, only where it is asked for
 
         folder.mkdir(parents=True, exist_ok=True)
         self._events, self._writer = event_pb2, kind(str(folder / "events"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.records import RunState
+
+logger = logging.getLogger(__name__)
 
 START_S = 8.0
 LOOK_S = 4.0
@@ -33,7 +36,11 @@ class History(Protocol):
         """What was known before the first look."""
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps what is new."""
+        """Keeps what is new.
+
+        Raises:
+            OSError: it cannot be written; the next call tries again.
+        """
 
 
 @dataclass
@@ -48,6 +55,7 @@ class Watch:
     announced: Announced | None = None
     tip: Manifest | None = None
     before: Snapshot | None = None
+    _keeps: bool = True
 
     def look(self) -> Snapshot:
         """The swarm now.
@@ -88,8 +96,20 @@ class Watch:
             known = self.history.before(snapshot)
         self.before = with_history(snapshot, known)
         if self.history and self.tip:
-            self.history.keep(self.before)
+            self._keep(self.history, self.before)
         return self.before
+
+    def _keep(self, history: History, snapshot: Snapshot) -> None:
+        """A run is seen whether or not a disk takes what was seen; says so when that changes."""
+        try:
+            history.keep(snapshot)
+        except OSError as error:
+            if self._keeps:  # an error, as a terminal's view hides warnings
+                where = f"{error.filename}: " if error.filename else ""
+                logger.error("the history is not kept now: %s%s", where, error.strerror)
+            self._keeps = False
+        else:
+            self._keeps = True
 
     @property
     def refresh_s(self) -> float:

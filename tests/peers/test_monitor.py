@@ -1,5 +1,8 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
+import errno
+import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +16,7 @@ from peers.monitor import _line, _show, main
 from peers.monitor_files import HistoryFile
 from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
+from swarm.monitor.snapshot import Snapshot
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
@@ -159,6 +163,39 @@ def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> N
         guest.show(round_)
         watch.look()
     assert watch.look().losses == ((1, 4.0), (2, 3.0), (3, 2.0))
+
+
+class FullDisk(HistoryFile):
+    """Keeps nothing while it is full."""
+
+    is_full = True
+
+    def keep(self, snapshot: Snapshot) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "kept")
+        super().keep(snapshot)
+
+
+def test_a_run_is_seen_where_its_history_cannot_be_written_and_each_time_is_told_once(
+    guest: Guest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = FullDisk(tmp_path / "kept")
+    watch = Watch(cast(Observer, guest), BlobStore(), None, history)
+
+    def told() -> list[str]:
+        found = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.ERROR):
+        assert [watch.look().round, watch.look().round] == [1, 1]
+        assert told() == ["the history is not kept now: kept: No space left on device"]
+        history.is_full = False
+        watch.look()
+        assert not told() and (tmp_path / "kept").exists()
+        history.is_full = True
+        watch.look()
+        assert len(told()) == 1, "it had worked in between"
 
 
 def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remembered(
