@@ -226,3 +226,11 @@ def lacks_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _MEMORY_WORDS)
     return isinstance(error, MemoryError)
+
+
+def no_access(error: BaseException) -> StateError | None:
+    """The typed error for a file that is not this user's; None where it is something else."""
+    if isinstance(error, PermissionError) and error.filename:
+        hint = "run it as the user that owns it"
+        return StateError(f"{error.filename}: {error.strerror}", hint=hint)
+    return None

@@ -7,6 +7,7 @@ votes that it might already have cast [P5].
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from swarm import durable
-from swarm.errors import BadManifest, BadMessage, CorruptState
+from swarm.errors import BadManifest, BadMessage, CorruptState, no_access
 from swarm.network.chain_file import ChainFile
 from swarm.protocol import abstaining
 from swarm.protocol.events import Record
@@ -24,6 +25,9 @@ from swarm.protocol.recording import decode_record, encode_record
 from swarm.protocol.trust import Chain
 
 logger = logging.getLogger(__name__)
+
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What keeps a file from being read that is whole."""
 
 
 def with_digest(body: bytes) -> bytes:
@@ -84,6 +88,8 @@ class RecordFile:
 
         Raises:
             CorruptState: files are there, but none is intact.
+            StateError: this user may not read them.
+            OSError: this process, or the machine, has too many files open.
         """
         problems = []
         for path in (self.path, self.previous):
@@ -141,6 +147,10 @@ def _read(path: Path) -> Record:
     except FileNotFoundError:
         raise
     except OSError as error:  # as of a sector that went bad
+        if denied := no_access(error):
+            raise denied from error
+        if error.errno in _NO_DAMAGE:
+            raise
         raise CorruptState(f"{path.name} cannot be read: {error.strerror}") from error
     if body is None:
         raise CorruptState(f"{path.name} is torn or was changed")

@@ -1,4 +1,4 @@
-"""Faults of this machine, by their proper names: memory that ran out, a disk that takes nothing."""
+"""Faults of this machine, by their proper names: no memory, no access, a disk that is full."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 
-from swarm.errors import OutOfMemory, StateError, SwarmError
+from swarm.errors import OutOfMemory, StateError, SwarmError, no_access
 from swarm.network.patience import MENDED_BY, is_memory
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def named_fault(error: BaseException) -> SwarmError | None:
     if isinstance(error, OSError) and error.errno in MENDED_BY:
         where = f"{error.filename}: " if error.filename else ""
         return StateError(f"{where}{error.strerror}", hint=MENDED_BY[error.errno])
-    return None
+    return no_access(error)
 
 
 def raise_file_limit() -> None:

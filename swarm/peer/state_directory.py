@@ -50,6 +50,7 @@ from swarm.errors import (
     InvitationError,
     StateError,
     StateLocked,
+    no_access,
 )
 from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
@@ -223,7 +224,8 @@ class StateDirectory:
             durable.make_folder(self.path, mode=0o700)
             self._lock: IO[str] = (self.path / "lock").open("a+")
         except OSError as error:
-            raise StateError(f"--state-dir {self.path}: {error.strerror}") from error
+            fault = StateError(f"--state-dir {self.path}: {error.strerror}")
+            raise no_access(error) or fault from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

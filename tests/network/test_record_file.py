@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.errors import CorruptState
+from swarm.errors import CorruptState, StateError
 from swarm.network.chain_file import ChainFile
 from swarm.network.record_file import RecordFile
 from swarm.protocol.abstaining import ABSTAIN_HEIGHTS
@@ -72,6 +73,37 @@ def test_a_damaged_newest_record_is_replaced_by_its_predecessor_without_a_vote(
     # Its peer may have voted at the next height, and once more after a tip that it forgot.
     assert written.read() == replace(FIRST, abstain_until_height=FIRST.tip.height + ABSTAIN_HEIGHTS)
     assert "without voting" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EACCES, StateError),
+        (errno.EPERM, StateError),
+        (errno.EMFILE, OSError),
+        (errno.ENFILE, OSError),
+        (errno.ENOMEM, OSError),
+    ],
+)
+def test_a_record_that_this_process_may_not_open_now_is_not_taken_for_a_damaged_one(
+    written: RecordFile, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    real = Path.read_bytes
+
+    def refusing(path: Path) -> bytes:
+        if path == written.path:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    with pytest.raises(kind) as raised:
+        written.read()
+    assert not isinstance(raised.value, CorruptState)
+    assert str(written.path) in str(raised.value) and os.strerror(number) in str(raised.value)
+    if kind is StateError:
+        assert "run it as the user that owns it" in str(raised.value)
+    monkeypatch.setattr(Path, "read_bytes", real)
+    assert written.read() == SECOND
 
 
 @pytest.mark.parametrize("damage", [cut, flip, empty, unreadable])

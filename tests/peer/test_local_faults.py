@@ -25,6 +25,8 @@ from swarm.peer.status import PeerStatus
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OutOfMemory, "--capacity"),
         (OSError(errno.ENOSPC, "No space left", "/x/record"), StateError, "/x/record: No space"),
         (OSError(errno.EMFILE, "Too many open files"), StateError, "ulimit -n"),
+        (OSError(errno.EACCES, "denied", "/x/record"), StateError, "/x/record: denied (run it as"),
+        (OSError(errno.EPERM, "not permitted", "/x/lock"), StateError, "/x/lock: not permitted ("),
     ],
 )
 def test_a_fault_of_the_machine_has_a_name_and_a_remedy(
@@ -56,6 +58,32 @@ def test_a_program_without_memory_ends_with_one_line_and_its_code() -> None:
     assert result.exit_code == OutOfMemory.exit_code
     assert result.stderr.startswith("swarm-test: error: no memory is left (")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_program_in_another_user_s_folder_ends_with_one_line_and_its_code() -> None:
+    @program("swarm-test")
+    def main() -> None:
+        """Looks into a folder of mode 0700."""
+        raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/swarm/current_run")
+
+    assert isinstance(main, click.Command)
+    result = CliRunner().invoke(main)
+    assert result.exit_code == StateError.exit_code == 6
+    assert result.stderr == (
+        "swarm-test: error: /var/lib/swarm/current_run: Permission denied "
+        "(run it as the user that owns it)\n"
+    )
+
+
+def test_a_state_directory_of_another_user_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, mode: int = 0o777) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("swarm.durable.make_folder", refuse)
+    with pytest.raises(StateError, match=r"denied \(run it as the user that owns it"):
+        StateDirectory(tmp_path / "theirs")
 
 
 def test_history_that_cannot_be_written_does_not_end_training(
