@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 from statistics import median
@@ -11,6 +11,7 @@ from statistics import median
 from swarm.config.amounts import LinkRates
 from swarm.model.link_plan import carried_mbit
 from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice
+from swarm.train.hardware import Processor
 
 CLOCK_LIMIT_S = 3.0
 """Beyond it peers refuse each other's pings (hivemind)."""
@@ -49,8 +50,7 @@ class Local:
     """Why the state directory cannot be written."""
     state_in_use: bool
     version: str
-    computes_with: str = ""
-    """The GPU with its memory, or that there is none."""
+    computes_with: Processor = field(default_factory=Processor)
     congestion: str | None = None
     """TCP's congestion control here; None where the system does not say."""
     congestion_known: tuple[str, ...] = ()
@@ -219,7 +219,9 @@ def _of_local(local: Local) -> list[Finding]:
             "open files", Level.WARNING, f"limit {local.open_files}, below {FEW_FILES}",
             f"ulimit -n {FEW_FILES} before the start",
         )  # fmt: skip
-    device = Finding("device", Level.GOOD, local.computes_with or "not looked at")
+    device = Finding("device", Level.GOOD, local.computes_with.text or "not looked at")
+    if remedy := local.computes_with.remedy:
+        device = Finding("device", Level.WARNING, local.computes_with.text, remedy)
     return [state, files, device, *_of_congestion(local)]
 
 

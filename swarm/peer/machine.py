@@ -28,7 +28,7 @@ from swarm.peer.workers import (
     parallel_engine,
     place_of,
 )
-from swarm.train.hardware import Machine
+from swarm.train.hardware import Machine, Processor
 from swarm.train.ladder import EnginePlan, Wishes, fits_here, plan_engine
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.engine import ParallelEngine
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64e6
 """Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
+_DEVICES = Path("/dev")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
 """Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
@@ -77,14 +78,30 @@ def device_of(asked: str) -> str:
     return asked
 
 
-def processor() -> str:
-    """What computes here, in words: the GPU with its memory, or that there is none."""
-    if not torch.cuda.is_available():
-        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
-        return f"no GPU, {usable_cores()} CPU cores: PyTorch {torch.__version__} {why}"
-    free, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    return f"GPU {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+def processor() -> Processor:
+    """What computes here; with a remedy where that is the CPU although there is a GPU."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return Processor(f"GPU {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    has_cuda = torch.version.cuda is not None
+    why = f"PyTorch {torch.__version__} {'finds no GPU' if has_cuda else 'is built without CUDA'}"
+    cores, unused = f"{usable_cores()} CPU cores", _unused_gpu()
+    if unused is None:
+        return Processor(f"no GPU, {cores}: {why}")
+    remedy = (
+        "install its driver anew, or the one that this PyTorch asks for; nvidia-smi must show it"
+        if has_cuda
+        else "install a PyTorch with CUDA: pip install torch, from PyPI, with no other index"
+    )
+    return Processor(f"{cores}, not the GPU of {unused}: {why}", remedy)
+
+
+def _unused_gpu() -> Path | None:
+    """The file of a GPU of this machine, where PyTorch finds none and nobody has hidden them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return None
+    return min(_DEVICES.glob("nvidia[0-9]*"), default=None)
 
 
 def this_machine(compute: ComputeSection, folder: Path) -> Machine:
@@ -199,12 +216,15 @@ def engine_for(
     machine, plan = plan_here(run, owned, compute, folder / "frozen")
     logger.log(
         logging.INFO if plan.fits else logging.WARNING,
-        "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
+        "engine: %s (on %s; predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
         plan.reason,
+        machine.device,
         plan.need.crowded / 1e9,
         plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )
+    if compute.device == "auto" and (remedy := (found := processor()).remedy):
+        logger.warning("computing with %s (%s)", found.text, remedy)
     workers = num_workers(compute, machine.device)
     if workers:
         place = place_of(run, compute, machine, workers)

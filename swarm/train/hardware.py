@@ -10,6 +10,19 @@ GIGABYTE = 10**9
 
 
 @dataclass(frozen=True)
+class Processor:
+    """What computes on a machine.
+
+    Attributes:
+        text: the GPU with its memory, or that there is none; "" where nobody looked.
+        remedy: what lets the GPU be used that is here and is not; "" where nothing is amiss.
+    """
+
+    text: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class Machine:
     """The memory of a machine, and how fast it is taken to be.
 

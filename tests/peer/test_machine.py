@@ -1,14 +1,23 @@
 """What a machine has, as a person writes it and as it is found."""
 
+import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from swarm.config import ComputeSection, RunConfig
 from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.peer import machine
-from swarm.peer.machine import described_machine, engine_for, plan_here, this_machine, wishes_of
+from swarm.peer.machine import (
+    described_machine,
+    engine_for,
+    plan_here,
+    processor,
+    this_machine,
+    wishes_of,
+)
 from swarm.train.hardware import Machine
 from swarm.train.ladder import EnginePlan
 from swarm.train.stepping import SteppingEngine
@@ -88,3 +97,53 @@ def test_an_engine_is_planned_for_the_experts_that_are_owned_if_they_are_more(
     engine = engine_for(run, little, tmp_path)
     assert isinstance(engine, SteppingEngine) and not engine._fits(engine.options, 1)
     engine.close()
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for /dev of a machine whose PyTorch finds no GPU."""
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
+    return tmp_path / "dev"
+
+
+def log_of_engine(compute: ComputeSection, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Lines of the engine and warnings that are said as it is made."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        engine_for(tiny_run(), compute, folder).close()
+    levels = {logging.INFO: "info", logging.WARNING: "warning"}  # hivemind renames them
+    return "\n".join(
+        f"{levels[record.levelno]}: {record.getMessage()}" for record in caplog.records
+    )
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_warned_of_and_the_device_is_named(
+    devices: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto, cpu = ComputeSection(threads=1), ComputeSection(device="cpu", threads=1)
+    said = log_of_engine(auto, tmp_path, caplog)
+    assert "info: engine: " in said and " (on cpu; predicted: " in said and "warning" not in said
+    (devices / "nvidia0").touch()
+    said = log_of_engine(auto, tmp_path, caplog)
+    assert "warning: computing with " in said and "CPU cores, not the GPU of" in said
+    assert "warning" not in log_of_engine(cpu, tmp_path, caplog), "as asked for"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why", "remedy"),
+    [(None, "is built without CUDA", "PyTorch with CUDA"), ("13.0", "finds no GPU", "driver")],
+)
+def test_the_remedy_of_an_unused_gpu_goes_by_how_pytorch_is_built(
+    devices: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, why: str, remedy: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert processor().text.startswith("no GPU, ") and not processor().remedy
+    (devices / "nvidia0").touch()
+    found = processor()
+    assert found.text.endswith(why) and str(devices / "nvidia0") in found.text
+    assert remedy in found.remedy
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert processor().text.startswith("no GPU, ") and not processor().remedy

@@ -97,7 +97,11 @@ def test_with_nobody_asked_it_does_not_say_that_the_machine_can_take_part(tmp_pa
 
 def test_it_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("swarm.peer.machine._DEVICES", tmp_path)
     assert "device: good: no GPU, " in run_program("--state-dir", tmp_path)[1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia0").touch()
+    assert "device: warning: " in run_program("--state-dir", tmp_path)[1]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (20 * 10**9, 24 * 10**9))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "X9000")

@@ -19,6 +19,7 @@ from peers.findings import (
     nat_of,
 )
 from swarm.protocol.fitness import Fitness, LinkVerdict
+from swarm.train.hardware import Processor
 
 GB = 10**9
 ME = "/ip4/192.168.1.7/tcp/4001/p2p/QmMe"
@@ -70,6 +71,10 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (with_sight(clock_offset_s=1.5), "clock", Level.WARNING, "1.50 s"),
         (with_sight(dial_fault="no answer"), "reachability", Level.WARNING, "no answer"),
         (replace(GOOD, addresses=()), "reachability", Level.GOOD, "client mode"),
+        (
+            replace(GOOD, local=replace(LOCAL, computes_with=Processor("no GPU used", "a driver"))),
+            "device", Level.WARNING, "no GPU used",
+        ),
         (
             replace(with_sight(door_fault="closed"), door_port=31331),
             "port for blobs", Level.WARNING, "no peer can dial port 31331",
