@@ -156,7 +156,8 @@ class ComputeSection(Section):
     """They are waited for so long, at the start and when some are gone; then those that are there
     have to do, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
-    """Type of products on this machine, such as fp16 on a GPU without bf16."""
+    """Type of products on this machine, such as fp16 on a GPU without bf16 (before Ampere): its
+    attention would keep a weight for each two tokens of a sequence in bf16."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"
     """How this machine stores experts that it does not own."""
     moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"

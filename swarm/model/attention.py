@@ -20,6 +20,8 @@ SHORT_TOKENS = 512
 they are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x 256 tokens
 and 4 heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
 BLOCK_TOKENS = 64
+AMPERE = (8, 0)
+"""Its compute capability."""
 
 
 class RMSNorm(nn.Module):
@@ -160,9 +162,15 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
 def repeats_keys(is_cuda: bool, dtype: torch.dtype) -> bool:
     """Whether each query gets a key of its own.
 
-    A GPU's kernels for shared keys are for 16 bits: PyTorch 2.13 would keep T * T weights in fp32.
+    Kernels for shared keys are for 16 bits, on a GPU from Ampere on: elsewhere PyTorch 2.13 would
+    keep T * T weights. Before Ampere it keeps these in bf16 in any case, which has no kernel there.
+    Without a GPU here, one that is only described is taken to be of Ampere or newer.
     """
-    return is_cuda and dtype is torch.float32
+    return is_cuda and (dtype is torch.float32 or _is_before_ampere())
+
+
+def _is_before_ampere() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
 
 
 class _Short(torch.autograd.Function):

@@ -159,6 +159,22 @@ def test_keys_that_are_repeated_for_each_query_are_counted(monkeypatch):
     assert needs[1] == pytest.approx(peaks[1], rel=0.05)
 
 
+def test_keys_that_a_gpu_before_ampere_cannot_share_are_counted(monkeypatch):
+    """In 16 bits, for which newer ones have kernels; both ask as they would on a GPU."""
+    run, peaks, needs = sized({}, num_key_value_heads=1), [], []
+    decide = attention.repeats_keys
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda known=capability: known)
+        with monkeypatch.context() as asked:
+            for module in (attention, activations):
+                asked.setattr(module, "repeats_keys", lambda _, dtype: decide(True, dtype))
+            peaks.append(measured(run, RESIDENT, compute="fp16")[1])
+            needs.append(planned(run, RESIDENT, compute="fp16").device)
+    assert needs[1] - needs[0] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
+    assert needs[1] > needs[0]
+
+
 HOST = {"activation_checkpoints": ActivationCheckpoints.HOST}
 
 
