@@ -213,7 +213,8 @@ class MicroBatchBytes:
         model, stream, rows = self.model, self.checkpoint(), self.rows
         queries = model.num_attention_heads * model.dim_per_head
         keys = model.num_key_value_heads * model.dim_per_head
-        repeated = 2 * queries if repeats_keys(self.options.device == "cuda", torch.float32) else 0
+        own = queries > keys and repeats_keys(self.options.device == "cuda", torch.float32)
+        repeated = 2 * queries if own else 0
         attention = 2 * stream + 4 * self.tokens * (2 * queries + 2 * keys + repeated)
         # The next expert's matrices are there before the last one's go.
         inner, hidden = model.moe_intermediate_size, model.hidden_size

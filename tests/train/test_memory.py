@@ -175,6 +175,16 @@ def test_keys_that_a_gpu_before_ampere_cannot_share_are_counted(monkeypatch):
     assert needs[1] > needs[0]
 
 
+@pytest.mark.parametrize(("keys", "copies"), [(1, 2), (4, 0)])
+def test_a_held_out_loss_repeats_keys_only_where_queries_share_them(monkeypatch, keys, copies):
+    run = sized({}, num_key_value_heads=keys, head_dim=256, num_experts_per_tok=1)
+    micro, needs = activations.MicroBatchBytes(run, EngineOptions.of(run)), []
+    for repeats in (False, True):
+        monkeypatch.setattr(activations, "repeats_keys", lambda *_, known=repeats: known)
+        needs.append(micro.evaluated(0, "fp32"))
+    assert needs[1] - needs[0] == copies * 4 * 256 * 4 * micro.tokens  # fp32 of four heads
+
+
 HOST = {"activation_checkpoints": ActivationCheckpoints.HOST}
 
 
