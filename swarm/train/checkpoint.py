@@ -38,6 +38,7 @@ from swarm.train.parts import (
     Part,
     PartedTensors,
     Parts,
+    UnreadableState,
     drop_parts,
     folder_of,
     new_stem,
@@ -97,8 +98,8 @@ class Loaded:
 
     state: PrivateState
     reason: str
-    is_before: bool
-    """Whether it is the state before, since the newest is damaged or missing."""
+    newest_is_lost: bool
+    """Whether it is the state before, since the newest is damaged or missing, not just unread."""
 
 
 class Saving:
@@ -216,19 +217,20 @@ def load_private(path: Path) -> PrivateState:
     held, not the state.
 
     Raises:
-        CorruptState: the file is missing, torn, truncated, changed, or of another format.
+        CorruptState: the file is torn, truncated or changed.
+        UnreadableState: it is missing, cannot be read now, or is of another format.
     """
     try:
         file = OpenFile.at(path)
         size = os.fstat(file.descriptor).st_size
         sound = size > DIGEST_BYTES and _is_sound(file, size - DIGEST_BYTES)
     except OSError as error:
-        raise CorruptState(f"{path}: cannot be read: {error}") from error
+        raise UnreadableState(f"{path}: cannot be read: {error}") from error
     if not sound:
         raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
     meta = _read_meta(file, size)
     if meta.pop("format") not in _READABLE:
-        raise CorruptState(
+        raise UnreadableState(
             f"{path}: written in a format that this version does not read",
             hint="start the version that wrote it, or remove the file to start from the manifest",
         )
@@ -277,15 +279,15 @@ def _is_sound(file: OpenFile, body_bytes: int) -> bool:
 
 
 def load_newest(path: Path) -> Loaded | None:
-    """The private state at `path`, or the one before it if that file is damaged.
+    """The private state at `path`, or the one before it if that file is damaged or unreadable.
 
     Returns:
         None if there is neither file: nothing was ever saved.
 
     Raises:
-        CorruptState: all files that are there are damaged.
+        CorruptState: all files that are there are damaged or unreadable.
     """
-    damaged = []
+    damaged, is_unread = [], False
     for candidate in (path, previous_path(path)):
         if not candidate.exists():
             continue
@@ -294,9 +296,10 @@ def load_newest(path: Path) -> Loaded | None:
         except CorruptState as error:
             logger.error("%s", error)
             damaged.append(str(error))
+            is_unread = isinstance(error, UnreadableState)
             continue
         reason = "; ".join([*damaged, f"using {candidate.name}, round {state.round}"])
-        return Loaded(state, reason, is_before=candidate != path)
+        return Loaded(state, reason, newest_is_lost=candidate != path and not is_unread)
     if damaged:
         raise CorruptState("; ".join(damaged), hint="remove the files to start from the manifest")
     return None
@@ -307,13 +310,15 @@ def resume_newest(path: Path) -> Loaded | None:
 
     So does what a saving that was killed has left. A damaged state gives its place to the one
     before, whose place it would take with the next saving: killed then, that would leave none.
+    One that cannot be read now, or not by this version, stays until then: a start before that
+    which can read it goes on from it.
 
     Raises:
-        CorruptState: all files that are there are damaged.
+        CorruptState: all files that are there are damaged or unreadable.
     """
     drop_unfinished(path)
     loaded = load_newest(path)
-    if loaded and loaded.is_before:
+    if loaded and loaded.newest_is_lost:
         try:
             previous_path(path).replace(path)
             durable.sync_folder(path.parent)

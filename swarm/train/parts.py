@@ -23,6 +23,13 @@ PREVIOUS = ".previous"
 """Behind the name of the state before."""
 
 
+class UnreadableState(CorruptState):
+    """A file may be sound, but cannot be read now, or not by this version.
+
+    It is as good as damaged for whoever needs it now, and is kept for a later start.
+    """
+
+
 @dataclass(frozen=True)
 class Part:
     """A safetensors file, whole and durable.
@@ -88,6 +95,7 @@ def open_part(folder: Path, part: Part) -> TensorFile:
 
     Raises:
         CorruptState: the file is missing, torn or changed.
+        UnreadableState: it cannot be read now.
     """
     path = folder / part.name
     try:
@@ -97,7 +105,8 @@ def open_part(folder: Path, part: Part) -> TensorFile:
             raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
         return TensorFile(file, places_in(file))
     except OSError as error:
-        raise CorruptState(f"{path}: cannot be read: {error}") from error
+        kind = CorruptState if isinstance(error, FileNotFoundError) else UnreadableState
+        raise kind(f"{path}: cannot be read: {error}") from error
 
 
 def drop_parts(folder: Path, named: Iterable[Part]) -> None:

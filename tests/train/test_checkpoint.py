@@ -1,5 +1,7 @@
+import errno
 import json
 import logging
+import os
 import random
 import threading
 from dataclasses import replace
@@ -229,6 +231,39 @@ def test_who_goes_on_from_the_state_before_keeps_it_until_the_next_is_there(path
     save_private(path, small_state(3))
     path.write_bytes(b"")
     assert load_newest(path).state.round == 1
+
+
+def of_another_format(path, monkeypatch):
+    with monkeypatch.context() as later:
+        later.setattr(checkpoint, "_FORMAT", 4)
+        save_private(path, small_state(2))
+
+
+def unreadable_now(path, monkeypatch):
+    save_private(path, small_state(2))
+    open_file = checkpoint.OpenFile.at
+
+    def at(opened):
+        if opened == path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_file(opened)
+
+    monkeypatch.setattr(checkpoint.OpenFile, "at", at)
+
+
+@pytest.mark.parametrize("save", [of_another_format, unreadable_now])
+def test_a_newest_state_that_is_sound_but_cannot_be_read_stays(path, monkeypatch, save):
+    save_private(path, small_state(1))
+    save(path, monkeypatch)
+    newest, before = path.read_bytes(), previous_path(path).read_bytes()
+    loaded = resume_newest(path)
+    assert_equal(loaded.state, small_state(1))
+    assert f"{path}: " in loaded.reason and "using private.previous, round 1" in loaded.reason
+    assert (path.read_bytes(), previous_path(path).read_bytes()) == (newest, before)
+    save_private(path, small_state(3))
+    assert previous_path(path).read_bytes() == newest
+    monkeypatch.undo()
+    assert resume_newest(path).state.round == 3
 
 
 def test_two_damaged_files_are_an_error_that_names_both(path):

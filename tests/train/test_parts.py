@@ -1,5 +1,7 @@
 """A private state that several write: whole or refused, whatever happens to its files."""
 
+import errno
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,13 @@ import torch
 
 from swarm.errors import CorruptState, StateError
 from swarm.train import checkpoint
-from swarm.train.checkpoint import load_newest, load_private, previous_path, save_private
+from swarm.train.checkpoint import (
+    load_newest,
+    load_private,
+    previous_path,
+    resume_newest,
+    save_private,
+)
 from swarm.train.engine import EngineState
 from swarm.train.parallel.parts import PartSaving, deal_out, flagged, flags_of, held, part_name
 from swarm.train.parts import Part, PartedTensors, Parts, folder_of
@@ -161,6 +169,26 @@ def test_a_part_that_is_gone_short_long_or_of_another_state_is_refused(path):
         load_private(path)
     loaded = load_newest(path)
     assert loaded.state.round == 1 and "using private.previous" in loaded.reason
+    assert loaded.newest_is_lost
+
+
+def test_a_part_that_cannot_be_read_now_does_not_make_its_state_a_lost_one(path, monkeypatch):
+    save_private(path, parted(1))
+    before = set(files_of(path).values())
+    save_private(path, parted(2))
+    part = next(file for file in files_of(path).values() if file not in before)
+    open_file = checkpoint.OpenFile.at
+
+    def at(opened):
+        if opened == part:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_file(opened)
+
+    with monkeypatch.context() as busy:
+        busy.setattr(checkpoint.OpenFile, "at", at)
+        loaded = resume_newest(path)
+    assert loaded.state.round == 1 and not loaded.newest_is_lost
+    assert resume_newest(path).state.round == 2
 
 
 @pytest.mark.parametrize("moment", range(34))
