@@ -141,21 +141,20 @@ def data_phases(
     """Of each round that all peers report and whose roster is known.
 
     The bytes that a peer reports are those since its manifest before, among them what it sent to
-    those that had that one later: so the time until the last had it is theirs too.
+    those that had that one later: so the time until the last had it is theirs too. Of the first
+    round that all report no rest is known.
     """
     by_height = [{event["height"]: event for event in history} for history in done]
-    found, before = list[DataPhase](), list[float]()
+    found, rests_s = list[DataPhase](), [0.0] * len(done)
     for height in sorted(set.intersection(*map(set, by_height))):
         events = [history[height] for history in by_height]
         had_at = [event["time"] for event in events]
-        before = before or had_at
         if height in closed_at:
             seconds = max(had_at) - closed_at[height]
-            rests_s = [max(before) - had_s for had_s in before]
             each = zip(link_of, events, rests_s, strict=True)
             used = max(needed_s(link, event) / (seconds + rest_s) for link, event, rest_s in each)
             found.append(DataPhase(seconds, used))
-        before = had_at
+        rests_s = [max(had_at) - had_s for had_s in had_at]
     return found
 
 

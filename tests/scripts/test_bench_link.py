@@ -49,6 +49,13 @@ def test_the_data_phase_lasts_until_the_last_peer_has_what_it_received(script: M
     assert phase.used == pytest.approx(160 / 175)
 
 
+def test_the_first_round_has_no_rest_of_a_round_before(script: ModuleType) -> None:
+    line = Link(up_mbit=20, down_mbit=20, rtt_ms=50)
+    done = [[applied(1, 126, sent=200_000_000)], [applied(1, 176)]]
+    (phase,) = script.data_phases([line] * 2, done, {1: T0 + 1})
+    assert phase.used == pytest.approx(80 / 175)
+
+
 def test_what_was_sent_to_late_peers_of_a_round_counts_with_its_seconds(
     script: ModuleType,
 ) -> None:
