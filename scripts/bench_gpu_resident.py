@@ -87,7 +87,9 @@ def _from_start_to_end(
 def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
     """Tokens a second and share of the peak rate, with and without computing layers again."""
     shape = SHAPES[args.shape]
-    run = run_of(shape, args.tokens // args.length, args.length, clip="global", micro=args.micro)
+    sequences = max(1, args.tokens // args.length)
+    micro = largest_divisor(sequences, args.micro or sequences)
+    run = run_of(shape, sequences, args.length, clip="global", micro=micro)
 
     def measured(engine: Engine) -> Found:
         tokens = batches(run, WARM_UP + args.steps)
@@ -99,6 +101,7 @@ def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
         )
         rate = tflops(run, shape.owned, run.train.batch_tokens / step_s)
         return {
+            "micro_sequences": micro,
             "step_s": step_s,
             "tokens_per_s": run.train.batch_tokens / step_s,
             "tflops": rate,
@@ -111,9 +114,14 @@ def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
         yield recompute, figures_of(run, shape.owned, options, measured)
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest one of a number, of those up to `most`."""
+    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
+
+
 def bench_peak(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
-    """Peak of the paper's micro-batch, for this ownership and for owning everything."""
-    for name in (args.shape, f"{args.shape}-all"):
+    """Peak of the paper's micro-batch, for this ownership and, of 7b and 2b, for all experts."""
+    for name in filter(SHAPES.__contains__, (args.shape, f"{args.shape}-all")):
         run = run_of(SHAPES[name], 4, 2048, clip="global", micro=2)
 
         def measured(engine: Engine, run: RunConfig = run) -> Found:
@@ -166,7 +174,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=65_536, help="sequence of context")
     parser.add_argument("--longest", type=int, default=524_288, help="sequence of context")
     parser.add_argument(
-        "--micro", type=int, default=4, help="sequences of a micro-batch of mfu; 0: all"
+        "--micro", type=int, default=4, help="sequences of a micro-batch of mfu, at most; 0: all"
     )
     parser.add_argument("--steps", type=int, default=6, help="measured, of mfu")
     parser.add_argument("--recompute", nargs="+", default=["none", "routing"])

@@ -89,3 +89,34 @@ def test_an_error_of_another_kind_is_not_taken_for_one_of_memory(
     monkeypatch.setattr(bench, "make_engine", make_engine)
     with pytest.raises(RuntimeError, match="a bug"):
         printed(bench, monkeypatch, capsys, "mfu", *ON_CPU, "--tokens", "128", "--length", "32")
+
+
+@pytest.mark.parametrize(("sequences", "micro"), [(1, 1), (2, 2), (5, 1), (6, 3), (8, 4)])
+def test_a_micro_batch_is_a_share_of_the_sequences_that_there_are(
+    bench: ModuleType,
+    monkeypatch: Monkey,
+    capsys: pytest.CaptureFixture[str],
+    sequences: int,
+    micro: int,
+) -> None:
+    sizes = ["--tokens", str(32 * sequences), "--length", "32", "--steps", "1"]
+    once = ["--recompute", "none"]
+    _, found = printed(bench, monkeypatch, capsys, "mfu", *ON_CPU, *sizes, *once)
+    assert found["none"]["micro_sequences"] == micro and found["none"]["step_s"] > 0
+
+
+def test_a_peak_is_found_of_every_shape_that_is_offered(
+    bench: ModuleType, monkeypatch: Monkey, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "figures_of", lambda run, owned, *_: {"owned": owned})
+    offered = {
+        "7b": {"7b": 8, "7b-all": 32},
+        "7b-all": {"7b-all": 32},
+        "2b": {"2b": 1, "2b-all": 16},
+        "2b-all": {"2b-all": 16},
+        "demo": {"demo": 2},
+    }
+    assert offered.keys() == bench.SHAPES.keys()
+    for shape, variants in offered.items():
+        _, found = printed(bench, monkeypatch, capsys, "peak", "--device", "cpu", "--shape", shape)
+        assert found == {name: {"owned": owned} for name, owned in variants.items()}
