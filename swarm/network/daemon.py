@@ -19,6 +19,7 @@ from typing import Any
 from uuid import UUID
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
@@ -35,9 +36,14 @@ _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)
+GREETING_S = 3.0
+"""For libp2p's first words on a line that was accepted, which it says unasked."""
 CONNECT_S = 5.0
 CLOSE_S = 2.0
 P2PD = "p2pd"
+_GREETING = b"\x13/multistream/1.0.0\n"
+_IS_LATE = "failed to start in"
+"""hivemind's words for a daemon that was not ready within `STARTUP_S`."""
 _SECURITY = ("-noise=false",)
 """TLS 1.3 alone, which every p2pd speaks. Where AES is in hardware, as nearly everywhere, it costs
 p2pd a fifth less user CPU time than Noise's ChaCha20 (measured, scripts/bench_averaging.py)."""
@@ -81,16 +87,37 @@ class Address:
 
 
 async def probe(address: Address, timeout_s: float) -> str | None:
-    """Why nobody accepts TCP connections at this address; None if somebody does."""
+    """Why no libp2p host answers at this address; None if one does.
+
+    A port that is open is not enough: the kernel accepts for a process that stands still, and some
+    firewalls do for nobody, and p2pd would wait for a word from there until its start is given up.
+
+    Args:
+        address: to connect to.
+        timeout_s: for the connection; the greeting has `GREETING_S` more.
+    """
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await asyncio.open_connection(address.host, address.port)
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except OSError as error:
         return connection_fault(error)
-    writer.close()
-    return None
+    try:
+        async with asyncio.timeout(GREETING_S):
+            said = await reader.readexactly(len(_GREETING))
+    except TimeoutError:
+        return f"something accepts connections and says nothing for {GREETING_S:g} s"
+    except (asyncio.IncompleteReadError, OSError):
+        return "something accepts connections and ends them"
+    finally:
+        writer.close()
+    return None if said == _GREETING else "something answers that is no peer"
+
+
+def is_unanswered(error: P2PDaemonError) -> bool:
+    """Whether a daemon that was to enter by peers did not start for want of their answers."""
+    return "bootstrap peers" in str(error) or _IS_LATE in str(error)
 
 
 def connection_fault(error: OSError) -> str:

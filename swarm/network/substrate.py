@@ -22,6 +22,7 @@ from swarm.network.daemon import (
     dialable,
     end_daemon,
     is_identity_taken,
+    is_unanswered,
     listen_addresses,
     probe,
     start_daemon,
@@ -197,20 +198,20 @@ async def _start(
             opening.network, identity_path=me.path, listen=listen, initial_peers=texts
         )
     except P2PDaemonError as error:
-        if "bootstrap peers" in str(error):
+        if peers and is_unanswered(error):
             raise NobodyReachable(f"another peer, or none, is at {', '.join(texts)}") from error
         where = ", ".join(listen)
         raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
 
 
 async def _answering(me: str, peers: Sequence[Address], must_reach: bool) -> list[Address]:
-    """The peers whose port is open: the daemon would wait long for the others."""
+    """The peers that libp2p answers for: the daemon would wait long for the others."""
     faults = await asyncio.gather(*(probe(address, _PROBE_S) for address in peers))
-    open_ones = [address for address, fault in zip(peers, faults, strict=True) if not fault]
-    if peers and must_reach and not open_ones:
+    there = [address for address, fault in zip(peers, faults, strict=True) if not fault]
+    if peers and must_reach and not there:
         tried = "; ".join(f"{a.text}: {f}" for a, f in zip(peers, faults, strict=True))
         raise NobodyReachable(
             f"no known peer answers: {tried}",
             hint="check the address, and that the other peer still runs",
         )
-    return [address for address in open_ones if address.peer_id != me][:ENTRANCES]
+    return [address for address in there if address.peer_id != me][:ENTRANCES]
