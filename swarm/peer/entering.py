@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
-from swarm.peer.entrances import require_reached, runs_there
+from swarm.peer.entrances import others_at, require_reached, runs_there
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
@@ -287,7 +287,7 @@ class Starter:
             drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
             recompute_initial(shown.record.tip, run, layout, store)
         self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
-        self._remember(record.run, directory)
+        self._remember(record.run, directory, {*opened.announced.publishers, *announced.publishers})
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -317,7 +317,7 @@ class Starter:
         is_open = run.run.admission == "open"
         return self.wanted.invitation or (None if is_open else directory.read_invitation())
 
-    def _remember(self, run_id: str, directory: RunDirectory) -> None:
+    def _remember(self, run_id: str, directory: RunDirectory, members: Set[PeerId]) -> None:
         """Keeps what this start knows, so that after a kill the state directory alone joins again.
 
         What comes from now on is gigabytes, and there is no record before all of it is here.
@@ -326,6 +326,7 @@ class Starter:
             directory.write_invitation(self.wanted.invitation)
         if self.wanted.vouched:
             directory.write_vouched(self.wanted.vouched)
+        directory.add_entered_by(peer for peer in others_at(self.host) if peer in members)
         self.state.current_run = run_id
         self.host.remember_peers()
 

@@ -35,9 +35,12 @@ async def runs_there(host: Host, run_id: str) -> bool:
     entrances = others_at(host)
     is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
     told = await told_by(host.node, entrances, NEW_S if is_new else 0.0)
-    if told and run_id not in {run.record.run for run in told}:
+    same = [run for run in told if run.record.run == run_id]
+    if told and not same:
         logger.info("run=%s is not what runs there; joining what does", run_id)
         return False
+    for run in same:
+        host.state.run(run_id).add_entered_by(run.publishers)
     if is_new and not told:
         raise NobodyReachable(
             f"no peer at {_addresses(host)} says which run it is in, and none of them was met in "
@@ -71,12 +74,14 @@ def others_at(host: Host) -> list[PeerId]:
 def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
     """Peers whose addresses may have led into a run on disk.
 
-    They are the members in its record, its founder, and all that have ever answered this peer, but
-    for the members of other runs on disk.
+    They are the members in its record, its founder, those by whom it was entered, and all that have
+    ever answered this peer, but for the members of other runs on disk.
     """
+    directory = state.run(run_id)
     others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
     answered = {text.rpartition("/")[2] for text, answered_at in state.known_peers if answered_at}
-    return _members_in(state.run(run_id)) | answered.difference(*others)
+    entered_by = directory.read_entered_by()
+    return _members_in(directory).union(entered_by, answered.difference(*others))
 
 
 def _members_in(directory: RunDirectory) -> frozenset[PeerId]:

@@ -17,6 +17,7 @@ STATE_DIR/
     ├── text            folder that the run's text comes from; empty for the standard library
     ├── invitation      with what this peer came
     ├── vouched         head that the person who joined vouched for
+    ├── entered_by      peers at given addresses that said they are in the run, newest first
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with each offer, or once a cycle
@@ -56,7 +57,7 @@ from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
 from swarm.network.record_file import with_digest, without_digest
 from swarm.protocol.invitation import Invitation, as_text
-from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, decode_manifest
+from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.training import SavedWork
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "settings"
 MAX_KNOWN_PEERS = 64
+MAX_ENTERED_BY = 64
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
 it replaces `time.time` when this is bound."""
@@ -202,6 +204,21 @@ class RunDirectory:
     def write_vouched(self, digest: Digest) -> None:
         """Keeps the head that a person vouches for."""
         durable.write_file(self.path / "vouched", f"{digest}\n".encode())
+
+    def read_entered_by(self) -> tuple[PeerId, ...]:
+        """Peers at addresses that a person gave, by which this peer entered the run; newest first.
+
+        Addresses that are given for good stay those of the run when these peers have long gone.
+        """
+        return tuple(_read_text(self.path / "entered_by").split()[:MAX_ENTERED_BY])
+
+    def add_entered_by(self, peers: Iterable[PeerId]) -> None:
+        """Keeps by whom this peer entered the run, of all such the newest `MAX_ENTERED_BY`."""
+        before = self.read_entered_by()
+        kept = tuple(dict.fromkeys([*peers, *before]))[:MAX_ENTERED_BY]
+        if kept != before:
+            durable.make_folder(self.path)
+            durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""

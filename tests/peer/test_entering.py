@@ -55,7 +55,7 @@ class Entering(Starter):
         self.host: Any
         self.wanted: Any
         self.text: Any
-        self.node: Any = SimpleNamespace(peer_id="A")
+        self.node: Any = SimpleNamespace(peer_id="A", entrances=("A", "B", "silent"))
         self.observer: Any = SimpleNamespace(on_fetched=None)
         self.path = folder / "record"
         directory = SimpleNamespace(record_path=self.path, read_founding=lambda: FOUNDING)
@@ -126,7 +126,10 @@ class Joining(Entering):
         self.state = SimpleNamespace(run=lambda _: self.directory, current_run="demo", peers=0)
         self.quota = SimpleNamespace(require_room=lambda *_: None)
         self.host = SimpleNamespace(
-            serve=lambda _: None, quota=self.quota, remember_peers=self.remember_peers
+            serve=lambda _: None,
+            quota=self.quota,
+            remember_peers=self.remember_peers,
+            node=self.node,
         )
         self.wanted, self.stop = Wanted(), Stop(1.0)
         self.text = SimpleNamespace(shards=None)
@@ -195,6 +198,7 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
         peer.joined()
     assert (peer.state.current_run, peer.state.peers) == ("run", 1)
     assert not peer.directory.record_path.exists(), "nothing to be resumed"
+    assert peer.directory.read_entered_by() == ("B",), "not who did not say that it is in the run"
 
     admitted: list[Any] = []
     monkeypatch.setattr(entering, "require_admission", lambda *asked: admitted.append(asked[-1]))

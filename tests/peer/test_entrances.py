@@ -129,10 +129,39 @@ def test_who_has_answered_in_another_run_on_disk_was_not_met_in_this_one(machine
     assert met_in(second, machine.state) == {"me", "third"}
 
 
+def test_whom_a_run_was_entered_by_may_be_gone_when_it_is_long_forgotten(machine: Machine) -> None:
+    """A peer of a large run hears of more in minutes than it remembers."""
+    machine.has_members("me")
+    machine.node.answers = [says(machine.started)]
+    assert machine.is_there()
+    machine.node.answers = []
+    fresher = [Remembered(address_of(f"peer{number}"), 9.0) for number in range(70)]
+    machine.state.known_peers = [Remembered(DEAD, 7.0), *fresher]
+    assert DEAD not in {text for text, _ in machine.state.known_peers}
+    assert machine.is_there()
+    machine.node.entrances = ("third",)
+    with pytest.raises(NobodyReachable):
+        machine.is_there()
+
+
+def test_whom_two_runs_were_entered_by_was_met_in_both(machine: Machine) -> None:
+    machine.has_members("me", "stranger")
+    first = machine.started
+    machine.started = machine.founder.found()
+    machine.state.known_peers = [Remembered(DEAD, 7.0)]
+    with pytest.raises(NobodyReachable):
+        machine.is_there()
+    machine.node.answers = [says(machine.started)]
+    assert machine.is_there()
+    machine.node.answers = []
+    assert machine.is_there(), f"{DEAD} was also in {first.run_id}"
+
+
 def test_what_is_said_there_counts_also_late(machine: Machine) -> None:
     same = says(machine.started)
     other = says(machine.founder.found())
     for answers, is_same in (([same], True), ([b"", same], True), ([b"", other], False)):
+        (machine.started.directory.path / "entered_by").unlink(missing_ok=True)  # a new address
         machine.node.answers = answers
         assert machine.is_there() == is_same
 

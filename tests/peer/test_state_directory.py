@@ -5,7 +5,12 @@ import pytest
 
 from swarm.errors import StateLocked
 from swarm.network.address_book import Remembered
-from swarm.peer.state_directory import MAX_KNOWN_PEERS, RunDirectory, StateDirectory
+from swarm.peer.state_directory import (
+    MAX_ENTERED_BY,
+    MAX_KNOWN_PEERS,
+    RunDirectory,
+    StateDirectory,
+)
 
 
 def test_a_line_torn_by_a_kill_spoils_no_other_line(tmp_path: Path) -> None:
@@ -52,6 +57,15 @@ def test_only_the_freshest_peers_are_kept(tmp_path: Path) -> None:
     assert len(state.known_peers) == MAX_KNOWN_PEERS
     assert state.known_peers[0] == ("peer499", 499.0)
     state.close()
+
+
+def test_those_by_whom_a_run_was_entered_last_are_kept(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert run.read_entered_by() == ()
+    for number in range(MAX_ENTERED_BY + 5):
+        run.add_entered_by([f"peer{number}", "always"])
+    kept = run.read_entered_by()
+    assert len(kept) == MAX_ENTERED_BY and kept[:3] == ("peer68", "always", "peer67")
 
 
 def test_a_damaged_head_that_was_vouched_for_is_none(tmp_path: Path) -> None:
