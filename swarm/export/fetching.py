@@ -14,6 +14,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.peer.agreed_model import AgreedModel
+from swarm.peer.looking import PEERS_A_SECOND
 from swarm.progress import fetching
 from swarm.protocol.layout import layout_of
 from swarm.protocol.losses import Losses, told_losses
@@ -26,6 +27,8 @@ ASK_S = 30.0
 START_S = 600.0
 """For a run whose founder still gathers peers to begin."""
 POLL_S = 2.0
+LOOK_EVERY_S = 5.0
+"""Each look costs every peer some milliseconds of a core, and records are repeated every 8 s."""
 TURN_S = 60.0
 """After so long the sources are chosen anew, by the newest records."""
 EMPTY_TURNS = 5
@@ -56,11 +59,22 @@ class FromPeers:
         self.run_id = self._announced.record.run
         self.run: RunConfig = observer.config(self._announced, ASK_S)
         self._told = Losses()
+        self._num_heard = 0
         self._names: dict[PeerId, str] = {}
+
+    @property
+    def pause_s(self) -> float:
+        """See `Source`: 5 s, and longer in a run of more than 80 peers."""
+        return max(LOOK_EVERY_S, self._all_said_s)
+
+    @property
+    def _all_said_s(self) -> float:
+        """For how long a look at all peers is one's share of what the DHT moves."""
+        return self._num_heard / PEERS_A_SECOND
 
     def newest(self, least_round: int) -> Manifest | None:
         """See `Source`; a proof is asked for once a record says that there is one to show."""
-        seen = self._observer.look(self.run_id, ASK_S)
+        seen = self._read()
         if seen.peers and all(record.round < least_round for record in seen.peers.values()):
             return None
         return self._observer.tip(self._announced, seen.peers, ASK_S)
@@ -119,16 +133,21 @@ class FromPeers:
             self._told = self._told.with_newer(told_losses(seen.validations, manifest.members))
             if manifest.digest in self._told.by_manifest or time.monotonic() > end_s:
                 return
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, self._all_said_s))
 
     def _look(self) -> Seen:
         """The records; none where nobody answers, since the bytes may come all the same."""
         try:
-            seen = self._observer.look(self.run_id, ASK_S)
+            seen = self._read()
         except NobodyReachable as error:
             logger.info("%s", error)
             return Seen({}, {}, {})
         self._names |= {peer: record.name for peer, record in seen.peers.items()}
+        return seen
+
+    def _read(self) -> Seen:
+        seen = self._observer.look(self.run_id, ASK_S)
+        self._num_heard = len(seen.peers)
         return seen
 
 

@@ -21,8 +21,6 @@ from swarm.protocol.merging import merge_due
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 5.0
-"""Each look costs every peer some milliseconds of a core, and records are repeated every 8 s."""
 SAY_S = 60.0
 """How often a line says what is waited for."""
 LOST_S = 1800.0
@@ -40,6 +38,11 @@ class Source(Protocol):
     run_id: str
     run: RunConfig
     store: BlobStore
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before `newest` is asked again: each time it reads what all peers say."""
+        ...
 
     def newest(self, least_round: int) -> Manifest | None:
         """The newest agreed manifest; None while nobody says to have this round.
@@ -143,7 +146,7 @@ class Follower:
             if now_s - said_s >= SAY_S:
                 said_s = now_s
                 self.say(f"waiting for round {due}: {why}")
-            self.sleep(POLL_S)
+            self.sleep(self.source.pause_s)
 
     def _fetched(self, manifest: Manifest) -> ExportFacts | None:
         """The model; None where it is no longer to be had, and a newer one is to be asked for."""

@@ -83,6 +83,7 @@ class Chain:
     gone: frozenset[int] = frozenset()
     fetched: list[set[str]] = field(default_factory=list)
     looks: int = 0
+    pause_s: float = 5.0
 
     @property
     def run_id(self) -> str:

@@ -114,6 +114,21 @@ def test_a_proof_is_asked_for_once_somebody_has_the_round(swarm: Swarm) -> None:
     assert peers.newest(2) is swarm.manifest and swarm.proofs == 1
 
 
+def test_who_follows_many_peers_reads_what_they_say_less_often(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = source(swarm)
+    assert (peers.pause_s, peers.newest(3), peers.pause_s) == (5.0, None, 5.0)
+    swarm.states = {f"Qm{number}": PeerState.TRAINING for number in range(256)}
+    assert (peers.newest(3), peers.pause_s) == (None, 16.0)
+    swarm.willing, swarm.losses = set(swarm.states), {}
+    looks: list[str] = []
+    real = swarm.look
+    monkeypatch.setattr(swarm, "look", lambda *asked: looks.append(asked[0]) or real(*asked))
+    peers.bring(swarm.manifest, Form())
+    assert len(looks) == 3, "once for sources, and twice in 15 s for a loss"
+
+
 def test_values_are_asked_of_a_peer_whose_link_is_idle(swarm: Swarm) -> None:
     facts = source(swarm).bring(swarm.manifest, Form())
     assert swarm.asked == [["QmA"]]

@@ -57,6 +57,19 @@ def rounds_in(folder: Path) -> list[int]:
     return sorted(int(path.name[6:]) for path in folder.glob("round-*"))
 
 
+def test_a_run_is_looked_at_as_often_as_its_size_allows(tmp_path: Path) -> None:
+    chain, pauses = chain_of(2), set[float]()
+    chain.pause_s = 16.0
+    time, manager = Time(), ExportManager(tmp_path, 9)
+    try:
+        Follower(
+            chain, manager, 2, Form(), sleep=lambda s: pauses.add(s) or time.sleep(s), clock=time
+        ).follow()
+    finally:
+        manager.close()
+    assert pauses == {16.0}
+
+
 @pytest.mark.parametrize(
     ("every", "exported", "rounds", "due"),
     [(2, 0, 9, 2), (2, 2, 9, 4), (2, 3, 9, 4), (2, 8, 9, 9), (1, 0, 9, 1), (50, 0, 9, 9)],
