@@ -213,21 +213,30 @@ def info(
 @option(
     "--tokenizer",
     type=click.Path(path_type=Path),
-    help="Folder of the tokenizer that must have made the shards; by default tokens are bytes.",
+    help="Folder of the tokenizer that must have made them; without, only bytes have ids checked.",
 )
 def verify(folder: Path, tokenizer: Path | None) -> None:
-    """Reads every byte of a folder of shards; ends with exit code 4 if anything is wrong."""
-    used = _tokenizer(tokenizer)
+    """Reads every byte of a folder of shards; ends with exit code 4 if anything is wrong.
+
+    Shards of another tokenizer than that of --tokenizer are wrong. Without it their ids are checked
+    only where tokens are bytes.
+    """
     prepared = open_prepared(folder.absolute())
-    shards = prepared.open(used)
+    used = _tokenizer(tokenizer) if tokenizer or prepared.tokenizer == BYTE.name else None
+    shards = prepared.open(used) if used else prepared.opened()
     for number, array in enumerate(shards.arrays):
-        if int(array.max()) >= used.num_ids or int(array[-1]) != used.end_of_text:
+        end = used.end_of_text if used else int(shards.arrays[0][-1])
+        if int(array[-1]) != end or (used and int(array.max()) >= used.num_ids):
             raise DataError(
-                f"{folder}: shard {number} has ids that {used.name} has not, or ends in a document",
+                f"{folder}: shard {number} ends in a document, or has ids that "
+                f"{prepared.tokenizer} has not",
                 hint="make the folder anew with swarm-data tokenize",
             )
     kept = sum(1 for _ in prepared.documents())
-    click.echo(f"{folder}: whole; {shards.summary()}; {kept} held-out documents kept as text")
+    unchecked = "" if used else f"; its ids were not checked against {prepared.tokenizer}"
+    click.echo(
+        f"{folder}: whole; {shards.summary()}; {kept} held-out documents kept as text{unchecked}"
+    )
 
 
 def _tokenizer(folder: Path | None) -> Tokenizer:

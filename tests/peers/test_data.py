@@ -3,6 +3,7 @@
 import gzip
 import json
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from peers.data import main
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import Corpus
 from swarm.data.mixture import Mixture
-from swarm.data.shards import Prepared
+from swarm.data.shards import Prepared, Shards
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DataError
@@ -82,8 +83,9 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
     assert found["tokenizer"] == used.name and found["shards"] > 2
     assert found["copies"] >= 2 and found["bytes_per_token"] > 1.5
     code, said = invoke("verify", out, "--tokenizer", tokenizer)
-    assert code == 0 and "whole" in said
-    assert invoke("verify", out)[0] == DataError.exit_code
+    assert code == 0 and "whole" in said and "not checked" not in said
+    code, said = invoke("verify", out)
+    assert code == 0 and f"its ids were not checked against {used.name}" in said
     code, said = invoke(*making)
     assert code == DataError.exit_code and "holds finished shards" in said
 
@@ -102,8 +104,38 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
     with pytest.raises(DataError, match="made with the tokenizer"):
         RunText(str(out), tmp_path / "cache", print).found(byte_run, BYTE)
     (out / "00001.bin").write_bytes(b"torn")
+    for named in (("--tokenizer", tokenizer), ()):
+        code, said = invoke("verify", out, *named)
+        assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "anew" in said
+
+
+def test_shards_of_another_tokenizer_than_the_one_named_are_wrong(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "shards"
+    assert invoke("tokenize", "--corpus", text, "--out", out)[0] == 0
+    code, said = invoke("verify", out)
+    assert code == 0 and "not checked" not in said, "bytes have no other tokenizer"
     code, said = invoke("verify", out, "--tokenizer", tokenizer)
-    assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "anew" in said
+    assert code == DataError.exit_code and "made with the tokenizer byte-" in said
+
+
+def test_a_shard_that_ends_otherwise_than_the_first_is_wrong_whichever_tokenizer_made_it(
+    text: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "shards"
+    making = ("tokenize", "--corpus", text, "--tokenizer", tokenizer, "--out", out)
+    assert invoke(*making, "--shard-tokens", 20_000)[0] == 0
+    real = Prepared.opened
+
+    def with_another_end(prepared: Prepared) -> Shards:
+        shards = real(prepared)
+        *others, array = shards.arrays
+        return replace(shards, arrays=(*others, array[:-1]))
+
+    monkeypatch.setattr(Prepared, "opened", with_another_end)
+    code, said = invoke("verify", out)
+    assert code == DataError.exit_code and "ends in a document" in said
 
 
 def test_packed_shards_are_for_runs_of_their_length_that_keep_documents_apart(
