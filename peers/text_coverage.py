@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.errors import DataError
+from swarm.errors import DataError, NobodyReachable
 from swarm.monitor.snapshot import Coverage, coverage_of
 from swarm.peer.agreed_model import open_state
 from swarm.peer.looking import look
@@ -27,6 +27,11 @@ def coverage(folder: Path | None, addresses: Sequence[str], run_id: str | None) 
     """
     if folder is None:
         seen = look(addresses, run_id)
+        if seen.step is None:
+            raise NobodyReachable(
+                f"{seen.name}: none of its peers gave the agreed state in time",
+                hint="ask again; while a founder gathers peers there is none yet",
+            )
         return _said(f"{seen.name}, round {seen.round}", seen.coverage)
     state, model = open_state(folder, run_id)
     try:

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from peers import text_coverage
 from peers.data import main
 from swarm.config import RunConfig, parse_config
-from swarm.errors import DataError, StateError
-from swarm.monitor.snapshot import Coverage
+from swarm.errors import DataError, NobodyReachable, StateError
+from swarm.monitor.snapshot import Coverage, Sighting, snapshot_of
 from swarm.network.founding import founding_manifest
 from swarm.network.record_file import RecordFile
 from swarm.peer.state_directory import StateDirectory
@@ -21,6 +21,7 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding
 from swarm.protocol.texts import Text
 from swarm.run_files import find_file, read_text
+from tests.peer_records import peer_record
 
 RUN_ID = "demo-0123456789abcdef"
 TEXT = Text("books", "byte", digest_of(b"text"), 500, 64_000, 1000)
@@ -83,7 +84,7 @@ def test_the_peers_of_a_run_are_asked_and_one_of_both_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Seen:
-        name, round, coverage = "demo", 7, Coverage(1000, 300, 100, 0)
+        name, round, step, coverage = "demo", 7, 70, Coverage(1000, 300, 100, 0)
 
     asked: list[object] = []
     monkeypatch.setattr(text_coverage, "look", lambda *args: asked.append(args) or Seen)
@@ -92,3 +93,19 @@ def test_the_peers_of_a_run_are_asked_and_one_of_both_is_named(
     assert asked == [(("/ip4/127.0.0.1/tcp/1/p2p/QmA",), "r")]
     assert invoke("info")[0] == 2
     assert invoke("info", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/QmA")[0] == 2
+
+
+def test_peers_that_give_no_agreed_state_are_not_taken_for_peers_with_texts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_state(tmp_path, None, 0)
+    record = RecordFile(tmp_path / "runs" / RUN_ID / "record").read()
+    assert record is not None
+    for tip, fault, words in (
+        (None, NobodyReachable, "none of its peers gave the agreed state"),
+        (record.tip, DataError, "no agreed text is known"),
+    ):
+        seen = snapshot_of(Sighting(RUN_ID, "demo", {"QmA": peer_record("QmA")}, {}, {}, tip))
+        monkeypatch.setattr(text_coverage, "look", lambda *_, seen=seen: seen)
+        code, said = invoke("info", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/QmA")
+        assert code == fault.exit_code and words in said
