@@ -6,6 +6,7 @@ a peer can neither forge a line nor move a terminal's cursor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -73,16 +74,18 @@ class TerminalHandler(RichHandler):
         self.bars = Bars(BarColumn(20), words, console=console, transient=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line, or a new state of the bar."""
+        """A line, or a new state of the bar; nothing on a terminal that was closed."""
         progress = getattr(record, "progress", None)
         if isinstance(progress, Progress):
-            self.draw(progress)
+            with contextlib.suppress(OSError):
+                self.draw(progress)
         else:
             super().emit(record)
 
     def close(self) -> None:
         """At the end of the program: gives the cursor back."""
-        self.bars.stop()
+        with contextlib.suppress(OSError):
+            self.bars.stop()
         super().close()
 
     def draw(self, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -24,22 +25,33 @@ logger = logging.getLogger(__name__)
 
 
 def leave_on_signals(stop: Stop) -> None:
-    """Ctrl+C and SIGTERM: the first leaves cleanly within a time-out, the second at once."""
+    """Ctrl+C, SIGTERM and SIGHUP: the first leaves cleanly within a time-out, the second at once.
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if stop():
-            sys.stderr.write("leaving at once\n")
+    SIGHUP never leaves at once: a shell whose terminal is closed sends it beside the kernel's. What
+    nohup has this process ignore it ignores.
+    """
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if not stop():
+            stop.ask()
+            if stop.ends_at_once:
+                raise Stopped
+            _say(
+                f"leaving: this round and the hand-over may take {stop.leave_timeout_s:.0f} s; "
+                "once more to leave at once\n"
+            )
+        elif number != signal.SIGHUP:
+            _say("leaving at once\n")
             os._exit(130)
-        stop.ask()
-        if stop.ends_at_once:
-            raise Stopped
-        sys.stderr.write(
-            f"leaving: this round and the hand-over may take {stop.leave_timeout_s:.0f} s; "
-            "once more to leave at once\n"
-        )
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stderr.write(line)
 
 
 def observer_of(options: Options, observer: PeerObserver | None) -> PeerObserver:

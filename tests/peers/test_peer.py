@@ -1,5 +1,7 @@
 """swarm-peer: what signals do, and what it prints for others."""
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -19,53 +21,54 @@ from swarm.peer.leaving import Stop, Stopped
 
 
 @pytest.fixture
-def stop() -> Iterator[Stop]:
-    """What signals ask, of this process too."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    stop = Stop(7.0)
-    leave_on_signals(stop)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Codes with which the process would have ended; handlers of signals are as before after it."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield codes
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_the_first_signal_asks_and_the_second_ends_at_once(
-    stop: Stop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exits: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+    stop = Stop(7.0)
+    leave_on_signals(stop)
     assert not stop() and stop.remaining_s == float("inf")
     signal.raise_signal(signal.SIGTERM)
     assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
-    assert codes == []
+    assert exits == []
     signal.raise_signal(signal.SIGINT)
-    assert codes == [130]
+    assert exits == [130]
     said = capsys.readouterr().err
     assert "may take 7 s" in said and "leaving at once" in said
 
 
-def test_a_signal_does_not_wait_for_the_end_of_what_is_read_before_a_run(stop: Stop) -> None:
-    read: list[int] = []
+def test_a_signal_does_not_wait_for_the_end_of_what_is_read_before_a_run(exits: list[int]) -> None:
+    stop, read = Stop(7.0), list[int]()
+    leave_on_signals(stop)
     with pytest.raises(Stopped), stop.at_once():
         for shard in range(3):
             read.append(shard)
             if shard == 1:
                 signal.raise_signal(signal.SIGINT)
-    assert read == [0, 1] and stop()
+    assert read == [0, 1] and stop() and not exits
     with pytest.raises(Stopped), stop.at_once():
         read.append(2)
     assert read == [0, 1], "asked to stop, it begins nothing"
 
 
-def test_a_signal_ends_nothing_of_another_threads_or_after_such_work(stop: Stop) -> None:
+def test_a_signal_ends_nothing_of_another_threads_or_after_such_work(exits: list[int]) -> None:
     def elsewhere() -> None:
         with stop.at_once():
             inside.set()
             asked.wait(30.0)
 
-    inside, asked = threading.Event(), threading.Event()
+    stop, inside, asked = Stop(7.0), threading.Event(), threading.Event()
+    leave_on_signals(stop)
     with stop.at_once():
         pass
     other = threading.Thread(target=elsewhere, daemon=True)
@@ -74,7 +77,36 @@ def test_a_signal_ends_nothing_of_another_threads_or_after_such_work(stop: Stop)
     signal.raise_signal(signal.SIGINT)
     asked.set()
     other.join(30.0)
-    assert stop() and not other.is_alive()
+    assert stop() and not other.is_alive() and not exits
+
+
+def test_a_terminal_that_is_closed_asks_however_often_it_says_so(
+    exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever has started the tests
+    stop = Stop(7.0)
+    leave_on_signals(stop)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    signal.raise_signal(signal.SIGHUP)
+    assert stop() and 6.0 < stop.remaining_s <= 7.0
+    signal.raise_signal(signal.SIGHUP)
+    assert exits == [], "the kernel sends it, and the shell once more"
+    signal.raise_signal(signal.SIGTERM)
+    assert exits == [130]
+
+
+def test_a_peer_that_nohup_has_started_outlives_its_terminal(exits: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stop(7.0)
+    leave_on_signals(stop)
+    signal.raise_signal(signal.SIGHUP)
+    assert not stop() and exits == []
+    signal.raise_signal(signal.SIGTERM)
+    assert stop() and exits == []
 
 
 def test_scripts_find_the_address_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:

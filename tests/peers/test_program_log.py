@@ -1,5 +1,6 @@
 """Log lines for people and for scripts."""
 
+import errno
 import io
 import json
 import logging
@@ -77,6 +78,25 @@ def test_on_a_terminal_work_is_a_bar_below_the_lines_that_goes_when_it_is_done()
     assert "round 1/2: step 1 of 2, loss 2.5, \\x1b[31m12 tokens/s, 3 s left" in said
     assert "a line" in said
     assert not handler.bars.task_ids and handler.bars.finished
+
+
+def test_a_terminal_that_was_closed_ends_nothing() -> None:
+    class Terminal(io.StringIO):
+        is_closed = False
+
+        def write(self, text: str) -> int:
+            if self.is_closed:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    file = Terminal()
+    handler = TerminalHandler(Console(file=file, force_terminal=True, width=100))
+    for done in range(1, 4):
+        progress = Progress("round 1/2", "step", done, 3)
+        handler.handle(logging.makeLogRecord({"msg": str(progress), "progress": progress}))
+        assert "step 1 of 3" in file.getvalue()
+        file.is_closed = True
+    handler.close()
 
 
 def state_of_loggers() -> dict[str, object]:
