@@ -229,7 +229,7 @@ def _folder_of(given: Path | None) -> Iterator[Path]:
     try:
         yield folder
     except BaseException as error:
-        if isinstance(error, Exception) or any(folder.glob("peer-*/runs")):
+        if isinstance(error, Exception) or _has_run(folder):
             _say(what_is_left(folder))
             raise
         shutil.rmtree(folder, ignore_errors=True)  # interrupted before there was a run
@@ -238,13 +238,19 @@ def _folder_of(given: Path | None) -> Iterator[Path]:
 
 
 def what_is_left(folder: Path) -> str:
-    """Of a run that has not finished: where it is, and how it goes on."""
+    """Of a run that has not finished: where it is and, if it has begun, how it goes on."""
     first, others = folder / "peer-0", folder / "peer-N"
+    if not _has_run(folder):
+        return f"states and logs are in {folder}; no run was founded"
     return (
         f"states and logs are in {folder}; swarm-export --state-dir {first} --out DIR writes the "
         f"model of the newest round. swarm-peer --state-dir {first} goes on, the other peers by "
         f"swarm-peer --state-dir {others} --initial-peers ADDRESS, with the address that it prints"
     )
+
+
+def _has_run(folder: Path) -> bool:
+    return any(folder.glob("peer-*/runs/*/record"))
 
 
 def peer_settings(options: Options) -> tuple[str, ...]:

@@ -141,7 +141,9 @@ def test_the_logs_that_an_error_names_are_there_to_be_read(
     monkeypatch.setattr(LocalSwarm, "start", start)
     result = CliRunner().invoke(local.main, ["--run", DEMO])
     (folder,) = folders
-    assert folder.is_dir() and f"states and logs are in {folder}" in result.stderr
+    assert folder.is_dir()
+    assert f"states and logs are in {folder}; no run was founded\n" in result.stderr
+    assert "swarm-export" not in result.stderr, "there is nothing to write or to go on with"
     folder.rmdir()
 
 
@@ -153,7 +155,9 @@ def test_what_was_trained_is_kept_unless_the_run_is_finished(
 
     def start(swarm: LocalSwarm) -> None:
         folders.append(swarm.folder)
-        (swarm.folder / "peer-0" / "runs").mkdir(parents=True)
+        directory = swarm.folder / "peer-0" / "runs" / "demo-0123456789abcdef"
+        directory.mkdir(parents=True)
+        (directory / "record").touch()
         raise ended_by
 
     monkeypatch.setattr(LocalSwarm, "start", start)
