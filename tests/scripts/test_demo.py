@@ -3,15 +3,19 @@
 And the check of its export, with stand-ins for the two losses.
 """
 
+import contextlib
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
+from tests.processes import running
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -32,6 +36,18 @@ echo "$*" >>calls
 [[ $(<"$2/weights") == new && -d $(dirname "$4") ]] || exit 3
 exit "${CHECK_ENDS:-0}"
 """
+
+WAITING = f"""#!{sys.executable}
+import os, signal, sys
+signal.alarm({TIMEOUT_S})
+os.mkdir(sys.argv[sys.argv.index("--state-dir") + 1])
+try:
+    print(os.getpid(), flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+"""A swarm-local that trains until it is ended."""
 
 
 class Checkout:
@@ -140,6 +156,35 @@ def test_what_failed_leaves_the_model_of_before_and_its_own_logs(
 
 def test_ctrl_c_leaves_nothing(checkout: Checkout) -> None:
     assert checkout.demo(TRAINING_ENDS="130").returncode == 130
+    assert (checkout.weights, checkout.left) == ("old", [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_who_ends_it_ends_the_swarm_and_leaves_nothing(
+    checkout: Checkout, number: signal.Signals
+) -> None:
+    """SIGINT as a terminal sends it: to all of the foreground."""
+    checkout._program(".venv/bin/swarm-local", WAITING)
+    with running(
+        [str(checkout.root / "scripts" / "demo")],
+        limit_s=TIMEOUT_S,
+        env={**os.environ, "TMPDIR": str(checkout.temporary)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        lines = iter(demo.stdout.readline, "")
+        child = next(int(line) for line in lines if line.strip().isdecimal())
+        try:
+            (os.killpg if number == signal.SIGINT else os.kill)(demo.pid, number)
+            status = demo.wait()
+            assert status == (130 if number == signal.SIGINT else 128 + signal.SIGTERM)
+            with pytest.raises(ProcessLookupError):
+                os.kill(child, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
     assert (checkout.weights, checkout.left) == ("old", [])
 
 
