@@ -51,6 +51,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import Transformer
@@ -268,8 +269,8 @@ def main() -> None:
         print(json.dumps(bench_one(args)))
         return
     results = []
-    for tokens in args.tokens:
-        for variant in args.variants:
+    with ending_as_ctrl_c():  # the variant first
+        for tokens, variant in itertools.product(args.tokens, args.variants):
             own = [sys.executable, __file__, "--variant", variant, "--tokens", str(tokens)]
             results.append(_in_process([*own, *_passed_on(args)], variant, tokens, args.limit_s))
             print(json.dumps(results[-1]), flush=True)
