@@ -156,6 +156,9 @@ class ProxyLinks:
         while chunk:
             left_s, chunk = await climbing.get()
             await _sleep_until(left_s)
+            await self._while_cut(source, target)
+            # It may be late as of a busy machine, not by how long a cut or a reader held it back.
+            left_s = max(left_s, time.monotonic() - CUT_POLL_S)
             while (through_s := down.leaves_at(left_s, len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
                 left_s = max(left_s, time.monotonic())
@@ -168,11 +171,14 @@ class ProxyLinks:
         while chunk:
             at_s, chunk = await flying.get()
             await _sleep_until(at_s)
-            while self._cuts.loses(source, target):
-                await asyncio.sleep(CUT_POLL_S)
+            await self._while_cut(source, target)
             writer.write(chunk)
             await writer.drain()
         writer.write_eof()
+
+    async def _while_cut(self, source: int, target: int) -> None:
+        while self._cuts.loses(source, target):
+            await asyncio.sleep(CUT_POLL_S)
 
     def _dialler(self, port: int) -> int:
         """The peer that dials from a port; -1 for others, such as a monitor."""

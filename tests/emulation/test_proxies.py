@@ -1,5 +1,6 @@
 """TCP proxies as links: who dials is known, cuts hold bytes back, rates hold."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -12,9 +13,17 @@ import pytest
 
 from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.emulation.links import MOST_QUEUED_S, Link
-from swarm.emulation.proxies import HOST, ProxyLinks
+from swarm.emulation.proxies import (
+    CHUNK_BYTES,
+    CUT_POLL_S,
+    HOST,
+    MOST_CHUNKS,
+    Chunks,
+    ProxyLinks,
+)
 
 RATE_MBIT = 40.0
+FAST_MBIT = 80.0
 SENT_BYTES = 1_000_000
 WAIT_S = 20.0
 CLIENT = """
@@ -90,6 +99,60 @@ def test_a_cut_holds_back_what_its_peer_sends_and_nothing_else(
     assert not held.wait(1.0)
     links.mend([(0, 1)])
     assert held.wait(20.0)
+
+
+def test_what_a_cut_held_back_takes_the_line_down_once_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    links, climbed = ProxyLinks(Link(FAST_MBIT, FAST_MBIT, 0)), threading.Semaphore(0)
+    up = links._shape.access_of(0).up
+    leaves_at = up.leaves_at
+
+    def counted(now_s: float, num_bytes: int) -> float | None:
+        if (left_s := leaves_at(now_s, num_bytes)) is not None:
+            climbed.release()
+        return left_s
+
+    monkeypatch.setattr(up, "leaves_at", counted)
+    try:
+        _, listen = links.place(1)
+        links.cut([(0, 1)])
+        with socket.create_server((HOST, port_in(listen, "--host-maddrs"))) as server:
+            port, size = port_in(listen, "--announce-maddrs"), (MOST_CHUNKS + 64) * CHUNK_BYTES
+            command = [sys.executable, "-c", CLIENT, str(port), str(size)]
+            environment = {**os.environ, INDEX_VARIABLE: "0"}
+            clients.append(subprocess.Popen(command, env=environment))
+            with accepted(server) as reader:
+                for _ in range(MOST_CHUNKS):
+                    assert climbed.acquire(timeout=WAIT_S)
+                began_s = time.monotonic()
+                links.heal()
+                got = 0
+                while got < size:
+                    got += len(reader.recv(size))
+                    line_s = time.monotonic() - began_s + CUT_POLL_S
+                    assert got <= line_s * FAST_MBIT * 1e6 / 8
+    finally:
+        links.close()
+
+
+def test_what_a_reader_held_back_takes_the_line_down_when_it_reads_again() -> None:
+    links = ProxyLinks(Link(FAST_MBIT, FAST_MBIT, 0))
+    chunk_s = CHUNK_BYTES * 8 / (FAST_MBIT * 1e6)
+    climbing, flying = Chunks(), Chunks()
+    began_s = time.monotonic()
+    for index in range(MOST_CHUNKS):  # they left the line up one after another, long ago
+        climbing.put_nowait((began_s - 60 + index * chunk_s, bytes(CHUNK_BYTES)))
+    climbing.put_nowait((began_s, b""))
+    try:
+        asyncio.run_coroutine_threadsafe(
+            links._send_down(0, 1, climbing, flying), links._loop
+        ).result(WAIT_S)
+    finally:
+        links.close()
+    arrivals = [flying.get_nowait()[0] for _ in range(MOST_CHUNKS)]
+    for number, at_s in enumerate(arrivals, 1):
+        assert at_s >= began_s - CUT_POLL_S + number * chunk_s - 1e-6
 
 
 def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) -> None:
