@@ -68,13 +68,19 @@ def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
         OSError: the disk refused.
     """
     with path.open("ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            lines = lines if file.read(1) == b"\n" else b"\n" + lines
-        file.write(lines)
+        size = file.seek(0, os.SEEK_END)
+        file.write(lines if _ends_a_line(file.fileno(), size) else b"\n" + lines)
         if sync:
             file.flush()
             os.fsync(file.fileno())
+
+
+def _ends_a_line(descriptor: int, size: int) -> bool:
+    """Whether a new line may begin here; False where that cannot be read: one too many is none."""
+    try:
+        return not size or os.pread(descriptor, 1, size - 1) == b"\n"
+    except OSError:
+        return False
 
 
 def make_folder(folder: Path, *, mode: int = 0o777) -> None:

@@ -1,5 +1,6 @@
 """Files that are replaced as a whole: what is synced, and what is there after a step that fails."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -80,3 +81,19 @@ def test_the_mode_is_that_of_the_file_from_its_first_byte_on(tmp_path: Path) -> 
     (tmp_path / "key.new").chmod(0o644)
     durable.write_file(tmp_path / "key", b"secret", mode=0o600)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+def test_lines_are_appended_behind_one_that_is_torn_or_whose_end_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_sector(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "lines"
+    durable.append_lines(path, b"a\nb")
+    durable.append_lines(path, b"c\n", sync=True)
+    durable.append_lines(path, b"d\n")
+    assert path.read_bytes() == b"a\nb\nc\nd\n"
+    monkeypatch.setattr(os, "pread", bad_sector)
+    durable.append_lines(path, b"e\n")
+    assert path.read_bytes() == b"a\nb\nc\nd\n\ne\n"

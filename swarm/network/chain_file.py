@@ -42,20 +42,27 @@ class ChainFile:
         durable.append_lines(self.path, b"".join(_line(link) for link in links), sync=True)
 
     def rewrite(self, links: Sequence[Link]) -> None:
-        """Puts these links in the place of those that are there, durably; raises OSError."""
-        kept = with_reforms(links, tuple(self._read(holding=REFORM)))
+        """Puts these links in the place of those that are there, durably.
+
+        Raises:
+            OSError: the disk refused to write; what cannot be read is replaced.
+        """
+        kept = with_reforms(links, self.read(holding=REFORM))
         durable.write_file(self.path, b"".join(_line(link) for link in kept))
 
-    def read(self) -> tuple[Link, ...]:
-        """All links that are whole, oldest first; none if there is no file, or no reading it."""
+    def read(self, *, holding: bytes = b"") -> tuple[Link, ...]:
+        """All links that are whole, oldest first; none if there is no file, or no reading it.
+
+        Args:
+            holding: those alone whose lines hold these bytes; at 256 members a line has 34 kB.
+        """
         try:
-            return tuple(self._read())
+            return tuple(self._read(holding))
         except OSError as error:
             logger.warning("%s cannot be read: %s", self.path.name, error.strerror)
             return ()
 
-    def _read(self, *, holding: bytes = b"") -> Iterator[Link]:
-        """Those whose lines hold these bytes; at 256 members a line has 34 kB."""
+    def _read(self, holding: bytes) -> Iterator[Link]:
         if not self.path.exists():
             return
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):

@@ -232,3 +232,23 @@ def test_a_chain_that_cannot_be_read_proves_less_and_keeps_no_peer_from_starting
     written.chain.path.mkdir()
     assert written.read_chain(SECOND).trusted >= {SECOND.tip.digest}
     assert "chain cannot be read: Is a directory" in caplog.text
+
+
+def bad_sector(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_chain_that_cannot_be_read_is_replaced_and_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    links, chain = chain_of(["abcd"] * 4), ChainFile(tmp_path / "chain")
+    chain.append(links[:2])
+    with monkeypatch.context() as damaged:
+        damaged.setattr(os, "pread", bad_sector)
+        chain.append(links[2:])
+    assert chain.read() == tuple(links)
+    with monkeypatch.context() as damaged:
+        damaged.setattr(ChainFile, "_read", bad_sector)
+        chain.rewrite(links[1:])
+    assert "chain cannot be read: Input/output error" in caplog.text
+    assert chain.read() == tuple(links[1:])
