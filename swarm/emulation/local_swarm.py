@@ -127,9 +127,7 @@ class LocalSwarm:
             if done(self):
                 return
             for peer, code in failed:
-                raise SwarmError(
-                    f"peer {peer.index} ended with status {code}: {peer.output()[-2000:]}"
-                )
+                raise SwarmError(f"peer {peer.index} {_how_ended(code)}: {peer.output()[-2000:]}")
             if time.monotonic() > end_s:
                 raise SwarmError(f"{what}: not within {timeout_s:.0f} s; logs in {self.folder}")
             if on_poll:
@@ -140,6 +138,13 @@ class LocalSwarm:
         """Whether every living peer has finished the run."""
         living = [peer for peer in self.peers if peer.alive]
         return bool(living) and all(_finished(peer.events()) for peer in living)
+
+
+def _how_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    hint = " (by hand, or by the system, as memory was short)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 def _finished(events: Sequence[Event]) -> bool:
