@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
@@ -19,6 +19,7 @@ from swarm.errors import BadRecord, HostileInput, NobodyReachable, RunMismatch, 
 from swarm.network.fetch import Downloads, Want
 from swarm.network.foreign import check_announcement, decode_config
 from swarm.network.node import Node
+from swarm.network.preparing import decode_preparing
 from swarm.network.records import fetch_records, heard
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Manifest, PeerId, run_id
@@ -27,7 +28,7 @@ from swarm.protocol.records import RunRecord, RunState, decode_record, runs_keys
 logger = logging.getLogger(__name__)
 
 RUN_QUESTION = b"run"
-"""Asks a peer which run it is in; the answer is its `RunRecord`, or nothing."""
+"""Asks a peer which run it is in; the answer is its `RunRecord`, or `preparing`, or nothing."""
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
@@ -40,6 +41,7 @@ OTHERS_S = 4.0
 """Where other runs than the named one are announced, it is looked for no longer."""
 MAX_CANDIDATES = 32
 MAX_ASKED = 8
+LookOn = Callable[[], Awaitable[float]]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,36 @@ class Opened:
     founding: Manifest | None
 
 
-async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
-    """The runs that these peers are in, as each of them says."""
+@dataclass(frozen=True)
+class Answers:
+    """What peers say when they are asked for their run.
+
+    Attributes:
+        runs: that they are in.
+        preparing: those that found a run which cannot be announced yet, with its fingerprint.
+    """
+
+    runs: list[Announced]
+    preparing: dict[PeerId, str]
+
+
+async def answers_of(node: Node, peers: Iterable[PeerId]) -> Answers:
+    """What these peers say about their run; many are not all asked."""
     asked = [peer for peer in dict.fromkeys(peers) if peer != node.peer_id][:MAX_ASKED]
     answers = await asyncio.gather(*(_run_of(node, peer) for peer in asked))
-    return _sound(node, {peer: said for peer, said in zip(asked, answers, strict=True) if said})
+    said = dict(zip(asked, answers, strict=True))
+    records = {peer: one for peer, one in said.items() if isinstance(one, RunRecord)}
+    preparing = {peer: one for peer, one in said.items() if isinstance(one, str)}
+    return Answers(_sound(node, records), preparing)
 
 
-async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> list[Announced]:
-    """The runs that these peers are in, as soon as one of them says so; empty if none does in time.
+async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
+    """The runs that these peers are in, as each of them says."""
+    return (await answers_of(node, peers)).runs
+
+
+async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answers:
+    """What these peers say, as soon as one of them says anything; empty if none does in time.
 
     Args:
         node: which goes on connecting to the addresses that it was given.
@@ -81,15 +104,18 @@ async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> list[
         within_s: for so long they are asked again and again; once in any case.
     """
     end_s = time.monotonic() + within_s
-    while not (told := await runs_of(node, peers)) and time.monotonic() < end_s:
+    while True:
+        told = await answers_of(node, peers)
+        if told.runs or told.preparing or time.monotonic() >= end_s:
+            return told
         await asyncio.sleep(POLL_S)
-    return told
 
 
-async def _run_of(node: Node, peer: PeerId) -> RunRecord | None:
+async def _run_of(node: Node, peer: PeerId) -> RunRecord | str | None:
     try:
         answer = await node.request(peer, RUN_QUESTION, ASK_S)
-        return decode_record(RunRecord, answer) if answer else None
+        preparing = decode_preparing(answer)
+        return preparing or (decode_record(RunRecord, answer) if answer else None)
     except Unreachable as error:
         logger.info("peer=%s did not say which run it is in: %s", peer[-6:], error)
     except BadRecord as error:
@@ -138,6 +164,11 @@ def check_run_id(record: RunRecord) -> None:
         raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
 
 
+async def no_longer() -> float:
+    """Nobody is waited for: 0 s."""
+    return 0.0
+
+
 async def find_run(
     node: Node,
     downloads: Downloads,
@@ -146,6 +177,7 @@ async def find_run(
     wanted: str | None,
     preferred: str | None = None,
     deadline_s: float,
+    look_on: LookOn = no_longer,
 ) -> Opened | None:
     """The run to join, or None when none shows up before the deadline.
 
@@ -156,6 +188,7 @@ async def find_run(
         wanted: run id that was asked for, or that this peer was in.
         preferred: the run that is taken if it is among several of one configuration.
         deadline_s: how long to look; a run that is found by then is still opened.
+        look_on: asked when that is over: for how many more seconds to look.
 
     Raises:
         RunMismatch: several runs are announced and none was asked for, or others than that one.
@@ -163,7 +196,7 @@ async def find_run(
     """
     begin_s = time.monotonic()
     end_s = begin_s + deadline_s
-    others: set[str] = set()
+    others, is_named = set[str](), wanted is not None or fingerprint is not None
 
     def meant(runs: list[Announced]) -> list[Announced]:
         others.update(run.record.run for run in runs if wanted not in (None, run.record.run))
@@ -174,21 +207,8 @@ async def find_run(
         ]
         return sorted(fits, key=lambda run: run.record.run != preferred)
 
-    is_named = wanted is not None or fingerprint is not None
     while True:
-        asking = asyncio.create_task(runs_of(node, node.entrances))
-        try:
-            await asyncio.wait([asking], timeout=ALONE_S)
-            told = meant(asking.result()) if asking.done() else []
-            rumours = [] if told else meant(await heard(announced_runs(node), []))
-            several = len({run.record.run for run in rumours}) > 1
-            # Of several runs that of the given addresses is meant, unless another was named.
-            if not rumours or asking.done() or (several and not is_named):
-                told = meant(await asking)
-        finally:
-            asking.cancel()
-        if not (told or rumours) and is_named:
-            rumours = meant(await runs_of(node, node.neighbours))
+        told, rumours = await _heard_of(node, meant, is_named=is_named)
         if opened := await _open(node, downloads, told or rumours, is_named=is_named):
             return opened
         if others and not (told or rumours) and time.monotonic() > begin_s + OTHERS_S:
@@ -196,11 +216,35 @@ async def find_run(
                 f"no peer announces {wanted}; announced are {', '.join(sorted(others))}",
                 hint="name one of these with --run-id",
             )
-        if time.monotonic() > end_s:
-            if told:
+        if (now_s := time.monotonic()) > end_s:
+            end_s = now_s + (more_s := await look_on())
+            if not more_s and told:
                 raise NobodyReachable(f"{told[0].record.run} is announced and cannot be fetched")
-            return None
+            if not more_s:
+                return None
         await asyncio.sleep(POLL_S)
+
+
+async def _heard_of(
+    node: Node, meant: Callable[[list[Announced]], list[Announced]], *, is_named: bool
+) -> tuple[list[Announced], list[Announced]]:
+    """The runs of the peers at the given addresses that may be meant, and those of all others."""
+    asking = asyncio.create_task(answers_of(node, node.entrances))
+    try:
+        await asyncio.wait([asking], timeout=ALONE_S)
+        told = meant(asking.result().runs) if asking.done() else []
+        if not is_named and asking.done() and asking.result().preparing and not told:
+            return [], []  # what it prepares is meant
+        rumours = [] if told else meant(await heard(announced_runs(node), []))
+        several = len({run.record.run for run in rumours}) > 1
+        # Of several runs that of the given addresses is meant, unless another was named.
+        if not rumours or asking.done() or (several and not is_named):
+            told = meant((await asking).runs)
+    finally:
+        asking.cancel()
+    if not (told or rumours) and is_named:
+        rumours = meant(await runs_of(node, node.neighbours))
+    return told, rumours
 
 
 async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConfig]]:

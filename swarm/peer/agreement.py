@@ -25,6 +25,12 @@ def explain_difference(asked: RunConfig, running: RunConfig) -> str:
     )
 
 
+_BESIDE = (
+    "join it without --run, leave --initial-peers out, or found a second run beside it with "
+    "--new-run"
+)
+
+
 def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) -> None:
     """Refuses to found a run, of which its joiners would not know which of the two is meant.
 
@@ -39,9 +45,25 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
         raise RunMismatch(
             f"{name} runs there, which is not the run of this file: "
             f"{explain_difference(wanted, running)}",
-            hint="join it without --run, leave --initial-peers out, or found a second run beside "
-            "it with --new-run",
+            hint=_BESIDE,
         )
+
+
+def require_no_founder(wanted: RunConfig, preparing: Mapping[PeerId, str]) -> None:
+    """The same where the other run is not announced yet.
+
+    Args:
+        wanted: the file of the run to be founded.
+        preparing: those of the given addresses that found one, with its fingerprint.
+
+    Raises:
+        RunMismatch: one of them founds another run.
+    """
+    for peer, fingerprint in preparing.items():
+        if fingerprint != wanted.fingerprint():
+            raise RunMismatch(
+                f"peer {peer} founds a run there, which is not the run of this file", hint=_BESIDE
+            )
 
 
 def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:

@@ -20,9 +20,7 @@ from swarm.network.fetch import Downloads
 from swarm.network.finding import (
     Announced,
     Opened,
-    find_run,
     open_run,
-    runs_here,
     whom_to_ask,
 )
 from swarm.network.founding import await_founding
@@ -30,8 +28,8 @@ from swarm.network.joining import fetch_newest_state, missing_bytes, present_pee
 from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
-from swarm.peer.agreement import require_admission, require_no_other
-from swarm.peer.entrances import others_at, require_reached, runs_there
+from swarm.peer.agreement import require_admission
+from swarm.peer.entrances import others_at, runs_there
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
@@ -42,6 +40,7 @@ from swarm.peer.own_line import measure_line
 from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
 from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
+from swarm.peer.searching import goes_first, look_for_run
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
@@ -57,9 +56,6 @@ from swarm.protocol.records import RunRecord
 
 logger = logging.getLogger(__name__)
 
-FIND_S = 60.0
-"""How long a joiner without a run file looks for a run."""
-FIND_BEFORE_FOUNDING_S = 6.0
 BEGUN_S = 60.0
 STOP_POLL_S = 0.2
 
@@ -226,30 +222,29 @@ class Starter:
             DataQuotaSpent: the run's state is more than is left of the month's bytes.
         """
         self.observer.on_joining()
-        wanted = self.wanted.run
         downloads = self.host.serve(BlobStore(None))
-        opened = self.wait_for(
-            find_run(
-                self.node,
-                downloads,
-                fingerprint=wanted.fingerprint() if wanted else None,
-                wanted=run_id,
-                preferred=begun,
-                deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
-            )
-        )
+        looking = look_for_run(self.host, downloads, self.wanted, run_id, begun)
+        opened = self.wait_for(looking)
         if opened is None:
-            if wanted:
-                if not self.wanted.beside_others:
-                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
-                require_reached(self.host)
-                return None
-            raise NobodyReachable(
-                f"no run was announced within {FIND_S:.0f} s",
-                hint="check the address, or found a run with --run FILE",
-            )
+            return None
         self.wanted.require(opened.run)
         return self._join_opened(opened, downloads)
+
+    def instead(self, run: RunConfig) -> Started | None:
+        """What others at the given addresses began while this peer founds a run, joined.
+
+        From now on others are told that this peer prepares the run. None if it still is to: nobody
+        there is in a run or goes first with one. Raises what `join` does.
+        """
+        reception, are_new = self.host.reception, True
+        reception.prepare(run.fingerprint())
+        while self.wait_for(goes_first(self.host, self.wanted, by_runs=are_new)):
+            reception.prepare(None)
+            if joined := self.join(self.wanted.run_id):
+                return joined
+            reception.prepare(run.fingerprint())
+            are_new = False  # what was announced proved false
+        return None
 
     def _join_opened(self, opened: Opened, downloads: Downloads) -> Started:
         announced, run, founding = opened.announced, opened.run, opened.founding

@@ -35,13 +35,14 @@ async def runs_there(host: Host, run_id: str) -> bool:
     entrances = others_at(host)
     is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
     told = await told_by(host.node, entrances, NEW_S if is_new else 0.0)
-    same = [run for run in told if run.record.run == run_id]
-    if told and not same:
+    same = [run for run in told.runs if run.record.run == run_id]
+    is_other = bool(told.runs or told.preparing) and not same
+    if is_other:
         logger.info("run=%s is not what runs there; joining what does", run_id)
         return False
     for run in same:
         host.state.run(run_id).add_entered_by(run.publishers)
-    if is_new and not told:
+    if is_new and not same:
         raise NobodyReachable(
             f"no peer at {_addresses(host)} says which run it is in, and none of them was met in "
             f"{run_id}, the run in --state-dir {host.state.path}",

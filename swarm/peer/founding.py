@@ -46,6 +46,8 @@ BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
     """Founds a run: gathers its peers, writes manifest 0 and announces it.
 
+    A run that the peers at given addresses found before that is joined, as `resume_or_join` does.
+
     Args:
         starter: of this machine.
         run: what is trained, and how.
@@ -60,6 +62,8 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         Stopped: the peer was asked to stop before the run was founded.
     """
     require_closed_founding(run, starter.config.peer.wait_for_peers)
+    if joined := starter.instead(run):
+        return joined
     weights = founders_weights(run, starter.wanted.initialise_from, weights)
     if notice := rounding_notice(run, weights):
         starter.observer.on_notice(notice)
@@ -68,6 +72,8 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     tokenizer = founders_tokenizer(run, starter.wanted.tokenizer)
     with starter.stop.at_once():
         text = starter.text.found(run, tokenizer)
+    if joined := starter.instead(run):  # reading a text may have taken hours
+        return joined
     founding = Founding(
         founder=starter.node.peer_id,
         nonce=secrets.token_hex(16),

@@ -17,6 +17,7 @@ from swarm.network.finding import RUN_QUESTION
 from swarm.network.ledger import Ledger
 from swarm.network.moments_exchange import MomentsExchange
 from swarm.network.node import Handlers, Node
+from swarm.network.preparing import encode_preparing
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import QUESTION, Prober, dial_fault
 from swarm.network.round_driver import RoundDriver
@@ -58,6 +59,7 @@ class Reception:
         self._prober = Prober(self.ledger)
         self._node: Node | None = None
         self._announced: RunRecord | None = None
+        self._preparing: str | None = None
         self._rounds: RoundDriver | None = None
         self._moments: MomentsExchange | None = None
 
@@ -73,6 +75,10 @@ class Reception:
     def open(self, node: Node) -> None:
         """The network is up: others may ask who this peer is, and how fast its link is."""
         self._node = node
+
+    def prepare(self, fingerprint: str | None) -> None:
+        """Until `announce` they are told that it founds a run so configured; None: no longer."""
+        self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:
         """Others that ask which run this peer is in are told this."""
@@ -94,7 +100,9 @@ class Reception:
         if payload.startswith(QUESTION) and self._node:
             return await self._prober.answer(self._node, source, payload)
         if payload == RUN_QUESTION:
-            return encode_record(self._announced) if self._announced else b""
+            if self._announced:
+                return encode_record(self._announced)
+            return encode_preparing(self._preparing) if self._preparing else b""
         if self._moments:
             answer = await self._moments.answer(source, payload)
             if answer is not None:

@@ -35,6 +35,7 @@ from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.identity import Identity, load_or_create_identity, verify
 from swarm.network.inbound import verified
 from swarm.network.letters import Letters, split
+from swarm.network.preparing import decode_preparing, encode_preparing
 from swarm.network.relay import _addressed
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.protocol import recording
@@ -315,6 +316,7 @@ DECODERS: dict[str, Decoder] = {
         (HostileInput, RunMismatch),
         (encode_record(RUN), encode_record(RUN_OF_CONFIG)),
     ),
+    "preparing": Decoder(decode_preparing, (), (encode_preparing(RUN.fingerprint),)),
     "peer_record": Decoder(lambda b: decode_record(PeerRecord, b), HOSTILE, (encode_record(PEER),)),
     "merge_record": Decoder(
         lambda b: decode_record(MergeRecord, b), HOSTILE, (encode_record(MERGE),)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -12,7 +14,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.errors import NetworkDown, NobodyReachable, RunMismatch, SwarmError
 from swarm.network import finding
 from swarm.network.fetch import Downloads
-from swarm.network.finding import Announced, Opened, find_run, runs_here
+from swarm.network.finding import Announced, Answers, Opened, find_run, runs_here
 from swarm.network.node import Node
 from swarm.peer.agreement import require_no_other
 from swarm.protocol.records import RunRecord, RunState
@@ -35,14 +37,15 @@ class Swarms:
 
     told: tuple[Announced, ...] = (ENTRANCE,)
     rumours: tuple[Announced, ...] = (ENTRANCE, OTHER)
+    preparing: Mapping[str, str] = MappingProxyType({})
     answers_after_s = 0.0
     looks = 0
     silent: SwarmError | None = None
     """What the DHT raises the first time."""
 
-    async def runs_of(self, *_: object) -> list[Announced]:
+    async def answers_of(self, *_: object) -> Answers:
         await asyncio.sleep(self.answers_after_s)
-        return list(self.told)
+        return Answers(list(self.told), dict(self.preparing))
 
     async def announced_runs(self, _: object) -> list[Announced]:
         self.looks += 1
@@ -57,7 +60,7 @@ class Swarms:
 @pytest.fixture
 def swarms(monkeypatch: pytest.MonkeyPatch) -> Swarms:
     swarms = Swarms()
-    for name in ("runs_of", "announced_runs", "open_run"):
+    for name in ("answers_of", "announced_runs", "open_run"):
         monkeypatch.setattr(finding, name, getattr(swarms, name))
     monkeypatch.setattr(finding, "ALONE_S", 0.01)
     monkeypatch.setattr(finding, "POLL_S", 0.01)
@@ -99,6 +102,30 @@ def test_of_two_runs_that_others_announce_one_has_to_be_named(swarms: Swarms) ->
         find()
     opened = find(wanted="other-2")
     assert opened and opened.announced.record.run == "other-2"
+
+
+def test_what_the_given_address_prepares_is_meant_and_not_what_others_announce(
+    swarms: Swarms,
+) -> None:
+    swarms.told, swarms.rumours, swarms.preparing = (), (OTHER,), {"QmA": "f" * 64}
+    assert find() is None
+    opened = find(wanted="other-2")
+    assert opened and opened.announced.record.run == "other-2"
+
+
+def test_a_run_is_looked_for_as_long_as_there_is_a_reason_to(swarms: Swarms) -> None:
+    swarms.told = swarms.rumours = ()
+    more_s = [0.01, 0.01, 0.01]
+
+    async def look_on() -> float:
+        if len(more_s) == 1:
+            swarms.told = (ENTRANCE,)
+        return more_s.pop(0) if more_s else 0.0
+
+    opened = find(deadline_s=0.0, look_on=look_on)
+    assert opened and opened.announced.record.run == "mine-1" and not more_s
+    swarms.told = ()
+    assert find(deadline_s=0.0, look_on=look_on) is None
 
 
 def test_of_two_runs_of_one_file_that_which_a_peer_had_begun_to_join_is_meant(

@@ -12,8 +12,9 @@ import pytest
 from swarm.config import NetworkSection, PeerConfig
 from swarm.errors import NobodyReachable, RunMismatch, Unreachable
 from swarm.network.address_book import Remembered
+from swarm.network.preparing import encode_preparing
 from swarm.network.record_file import RecordFile
-from swarm.peer import entering, entrances
+from swarm.peer import entrances, searching
 from swarm.peer.entering import Started, Starter
 from swarm.peer.entrances import met_in, require_reached, runs_there
 from swarm.peer.observing import UNOBSERVED
@@ -166,6 +167,11 @@ def test_what_is_said_there_counts_also_late(machine: Machine) -> None:
         assert machine.is_there() == is_same
 
 
+def test_a_peer_that_founds_another_run_is_not_in_the_one_on_disk(machine: Machine) -> None:
+    machine.node.answers = [encode_preparing("f" * 64)]
+    assert not machine.is_there()
+
+
 def test_a_peer_with_an_old_run_neither_resumes_it_nor_founds_a_new_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,8 +180,8 @@ def test_a_peer_with_an_old_run_neither_resumes_it_nor_founds_a_new_one(
     async def none(*_: object) -> list[object]:
         return []
 
-    monkeypatch.setattr(entering, "find_run", nothing)
-    monkeypatch.setattr(entering, "runs_here", none)
+    monkeypatch.setattr(searching, "find_run", nothing)
+    monkeypatch.setattr(searching, "runs_here", none)
     for wanted in (Wanted(), Wanted(run=ANOTHER), Wanted(run=ANOTHER, beside_others=True)):
         with pytest.raises(NobodyReachable, match=DEAD):
             machine.starter(wanted).resume_or_join()
@@ -226,7 +232,7 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
 
     async def nothing(*_: object, **__: object) -> None: ...
 
-    monkeypatch.setattr(entering, "find_run", nothing)
+    monkeypatch.setattr(searching, "find_run", nothing)
     with pytest.raises(NobodyReachable, match=f"{begun.run_id} was begun.*--run-id {first}"):
         machine.starter(Wanted()).resume_or_join()
     assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"

@@ -1,6 +1,7 @@
 """What is left of a run whose founder ended before its record was on disk: nothing."""
 
 import errno
+from asyncio import run as run_now
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
 from swarm.peer.founding import found
+from swarm.peer.host import Reception
 from swarm.peer.leaving import Stop, Stopped
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.run_text import FoundText, RunText
@@ -30,14 +32,18 @@ class Founder:
         self.state, self.folder = StateDirectory(folder), folder
 
     def found(self, peer_id: str = "me", run: RunConfig = RUN) -> Started:
-        host: Any = SimpleNamespace(
-            node=SimpleNamespace(peer_id=peer_id), state=self.state, config=PeerConfig(),
-            stop=Stop(1.0), serve=lambda _: None,
-        )  # fmt: skip
-        starter, text = Starter(host, Wanted(), UNOBSERVED), FoundText(None, bytes(8), 2)
+        starter, text = self.starter(peer_id), FoundText(None, bytes(8), 2)
         any_text: Any = SimpleNamespace(found=lambda *_: text, folder=None, shards=None)
         starter.text = any_text
         return found(starter, run)
+
+    def starter(self, peer_id: str) -> Starter:
+        node = SimpleNamespace(peer_id=peer_id, entrances=(), run=lambda work, _: run_now(work))
+        host: Any = SimpleNamespace(
+            node=node, state=self.state, config=PeerConfig(), stop=Stop(1.0), serve=lambda _: None,
+            reception=Reception(),
+        )  # fmt: skip
+        return Starter(host, Wanted(), UNOBSERVED)
 
     def runs(self) -> set[str]:
         return {path.name for path in self.folder.glob("runs/*")}
@@ -93,19 +99,16 @@ def test_a_founder_that_is_stopped_while_it_reads_its_text_has_founded_nothing(
     founder: Founder,
 ) -> None:
     """A signal need not wait for the end of the text, which may be hours away."""
-    host: Any = SimpleNamespace(
-        node=None, state=founder.state, config=PeerConfig(), stop=Stop(1.0), serve=None
-    )
-    starter, read = Starter(host, Wanted(), UNOBSERVED), []
+    starter, read = founder.starter("me"), list[int]()
 
     def reading(*_: object) -> FoundText:
         for shard in range(3):
             read.append(shard)
-            if host.stop.ends_at_once:  # as the handler of signals does
+            if starter.stop.ends_at_once:  # as the handler of signals does
                 raise Stopped
         return FoundText(None, bytes(8), 2)
 
     starter.text = cast(RunText, SimpleNamespace(found=reading))
     with pytest.raises(Stopped):
         found(starter, RUN)
-    assert read == [0] and founder.runs() == set() and not host.stop.ends_at_once
+    assert read == [0] and founder.runs() == set() and not starter.stop.ends_at_once

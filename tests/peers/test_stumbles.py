@@ -13,7 +13,7 @@ from peers import export, local, peer
 from peers.join_line import say_how_to_join
 from peers.options import Program
 from swarm.network.identity import load_or_create_identity
-from swarm.peer import entering, entrances
+from swarm.peer import entrances, searching
 from swarm.peer.entering import Started
 from swarm.peer.state_directory import StateDirectory
 from tests.peer.test_founding import Founder
@@ -143,7 +143,7 @@ def test_an_address_at_which_nobody_is_beside_an_old_run(
 ) -> None:
     """As of a friend, whose port is closed, where the demo was tried before."""
     monkeypatch.setattr(entrances, "NEW_S", 0.2)
-    monkeypatch.setattr(entering, "FIND_BEFORE_FOUNDING_S", 0.2)
+    monkeypatch.setattr(searching, "FIND_BEFORE_FOUNDING_S", 0.2)
     friend = load_or_create_identity(tmp_path / "friend.key").peer_id
     founder, old = with_old_run(tmp_path / "state")
     with socket.socket() as free:
