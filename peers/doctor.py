@@ -18,8 +18,7 @@ from peers.findings import (
     verdict_of,
 )
 from peers.options import Options, options, program
-from peers.peer import PEER_OPTIONS
-from peers.toml_text import as_toml
+from peers.peer import PEER_OPTIONS, in_effect
 from swarm.errors import NobodyReachable
 from swarm.protocol.printable import printable
 
@@ -46,7 +45,7 @@ def main(context: click.Context, given: Options) -> None:
     was asked.
     """
     if given.print_config:
-        click.echo(as_toml(*([given.run_config()] if given.run else []), given.peer_config()))
+        click.echo(in_effect(given))
         return
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding

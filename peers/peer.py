@@ -42,11 +42,21 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     run = options.run_config() if options.run else None
     require_founder(options)
     if options.print_config:
-        click.echo(as_toml(*([run] if run else []), config))
+        click.echo(in_effect(options))
         return
     from peers.taking_part import take_part  # loads torch and hivemind: not for --help
 
     take_part(config, run, options, observer)
+
+
+def in_effect(options: Options) -> str:
+    """All settings as TOML: as given, and as kept from an earlier start of the state directory."""
+    from swarm.peer.kept_settings import with_kept  # with the next: not for --help
+    from swarm.peer.state_directory import StateDirectory  # loads torch and hivemind
+
+    path = StateDirectory.unlocked(options.state_dir).settings_path
+    run = [options.run_config()] if options.run else []
+    return as_toml(*run, with_kept(options.peer_config(), path))
 
 
 def require_founder(options: Options) -> None:

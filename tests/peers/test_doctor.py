@@ -209,6 +209,15 @@ def test_settings_that_a_peer_would_print_are_printed() -> None:
     assert printed[0] == printed[1] and "capacity = 0.5" in printed[0]
 
 
+def test_settings_that_are_kept_from_an_earlier_start_are_printed_too(tmp_path: Path) -> None:
+    (tmp_path / "settings").write_text('{"network.data_quota_gb": 200.0}')
+    given = ["--state-dir", str(tmp_path), "--print-config"]
+    printed = [CliRunner().invoke(program, given).stdout for program in (main, peer_main)]
+    assert printed[0] == printed[1] and "data_quota_gb = 200.0" in printed[0]
+    now = CliRunner().invoke(peer_main, [*given, "--data-quota", "50GB"]).stdout
+    assert "data_quota_gb = 50.0" in now and "200" in (tmp_path / "settings").read_text()
+
+
 def test_a_capacity_changes_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight experts and four peers: a fair share of two."""
 
