@@ -159,6 +159,11 @@ def test_ctrl_c_leaves_nothing(checkout: Checkout) -> None:
     assert (checkout.weights, checkout.left) == ("old", [])
 
 
+def hears_hangups() -> None:
+    """Also where nohup runs the tests, which has all that they start ignore SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_who_ends_it_ends_the_swarm_and_leaves_nothing(
     checkout: Checkout, number: signal.Signals
@@ -173,6 +178,7 @@ def test_who_ends_it_ends_the_swarm_and_leaves_nothing(
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hears_hangups,
     ) as demo:
         lines = iter(demo.stdout.readline, "")
         child = next(int(line) for line in lines if line.strip().isdecimal())
