@@ -269,10 +269,15 @@ def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
     key_at(path, may_make=True)
     host, port = _listening_at(compute)
     listen(host, port).close()
+    if port:  # else it is known, and said, once this peer listens
+        _say_how_to_bring_workers(host, port, path)
+
+
+def _say_how_to_bring_workers(host: str, port: int, path: Path) -> None:
     logger.info(
-        "workers of other machines: swarm-worker --controller %s:%s --key COPY_OF_THIS (%s)",
+        "workers of other machines: swarm-worker --controller %s:%d --key COPY_OF_THIS (%s)",
         host,
-        port or "PORT",
+        port,
         path,
     )
 
@@ -320,12 +325,7 @@ def nodes_of(
         wait_s=compute.workers_wait_s,
         remaining_s=remaining_s,
     )
-    logger.info(
-        "workers of other machines: swarm-worker --controller %s:%d --key COPY_OF_THIS (%s)",
-        address[0],
-        nodes.port,
-        path,
-    )
+    _say_how_to_bring_workers(address[0], nodes.port, path)
     return nodes
 
 

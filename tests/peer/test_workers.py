@@ -97,9 +97,10 @@ def test_what_other_machines_need_is_there_before_a_peer_reads_or_fetches_anythi
             ready_for_nodes(far, tmp_path)
     ready_for_nodes(far, tmp_path)
     assert f"127.0.0.1:{port} --key COPY_OF_THIS ({tmp_path / 'workers.key'})" in caplog.text
-    made = (tmp_path / "workers.key").read_bytes()
-    ready_for_nodes(far, tmp_path)
+    made, said = (tmp_path / "workers.key").read_bytes(), caplog.text
+    ready_for_nodes(far.model_copy(update={"workers_from": "127.0.0.1:0"}), tmp_path)
     assert (tmp_path / "workers.key").read_bytes() == made
+    assert caplog.text == said, "which port it will be is not known yet"
 
 
 def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
