@@ -45,9 +45,9 @@ class Crews:
     def __init__(self, device: str = "cpu") -> None:
         self._device, self._idle = device, list[SharedCrew]()
 
-    def start(self, size: int) -> Crew:
+    def start(self, size: int, *, are_new: bool = False) -> Crew:
         for crew in self._idle:
-            if crew.place.size == size:
+            if crew.place.size == size and not are_new:
                 self._idle.remove(crew)
                 return crew
         backend = "nccl" if self._device == "cuda" else "gloo"
@@ -70,9 +70,12 @@ class Crews:
         given: dict[str, Any] | None = None,
         **options: Any,
     ) -> ParallelEngine:
-        """A parallel engine with the run's initial weights that owns some experts; to be closed."""
+        """A parallel engine with the run's initial weights that owns some experts; to be closed.
+
+        One that is to step down gets new workers: used ones have memory left that others freed.
+        """
         first = replace(EngineOptions.of(run, device=self._device), **options)
-        start = lambda: self.start(workers)  # noqa: E731
+        start = lambda: self.start(workers, are_new=bool(below))  # noqa: E731
         engine = ParallelEngine(run, [first, *below], start, **(given or {}))
         engine.write(initial_tensors(run, all_names(run)))
         engine.own(owned)
