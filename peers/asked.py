@@ -14,6 +14,7 @@ from swarm.network.address_book import Remembered
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import read_invitation
 from swarm.network.tips import Trust
+from swarm.peer.kept_settings import invitation_to
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import path_of_key, run_on_disk
@@ -82,11 +83,8 @@ class Asked:
         Raises:
             InvitationError: what was given is none.
         """
-        if self.invitation:
-            return read_invitation(self.invitation)
-        is_open = run.run.admission == "open"
-        kept = self.state.run(run_id).read_invitation
-        return None if is_open else unless_refused(kept, None)
+        given = read_invitation(self.invitation) if self.invitation else None
+        return unless_refused(partial(invitation_to, run, given, self.state.run(run_id)), given)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission
 from swarm.peer.entrances import others_at, runs_there
 from swarm.peer.host import Host
+from swarm.peer.kept_settings import invitation_to
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
@@ -49,7 +50,6 @@ from swarm.progress import fetching
 from swarm.protocol.abstaining import moved_on, without_record
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
-from swarm.protocol.invitation import Invitation
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest, PeerId
 from swarm.protocol.records import RunRecord
@@ -272,7 +272,7 @@ class Starter:
             question = newest_tip(self.node, downloads, record, peers, trust)
             shown = self.wait_for(question)
             tip = shown.record.tip
-            invitation = self._invitation(run, directory)
+            invitation = invitation_to(run, self.wanted.invitation, directory)
             require_admission(record.run, run, tip, self.node.peer_id, invitation)
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
@@ -306,11 +306,6 @@ class Starter:
         founded = await_founding(self.node, gathering, self.status(run).record)
         announced, _ = await asyncio.gather(founded, measure_line(self.host, gathering.run))
         return announced
-
-    def _invitation(self, run: RunConfig, directory: RunDirectory) -> Invitation | None:
-        """With what this peer asks to be let in: given now, or before where nobody is without."""
-        is_open = run.run.admission == "open"
-        return self.wanted.invitation or (None if is_open else directory.read_invitation())
 
     def _remember(self, run_id: str, directory: RunDirectory, members: Set[PeerId]) -> None:
         """Keeps what this start knows, so that after a kill the state directory alone joins again.

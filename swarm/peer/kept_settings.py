@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from swarm import durable
-from swarm.config import PeerConfig, validate_config
+from swarm.config import PeerConfig, RunConfig, validate_config
 from swarm.errors import ConfigError
 from swarm.peer.state_directory import IDENTITY_FILE, SETTINGS_FILE, RunDirectory
 from swarm.protocol.invitation import Invitation
@@ -96,6 +96,14 @@ def identity_path_of(folder: Path, given: str | None) -> Path:
     """
     path = given or _read(folder / SETTINGS_FILE).get(_KEY)
     return Path(path).expanduser() if isinstance(path, str) else folder / IDENTITY_FILE
+
+
+def invitation_to(
+    run: RunConfig, given: Invitation | None, directory: RunDirectory
+) -> Invitation | None:
+    """With what a peer asks to be let into a run: given now, or before where nobody is without."""
+    is_open = run.run.admission == "open"
+    return given or (None if is_open else directory.read_invitation())
 
 
 def kept_invitation(given: Invitation | None, directory: RunDirectory) -> Invitation | None:
