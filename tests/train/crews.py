@@ -50,8 +50,14 @@ class Crews:
             if crew.place.size == size and not are_new:
                 self._idle.remove(crew)
                 return crew
+        return self.new(size)
+
+    def new(self, size: int) -> Crew:
+        """Starts workers that go to the idle ones when their engine is closed."""
         backend = "nccl" if self._device == "cuda" else "gloo"
-        crew = SharedCrew(Place(size, self._device, backend=backend))
+        return self._to_be_kept(SharedCrew(Place(size, self._device, backend=backend)))
+
+    def _to_be_kept(self, crew: SharedCrew) -> Crew:
         crew.pool = self._idle
         return crew
 

@@ -35,7 +35,7 @@ NORM = "model.norm.weight"
 class FreshCrews(Crews):
     """Workers that nobody else has used, or will."""
 
-    def start(self, size):
+    def new(self, size):
         return Crew(Place(size))
 
 

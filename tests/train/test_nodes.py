@@ -106,12 +106,8 @@ class CrewsWithNodes(Crews):
         super().__init__()
         self._nodes = nodes
 
-    def start(self, size):
-        if self._idle:
-            return self._idle.pop()
-        crew = SharedCrew(Place(1), self._nodes)
-        crew.pool = self._idle
-        return crew
+    def new(self, size):
+        return self._to_be_kept(SharedCrew(Place(size), self._nodes))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +133,7 @@ def crews(nodes, agents):
 
 @pytest.fixture
 def parallel(crews):
-    with lent_engines(crews) as make:
+    with lent_engines(crews, workers=1) as make:
         yield make
 
 
