@@ -182,8 +182,8 @@ class Trainer(TrainingShell):
         if not self._newer:
             return self._lesson
         # The step under way was finished: so there is one at least.
-        share = 1 - (self._ends_s - self.shell.now_s()) / self._lesson.seconds
-        steps = max(1, int(self._lesson.steps * share))
+        left_s = max(0.0, self._ends_s - self.shell.now_s())
+        steps = max(1, int(self._lesson.steps * (1 - left_s / self._lesson.seconds)))
         return replace(self._lesson, steps=steps, completed=False)
 
     def _look_at(self, read: Stretches) -> None:
@@ -192,7 +192,8 @@ class Trainer(TrainingShell):
             raise Violation("V6", f"{self.shell.me} reads {read} once more after {self._read}")
 
     async def _take_steps(self, tip: Manifest) -> None:
-        left_s = self._ends_s - self.shell.now_s()
+        # A pause may have outlasted them.
+        left_s = max(WRITE_S, self._ends_s - self.shell.now_s())
         self.shell.after(WRITE_S, self._expect, self._job, tip, left_s - WRITE_S)
         await self._pass(left_s)
 

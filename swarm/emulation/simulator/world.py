@@ -84,6 +84,7 @@ class World:
 
     def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls a function later."""
+        assert delay_s >= 0, f"{method} is to be called {-delay_s} s ago"
         heappush(self._queue, (self.now + delay_s, next(self._numbers), method, arguments))
 
     def run(self, until: Callable[[], bool]) -> None:
