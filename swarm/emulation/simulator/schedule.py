@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -14,7 +14,8 @@ from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.emulation.simulator.world import World
-from swarm.protocol.manifest import Kind
+from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.trust import proof_problem, reform_electors
 
 RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
@@ -59,14 +60,16 @@ class _Judge:
         """Hears of a new tip."""
         self._progress.applied(node.me, node.disk.record.tip, self.world.now)
         if self.is_healed:
-            self.done = self._is_recovered()
+            self.done = self._is_recovered(self._tips())
 
     def is_over(self) -> bool:
         """Whether the schedule may end; judges the limits on the way."""
         if not self.is_healed:
             self._progress.require(self.world.now)
         elif self.world.now > self._limit_s:
-            raise Violation("I5", f"no three rounds on all live peers: {self._states()}")
+            self.done = self._is_recovered(self._tips_with_a_future())
+            if not self.done:
+                raise Violation("I5", f"no three rounds on all live peers: {self._states()}")
         return self.done
 
     def _liars_s(self, since_s: float, now_s: float) -> float:
@@ -74,8 +77,35 @@ class _Judge:
         liar, timers = self.world.liar, self.scenario.setup.timers
         return liar.convening_s(timers, since_s, now_s) if liar else 0.0
 
-    def _is_recovered(self) -> bool:
-        tips = [node.disk.record.tip for node in self.world.alive()]
+    def _tips(self) -> list[Manifest]:
+        return [node.disk.record.tip for node in self.world.alive()]
+
+    def _tips_with_a_future(self) -> list[Manifest]:
+        """Without those that are better than all others and from which nobody may go on any more.
+
+        Any other would have a better chain to follow [F1].
+        """
+        led = [self._may_go_on(node) for node in self.world.alive()]
+        best = max((tip.code for tip in led if tip), default=None)
+        return [tip for tip in self._tips() if best and tip.code <= best]
+
+    def _may_go_on(self, node: Node) -> Manifest | None:
+        """A peer's tip, if somebody lives who may go on from it [F3], and can be shown it [L3].
+
+        The heads that its proof passed over are shown to a member, not to who has just arrived.
+        """
+        tip, chain = node.disk.record.tip, node.machine.chain
+        electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
+        for known in (elector.machine.chain for elector in electors):
+            path = known.rooted(chain.proof(known.tip.code))
+            is_proved = proof_problem(path, tip.head, known.trusted) is None
+            if is_proved or node.me in tip.members:
+                return tip
+        return None
+
+    def _is_recovered(self, tips: Sequence[Manifest]) -> bool:
+        if not tips:
+            return True
         invariants = self.world.invariants
         if any(
             invariants.rounds_since(tip, self.scenario.heal_s) < ROUNDS_AFTER_HEALING
