@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
-from swarm.network.finding import Announced, fetch_config, find_run, whom_to_ask
+from swarm.network.finding import Announced, answers_of, fetch_config, find_run, whom_to_ask
 from swarm.network.identity import Identity
 from swarm.network.joining import fetch_state
 from swarm.network.node import Node
@@ -118,25 +119,28 @@ class Observer:
         """The run with this id, or the only one.
 
         Raises:
-            NobodyReachable: no such run is announced, or the network does not answer.
+            NobodyReachable: no such run is announced, maybe since its founder still prepares it, or
+                the network does not answer.
             RunMismatch: several are, and none was named.
         """
-        found = self._within(
-            deadline_s,
-            "runs",
-            lambda: find_run(
-                self._node,
-                self._downloads,
-                fingerprint=None,
-                wanted=wanted,
-                deadline_s=deadline_s / 2,
-            ),
-        )
-        if found is None:
-            raise NobodyReachable(
-                f"no peer announces {wanted or 'a run'}", hint="is a peer of it running?"
+        node, none = self._node, f"no peer announces {wanted or 'a run'}"
+
+        async def found() -> Announced:
+            opened = await find_run(
+                node, self._downloads, fingerprint=None, wanted=wanted, deadline_s=deadline_s / 2
             )
-        return found.announced
+            if opened:
+                return opened.announced
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s / 8):
+                    for founder in (await answers_of(node, node.entrances)).preparing:
+                        raise NobodyReachable(
+                            f"{none} yet: peer {founder[-6:]} prepares one",
+                            hint="it begins once that peer has read its text: look again later",
+                        )
+            raise NobodyReachable(none, hint="is a peer of it running?")
+
+        return self._within(deadline_s, "runs", found)
 
     def look(self, run: str, deadline_s: float) -> Seen:
         """All records of a run.

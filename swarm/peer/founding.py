@@ -16,7 +16,7 @@ from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.tokenizer import Tokenizer
 from swarm.data.tokenizer_file import FileTokenizer
-from swarm.errors import CorruptState
+from swarm.errors import StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
@@ -121,7 +121,7 @@ def remove_unfounded(state_folder: Path, me: PeerId) -> None:
             if RunDirectory(folder).read_founding().founding.founder == me:
                 shutil.rmtree(folder)
                 logger.info("removed %s: this peer ended before it had founded it", folder)
-        except (OSError, CorruptState) as error:
+        except (OSError, StateError) as error:
             logger.warning("%s is left as it is: %s", folder, error)
 
 

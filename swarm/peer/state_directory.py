@@ -144,7 +144,8 @@ class RunDirectory:
         """The run's configuration.
 
         Raises:
-            CorruptState: it cannot be read.
+            CorruptState: it is missing or damaged.
+            StateError: it is another user's.
         """
         try:
             values = json.loads(self.config_path.read_bytes())
@@ -152,7 +153,8 @@ class RunDirectory:
         except ConfigError as error:
             raise CorruptState(str(error)) from error
         except (OSError, ValueError) as error:
-            raise CorruptState(f"{self.config_path} is damaged: {error}") from error
+            fault = no_access(error)
+            raise fault or CorruptState(f"{self.config_path} is damaged: {error}") from error
 
     def write_config(self, run: RunConfig) -> None:
         """Keeps the run's configuration, as every peer derives it."""
@@ -163,12 +165,14 @@ class RunDirectory:
         """Manifest 0.
 
         Raises:
-            CorruptState: it cannot be read.
+            CorruptState: it is missing or damaged.
+            StateError: it is another user's.
         """
         try:
             return decode_manifest((self.path / "founding").read_bytes())
         except (OSError, BadManifest) as error:
-            raise CorruptState(f"{self.path / 'founding'} is damaged: {error}") from error
+            fault = no_access(error)
+            raise fault or CorruptState(f"{self.path / 'founding'} is damaged: {error}") from error
 
     def write_founding(self, manifest: Manifest) -> None:
         """Keeps manifest 0, which the run id is made of."""

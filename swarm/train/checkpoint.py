@@ -296,12 +296,14 @@ def load_newest(path: Path) -> Loaded | None:
         except CorruptState as error:
             logger.error("%s", error)
             damaged.append(str(error))
-            is_unread = isinstance(error, UnreadableState)
+            is_unread |= isinstance(error, UnreadableState)
             continue
         reason = "; ".join([*damaged, f"using {candidate.name}, round {state.round}"])
         return Loaded(state, reason, newest_is_lost=candidate != path and not is_unread)
     if damaged:
-        raise CorruptState("; ".join(damaged), hint="remove the files to start from the manifest")
+        remedy = "mend what cannot be read, or " if is_unread else ""
+        hint = f"{remedy}remove the files to start from the manifest"
+        raise CorruptState("; ".join(damaged), hint=hint)
     return None
 
 

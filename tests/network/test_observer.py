@@ -21,6 +21,7 @@ from swarm.network.identity import load_or_create_identity
 from swarm.network.joining import publish_peer
 from swarm.network.node import Handlers, Node
 from swarm.network.observer import Observer
+from swarm.network.preparing import encode_preparing
 from swarm.network.records import fetch_dated, publish
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
@@ -263,6 +264,16 @@ def test_the_peer_at_the_address_is_asked_for_its_run_before_the_dht(
     with pytest.raises(NobodyReachable, match="no peer announces a run"):
         guest.find(None, SHORT_S)
     assert guest._node.traffic.refused["record_schema"] > 0
+
+
+def test_a_guest_is_told_of_a_founder_that_still_prepares_its_run(
+    lonely: Lonely, guest: Observer
+) -> None:
+    lonely.told = encode_preparing(lonely.run.fingerprint())
+    with pytest.raises(NobodyReachable, match=r"no peer announces a run yet: peer .* prepares one"):
+        guest.find(None, 4 * SHORT_S)
+    lonely.told = encode_record(lonely.record())
+    assert guest.find(None, WAIT_S).record == lonely.record()
 
 
 def test_an_announcement_that_contradicts_its_id_is_not_followed(

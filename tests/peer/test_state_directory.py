@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.errors import StateLocked
+from swarm.errors import CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered
 from swarm.peer.state_directory import (
     MAX_ENTERED_BY,
@@ -22,6 +22,20 @@ def test_a_line_torn_by_a_kill_spoils_no_other_line(tmp_path: Path) -> None:
     lines = run.events_path.read_bytes().splitlines()
     assert len(lines) == 3
     assert [json.loads(line)["height"] for line in (lines[0], lines[2])] == [0, 3]
+
+
+@pytest.mark.parametrize("name", ["config.json", "founding"])
+def test_a_file_of_another_user_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    run = RunDirectory(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(StateError, match=f"{name}: Permission .*as the user that owns") as found:
+        run.read_config() if name == "config.json" else run.read_founding()
+    assert not isinstance(found.value, CorruptState), "it would be written anew"
 
 
 def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None:
