@@ -12,8 +12,9 @@ from swarm.emulation.simulator.world import World
 
 MANY, FEW = 8, 3
 """Honest voters; with the few of them keys that do real work first may become the majority."""
-GAP_S = 3 * 9.0
-"""Three rounds of the many: up to 4 s of local steps, 5 s for the rest with what is lost."""
+GAP_S = 4 * 9.0
+"""Four rounds of the many: up to 4 s of local steps, 5 s for the rest with what is lost. Keys that
+vanish one after another, each just when a round needs it, have made one take 28 s."""
 HELD_UP_S = 60.0 + 90.0
 """T_reform, and what survivors then take for a round, as a spared majority does."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)

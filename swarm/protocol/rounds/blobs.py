@@ -166,9 +166,9 @@ class Blobs(Role):
             self.out.emit(CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
-        """The shell found that a blob is not here after all."""
+        """The shell found that a blob is not here after all; what fetches it already goes on."""
         self.stored.discard(digest)
-        for pursuit in self.pursuits:
+        for pursuit in [each for each in self.pursuits if digest not in each.missing]:
             for unit, entry in pursuit.manifest.entries.items():
                 is_needed = pursuit is self.proposal and digest in pursuit.manifest.deltas
                 if entry.digest == digest or (is_needed and entry.delta == digest):

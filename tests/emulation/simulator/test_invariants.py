@@ -68,6 +68,8 @@ HOLES = {
     "u:265": "the same",
     "u:60008221": "the simulator's own: an offer on a new tip came before the rest of its effects",
     "o:61032668": "the simulator's own: time went back to the end of steps that a pause outlasted",
+    "B:70000227": "what a peer had lost before was fetched anew each time that it was missed",
+    "V:70000028": "the check's own: four keys vanished, one after another, while a round needed them",
     "U:61048236": "the check's own: a stranger had the last rounds of an only voter, dead for good",
     "o:60337131": "a chain file lost the reforms of the record before, to which damage led back",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",
