@@ -65,7 +65,7 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:5",
-    "all_are_kept": "V:61",
+    "all_are_kept": "V:178",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:1",
     "any_number_is_young": "V:33",
