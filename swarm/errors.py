@@ -234,3 +234,8 @@ def no_access(error: BaseException) -> StateError | None:
         hint = "run it as the user that owns it"
         return StateError(f"{error.filename}: {error.strerror}", hint=hint)
     return None
+
+
+def unreadable(path: object, error: BaseException) -> StateError:
+    """The typed error for a file of the state directory that could not be read."""
+    return no_access(error) or CorruptState(f"{path} is damaged: {error}")

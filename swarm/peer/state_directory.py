@@ -52,6 +52,7 @@ from swarm.errors import (
     StateError,
     StateLocked,
     no_access,
+    unreadable,
 )
 from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
@@ -144,17 +145,15 @@ class RunDirectory:
         """The run's configuration.
 
         Raises:
-            CorruptState: it is missing or damaged.
-            StateError: it is another user's.
+            StateError: it is another user's; CorruptState: missing or damaged.
         """
+        path = self.config_path
         try:
-            values = json.loads(self.config_path.read_bytes())
-            return validate_config(RunConfig, values, source=str(self.config_path))
+            return validate_config(RunConfig, json.loads(path.read_bytes()), source=str(path))
         except ConfigError as error:
             raise CorruptState(str(error)) from error
         except (OSError, ValueError) as error:
-            fault = no_access(error)
-            raise fault or CorruptState(f"{self.config_path} is damaged: {error}") from error
+            raise unreadable(path, error) from error
 
     def write_config(self, run: RunConfig) -> None:
         """Keeps the run's configuration, as every peer derives it."""
@@ -162,17 +161,11 @@ class RunDirectory:
         durable.write_file(self.config_path, run.canonical_json())
 
     def read_founding(self) -> Manifest:
-        """Manifest 0.
-
-        Raises:
-            CorruptState: it is missing or damaged.
-            StateError: it is another user's.
-        """
+        """Manifest 0; raises as `read_config`."""
         try:
             return decode_manifest((self.path / "founding").read_bytes())
         except (OSError, BadManifest) as error:
-            fault = no_access(error)
-            raise fault or CorruptState(f"{self.path / 'founding'} is damaged: {error}") from error
+            raise unreadable(self.path / "founding", error) from error
 
     def write_founding(self, manifest: Manifest) -> None:
         """Keeps manifest 0, which the run id is made of."""
@@ -245,8 +238,8 @@ class StateDirectory:
             durable.make_folder(self.path, mode=0o700)
             self._lock: IO[str] = (self.path / "lock").open("a+")
         except OSError as error:
-            fault = StateError(f"--state-dir {self.path}: {error.strerror}")
-            raise no_access(error) or fault from error
+            why = f"--state-dir {self.path}: {error.strerror}"
+            raise no_access(error) or StateError(why) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

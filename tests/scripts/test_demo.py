@@ -159,9 +159,10 @@ def test_ctrl_c_leaves_nothing(checkout: Checkout) -> None:
     assert (checkout.weights, checkout.left) == ("old", [])
 
 
-def hears_hangups() -> None:
-    """Also where nohup runs the tests, which has all that they start ignore SIGHUP."""
+def hears_signals() -> None:
+    """Also where nohup or a shell runs the tests in the background, so that they ignore some."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -178,7 +179,7 @@ def test_who_ends_it_ends_the_swarm_and_leaves_nothing(
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=hears_hangups,
+        preexec_fn=hears_signals,
     ) as demo:
         lines = iter(demo.stdout.readline, "")
         child = next(int(line) for line in lines if line.strip().isdecimal())
