@@ -135,7 +135,7 @@ class Observer:
                 async with asyncio.timeout(deadline_s / 8):
                     for founder in (await answers_of(node, node.entrances)).preparing:
                         raise NobodyReachable(
-                            f"{none} yet: peer {founder[-6:]} prepares one",
+                            f"{none} yet: peer {founder[-6:]} prepares a run",
                             hint="it begins once that peer has read its text: look again later",
                         )
             raise NobodyReachable(none, hint="is a peer of it running?")

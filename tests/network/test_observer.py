@@ -270,7 +270,9 @@ def test_a_guest_is_told_of_a_founder_that_still_prepares_its_run(
     lonely: Lonely, guest: Observer
 ) -> None:
     lonely.told = encode_preparing(lonely.run.fingerprint())
-    with pytest.raises(NobodyReachable, match=r"no peer announces a run yet: peer .* prepares one"):
+    with pytest.raises(
+        NobodyReachable, match=r"no peer announces a run yet: peer .* prepares a run"
+    ):
         guest.find(None, 4 * SHORT_S)
     lonely.told = encode_record(lonely.record())
     assert guest.find(None, WAIT_S).record == lonely.record()

@@ -382,20 +382,6 @@ def test_a_blob_that_the_shell_lost_is_fetched_again_before_the_vote() -> None:
     assert any(isinstance(effect, Persist) for effect in effects)
 
 
-def test_a_blob_that_is_missed_again_while_it_is_fetched_is_not_fetched_anew() -> None:
-    pump = start_swarm("ABC")
-    pump.run_to_height(2)
-    voter = pump.nodes["A"].machine.tip.order[-1]
-    node = pump.nodes[voter]
-    count = len(node.effects)
-    pump.run(pump.now + 10, lambda: any(isinstance(e, Sync) for e in node.effects[count:]))
-    manifest = next(e.manifest for e in node.effects[count:] if isinstance(e, Sync))
-    lost = Unobtainable(manifest.entries["shared.0"].digest, voter, "absent")
-    assert any(isinstance(effect, Fetch) for effect in node.machine.handle(lost, pump.now))
-    effects = [*node.machine.handle(lost, pump.now), *node.machine.handle(Tick(), pump.now)]
-    assert not any(isinstance(effect, Fetch) for effect in effects)
-
-
 def one_that_syncs() -> tuple[Pump, str, Manifest]:
     """A voter that has just begun to make a proposal durable, which without it has no quorum."""
     pump = start_swarm("ABC")
@@ -407,6 +393,15 @@ def one_that_syncs() -> tuple[Pump, str, Manifest]:
     pump.fail_syncs.add(voter)
     pump.run(pump.now + 60, lambda: any(isinstance(e, Sync) for e in node.effects[count:]))
     return pump, voter, next(e.manifest for e in node.effects[count:] if isinstance(e, Sync))
+
+
+def test_a_blob_that_is_missed_again_while_it_is_fetched_is_not_fetched_anew() -> None:
+    pump, voter, proposed = one_that_syncs()
+    machine = pump.nodes[voter].machine
+    lost = Unobtainable(proposed.entries["shared.0"].digest, voter, "absent")
+    assert any(isinstance(effect, Fetch) for effect in machine.handle(lost, pump.now))
+    effects = [*machine.handle(lost, pump.now), *machine.handle(Tick(), pump.now)]
+    assert not any(isinstance(effect, Fetch) for effect in effects)
 
 
 def test_a_sync_that_failed_is_tried_again_and_then_voted_for() -> None:
