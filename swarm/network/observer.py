@@ -131,16 +131,22 @@ class Observer:
             )
             if opened:
                 return opened.announced
-            with suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s / 8):
-                    for founder in (await answers_of(node, node.entrances)).preparing:
-                        raise NobodyReachable(
-                            f"{none} yet: peer {founder[-6:]} prepares a run",
-                            hint="it begins once that peer has read its text: look again later",
-                        )
+            if founder := await self._founder(deadline_s / 8):
+                raise NobodyReachable(
+                    f"{none} yet: peer {founder[-6:]} prepares a run",
+                    hint="it begins once that peer has read its text: look again later",
+                )
             raise NobodyReachable(none, hint="is a peer of it running?")
 
         return self._within(deadline_s, "runs", found)
+
+    async def _founder(self, within_s: float) -> PeerId | None:
+        """Who at the given addresses says in time that it prepares a run."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                told = await answers_of(self._node, self._node.entrances)
+                return next(iter(told.preparing), None)
+        return None
 
     def look(self, run: str, deadline_s: float) -> Seen:
         """All records of a run.
