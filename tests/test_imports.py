@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
-MAX_CHAIN_LINES = 600
+MAX_CHAIN_LINES = 1200
 """Of a class and of all of ours that it inherits from: what a reader of it has to know."""
 
 # Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
