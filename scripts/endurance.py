@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,12 @@ class Recorder:
         self.samples: list[Sample] = []
         self.disk: list[tuple[float, int, int, dict[str, int]]] = []
         """Of each peer: seconds, peer, rounds, bytes by kind."""
-        self._file = path.open("w", newline="")
-        self._table = csv.writer(self._file)
-        self._table.writerow([f.name for f in fields(Sample)])
+        self._path = path
+        self._write([[f.name for f in fields(Sample)]])
+
+    def _write(self, rows: Sequence[Sequence[object]]) -> None:
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerows(rows)
 
     def take(self, swarm: LocalSwarm, at_s: float) -> None:
         """Samples all processes of the swarm."""
@@ -139,8 +142,7 @@ class Recorder:
                     continue
                 sample = Sample(at_s, peer.index, process, rounds, *process_sample(pid))
                 self.samples.append(sample)
-                self._table.writerow([getattr(sample, f.name) for f in fields(Sample)])
-        self._file.flush()
+                self._write([astuple(sample)])
 
 
 def growth(samples: Sequence[Sample], figure: str) -> tuple[float, float, float]:
@@ -199,6 +201,16 @@ def run(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str]
     return ""
 
 
+def watched(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str], None]) -> str:
+    """As `run`; what ends it after the first sample is a reason too, so its figures are shown."""
+    try:
+        return run(swarm, recorder, hours, say)
+    except (SwarmError, OSError, KeyboardInterrupt) as error:
+        if not recorder.samples:
+            raise
+        return str(error) or type(error).__name__
+
+
 def verdict_of(swarm: LocalSwarm, recorder: Recorder, why: str) -> dict[str, Any]:
     """The report: growth by process, growth on disk by kind of file, and whether the run passed."""
     verdict: dict[str, Any] = {"stopped_early": why}
@@ -254,12 +266,7 @@ def main() -> int:
     try:
         with ending_as_ctrl_c(), killing(swarm):
             recorder = Recorder(folder / "samples.csv")
-            try:
-                why = run(swarm, recorder, arguments.hours, say)
-            except (SwarmError, OSError, KeyboardInterrupt) as error:
-                if not recorder.samples:
-                    raise
-                why = str(error) or type(error).__name__
+            why = watched(swarm, recorder, arguments.hours, say)
             verdict = verdict_of(swarm, recorder, why)
         report(verdict, arguments)
         passed = verdict["passed"]
