@@ -109,7 +109,7 @@ class PeerStatus:
         self.reason_of = lambda: driver.last_reason
         self.refused_of = lambda: driver.refused + self.node.traffic.refused
         self.account.reasons_of = lambda: tuple(driver.reasons)
-        self.fetched_of = lambda: driver.transfers.pace.rate_bytes_per_s
+        self.fetched_of = lambda: driver.transfers.rate_bytes_per_s
         self.manifest = tip = driver.tip
         self._event(
             "started",
