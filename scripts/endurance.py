@@ -227,8 +227,8 @@ def verdict_of(swarm: LocalSwarm, recorder: Recorder, why: str) -> dict[str, Any
         shown = {kind: round(grown) for kind, grown in kinds.items() if abs(grown) >= 1}
         verdict[f"disk-{peer} bytes a round"] = {**shown, "all": round(sum(kinds.values()))}
     digests: dict[tuple[str, int], set[str]] = {}
-    for peer in swarm.peers:
-        for event in applied(peer.events()):
+    for each in swarm.peers:
+        for event in applied(each.events()):
             height = (event["kind"], event["round"])
             digests.setdefault(height, set()).add(event["digest"])
     divergences = sum(len(found) > 1 for found in digests.values())
