@@ -11,21 +11,27 @@ the timers, and a month of waiting takes no time.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import contextvars
 import heapq
 import logging
+import sys
 import threading as real_threading
 import time as real_time
 from asyncio import events
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from queue import Empty, Full
+from typing import Any, Generic, TypeVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 EPOCH_S = 1_790_000_000.0
 """Wall time (seconds since 1970) at which every month begins."""
 BOOT_S = 1000.0
@@ -369,6 +375,71 @@ class VirtualCondition:
         self.notify(len(self._waiting))
 
 
+class VirtualSemaphore:
+    """As `threading.Semaphore`."""
+
+    def __init__(self, value: int = 1) -> None:
+        self._value, self._changed = value, VirtualCondition()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Takes one, once there is one."""
+        if not self._changed.wait_for(lambda: self._value > 0, timeout if blocking else 0.0):
+            return False
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        """Gives some back."""
+        self._value += n
+        self._changed.notify(n)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class VirtualQueue(Generic[Item]):
+    """As `queue.SimpleQueue` and `queue.Queue`."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._items: deque[Item] = deque()
+        self._most, self._changed = maxsize or sys.maxsize, VirtualCondition()
+
+    def put(self, item: Item, block: bool = True, timeout: float | None = None) -> None:
+        """Adds an item, once there is room."""
+        limit_s = timeout if block else 0.0
+        if not self._changed.wait_for(lambda: len(self._items) < self._most, limit_s):
+            raise Full
+        self._items.append(item)
+        self._changed.notify_all()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Item:
+        """The oldest item, once there is one."""
+        if not self._changed.wait_for(lambda: bool(self._items), timeout if block else 0.0):
+            raise Empty
+        item = self._items.popleft()
+        self._changed.notify_all()
+        return item
+
+    def put_nowait(self, item: Item) -> None:
+        """Adds an item; raises Full."""
+        self.put(item, block=False)
+
+    def get_nowait(self) -> Item:
+        """The oldest item; raises Empty."""
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        """Whether nothing is in it."""
+        return not self._items
+
+    def qsize(self) -> int:
+        """How many items are."""
+        return len(self._items)
+
+
 class VirtualTimer(VirtualThread):
     """As `threading.Timer`."""
 
@@ -384,6 +455,85 @@ class VirtualTimer(VirtualThread):
         """Waits, then acts."""
         if not self._finished.wait(self._interval):
             super().run()
+
+
+class VirtualFuture(concurrent.futures.Future[Any]):
+    """As `concurrent.futures.Future`, waited for in virtual time."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The result, once it is there.
+
+        Raises:
+            TimeoutError: it is not there in time.
+        """
+        if not self.done():
+            parked = Threads.of(running_world()).park(timeout)
+            self.add_done_callback(lambda _: parked.wake())
+            parked.wait()
+        if not self.done():
+            raise TimeoutError
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What was raised, once that is known."""
+        with contextlib.suppress(Exception):
+            self.result(timeout)
+        return super().exception(0)
+
+
+class VirtualExecutor(Executor):
+    """As `ThreadPoolExecutor`: so many virtual threads do what is submitted, in its order."""
+
+    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "", **_: Any) -> None:
+        self._most, self._name = max_workers, thread_name_prefix
+        self._todo: deque[tuple[VirtualFuture, Callable[[], Any]]] = deque()
+        self._workers: list[VirtualThread] = []
+        self._arrived, self._is_closed = VirtualCondition(), False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Has a function called by the next worker that is free."""
+        if self._is_closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = VirtualFuture()
+        self._todo.append((future, lambda: fn(*args, **kwargs)))
+        if len(self._workers) < self._most:
+            worker = VirtualThread(target=self._work, name=f"{self._name}_{len(self._workers)}")
+            self._workers.append(worker)
+            worker.start()
+        self._arrived.notify()
+        return future
+
+    def _work(self) -> None:
+        while self._todo or not self._is_closed:
+            if not self._todo:
+                self._arrived.wait()
+                continue
+            future, call = self._todo.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except GreenletExit:
+                raise
+            except BaseException as error:  # noqa: BLE001
+                future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the workers once they are done; waits for that, unless told otherwise."""
+        self._is_closed = True
+        if cancel_futures:
+            for future, _ in self._todo:
+                future.cancel()
+            self._todo.clear()
+        self._arrived.notify_all()
+        if wait:
+            for worker in self._workers:
+                worker.join()
+
+
+def started_pool(name: str, helpers: int) -> VirtualExecutor:
+    """As `network.loop_thread.started_pool`."""
+    return VirtualExecutor(helpers, name)
 
 
 class VirtualLoopThread:

@@ -96,6 +96,7 @@ def _stands(ports: Ports) -> dict[ModuleType, _Stand]:
             Event=kernel.VirtualEvent,
             Condition=kernel.VirtualCondition,
             Timer=kernel.VirtualTimer,
+            Semaphore=kernel.VirtualSemaphore,
             current_thread=kernel.current_thread,
             get_ident=kernel.get_ident,
         ),

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
-from swarm.emulation.longevity.audit import SAMPLES, Allowed, Audit
+from hivemind.p2p import PeerID
+
+from swarm.emulation.longevity import network, storage
+from swarm.emulation.longevity.audit import Allowed, Audit
+from swarm.emulation.longevity.scale import HOUR_S, Scale, sampler
 from swarm.emulation.longevity.sockets import Line
-from swarm.emulation.longevity.subject import Other, Subject, Task, name_of
-from swarm.emulation.longevity.world import DAY_S, World
+from swarm.emulation.longevity.subject import Other, Subject, Task, announced, name_of
+from swarm.emulation.longevity.world import World
+from swarm.errors import HostileInput, Unreachable
+from swarm.network import direct, ledger, letters, routes
+from swarm.network import lines as lines_module
+from swarm.network.bulk import PROTOCOL
+from swarm.network.control import _Payload
+from swarm.network.fetch import Downloads, Want
+from swarm.network.identity import peer_id_of
+from swarm.network.probing import QUESTION, Question
+from swarm.network.steady_clock import LIMIT_S
+from swarm.peer.own_clock import OwnClock
 from swarm.protocol.events import BlobWanted
+from swarm.protocol.fitness import HOME_MBIT
 from swarm.protocol.records import HEARTBEAT_S
-
-HOUR_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How long a scenario lasts.
-
-    Attributes:
-        days: of virtual time.
-        rounds: of the run in it.
-    """
-
-    days: float
-    rounds: int
-
-    @property
-    def seconds(self) -> float:
-        """Of virtual time."""
-        return self.days * DAY_S
-
-    @property
-    def round_s(self) -> float:
-        """From one round to the next."""
-        return self.seconds / self.rounds
-
-
-def _sampler(world: World, scale: Scale, audit: Audit) -> Callable[[], None]:
-    """Samples when that is due; to be called often."""
-    due = count(1)
-    next_s = [scale.seconds / SAMPLES]
-
-    def look() -> None:
-        while world.now_s >= next_s[0]:
-            audit.sample()
-            next_s[0] = scale.seconds / SAMPLES * (next(due) + 1)
-
-    return look
 
 
 def transport(world: World, scale: Scale) -> Audit:
@@ -75,7 +54,7 @@ def transport(world: World, scale: Scale) -> Audit:
         world, {"node": subject.node, "transfers": subject.transfers, "store": subject.store},
         {"state": world.folder / "state"},
     )  # fmt: skip
-    sample, slowest_s, before = _sampler(world, scale, audit), 0.0, subject.timers()
+    sample, slowest_s, before = sampler(world, scale, audit), 0.0, subject.timers()
     for number in range(scale.rounds):
         world.threads.sleep(max(number * scale.round_s - world.now_s, 1.0))
         unit = task.shared[0] if number % 8 == 0 else f"expert.{number % 4}"
@@ -123,14 +102,12 @@ def publishing(world: World, scale: Scale) -> Audit:
     world.disk.full = [(0.45 * scale.seconds, 0.45 * scale.seconds + 300.0)]
     subject.enter(tip, run)
     near.announce(run, subject.status.record())
+    others = [peer for k in range(8) if (peer := announced(world, run, subject.status.record(), k))]
     audit = Audit(
         world,
         {"node": subject.node, "status": subject.status, "publisher": subject.publisher},
         {"state": world.folder / "state"},
-        allowed=[
-            Allowed("events.jsonl", 2000 * scale.rounds / scale.days, "2 kB a round"),
-            Allowed("PeerStatus._counted", 8 * scale.rounds / scale.days, "4,096 rounds", 33_000),
-        ],
+        allowed=list(history_of(scale)),
         quiet=[(b - 60.0, e + 60.0) for b, e in (*world.net.dht_outages, *world.disk.full)],
     )
     mine = subject.node.identity.public_key
@@ -140,7 +117,7 @@ def publishing(world: World, scale: Scale) -> Audit:
                     if owner == mine and "peers" in key),
     )  # fmt: skip
     audit.rate("the quota's count", 12.0, lambda: world.disk.calls["fsync"] / 2)
-    sample, sabotage = _sampler(world, scale, audit), _sabotage(subject, scale)
+    sample, sabotage = sampler(world, scale, audit), _sabotage(subject, scale)
     for number in range(scale.rounds):
         while world.now_s < (number + 1) * scale.round_s:
             world.threads.sleep(min(scale.round_s, 30.0))
@@ -148,7 +125,8 @@ def publishing(world: World, scale: Scale) -> Audit:
             sample()
         tip = task.following(tip, {}, run)
         subject.apply(tip)
-    audit.demand(bool(subject.present), "nobody is seen in the run")
+    unseen = {near.peer_id, *others} - subject.present
+    audit.demand(not unseen, f"{len(unseen)} of {len(others) + 1} peers of the run are not seen")
     return audit
 
 
@@ -176,11 +154,203 @@ def _sabotage(subject: Subject, scale: Scale) -> Callable[[], None]:
     return look
 
 
+def lines(world: World, scale: Scale) -> Audit:
+    """Measures the peer's uplink, which falls from 80 to 6 Mbit/s and rises again.
+
+    Once a round another peer fetches from the subject. A month of measurements has to be counted
+    by its quota, too.
+    """
+    task, day_s = Task.new(), scale.seconds
+    line = Line(lambda at_s: 6.0 if 0.3 * day_s <= at_s < 0.7 * day_s else 80.0)
+    first = Other(world, world.machine(), [])
+    known = list(first.node.addresses)
+    others = [first, *(Other(world, world.machine(), known) for _ in range(2))]
+    subject = Subject(world, task, line, known, quota_gb=1e6)
+    members = [subject.node.peer_id, *(other.peer_id for other in others)]
+    tip = task.founding(members)
+    run = name_of(task, tip)
+    subject.enter(tip, run, publishes=False)
+    for other in others:
+        other.announce(run, subject.status.record())
+    audit = Audit(
+        world, {"node": subject.node, "status": subject.status, "line": subject.line},
+        {"state": world.folder / "state"},
+        allowed=list(history_of(scale)),
+    )  # fmt: skip
+    sample, unknown = sampler(world, scale, audit), subject.status.record().link
+    audit.demand(
+        unknown is not None and unknown.up_mbit is None,
+        "an uplink that nobody has measured is published as a number",
+    )
+    with world.at(first.machine):
+        downloads = Downloads(first.node, first.store)
+    moved = [_moved_bytes(subject), subject.counted_bytes()]
+    for number in range(scale.rounds):
+        world.threads.sleep(max((number + 1) * scale.round_s - world.now_s, 1.0))
+        value = task.value(task.shared[0], number)
+        digest = subject.store.put(value)
+        want = Want(digest, len(value), (subject.node.peer_id,))
+        try:
+            first.node.run(downloads.fetch([want]), 60.0)
+        except TimeoutError:
+            audit.demand(False, f"round {number}: what the subject has was not fetched from it")
+        first.store.collect([])
+        subject.store.collect([])
+        world.threads.sleep(30.0)
+        with world.at(subject.machine):
+            subject.node.run(subject.line.measure_again(), 30.0)
+        tip = task.following(tip, {}, run)
+        subject.apply(tip)
+        link = subject.status.record().link
+        audit.demand(link is not None, "nothing is published of the line")
+        share = world.now_s / day_s
+        if link and any(begin < share < end for begin, end in ((0.5, 0.69), (0.9, 1.0))):
+            true_mbit = line.up_mbit(world.now_s)
+            known_mbit = link.up_mbit or 0.0
+            audit.demand(
+                0.4 * true_mbit < known_mbit < 1.7 * true_mbit,
+                f"day {world.now_s / 86_400:.2f}: an uplink of {true_mbit:g} Mbit/s is published "
+                f"as {known_mbit:.3g}",
+            )
+            cap = subject.node.traffic.up.mbit
+            is_thin = true_mbit < HOME_MBIT
+            audit.demand(
+                (cap is not None and cap < true_mbit) if is_thin else cap is None,
+                f"day {world.now_s / 86_400:.2f}: uploads of a line of {true_mbit:g} Mbit/s are "
+                f"held to {cap} Mbit/s",
+            )
+        sample()
+    world.threads.sleep(30.0)
+    true_bytes = _moved_bytes(subject) - moved[0]
+    counted_bytes = subject.counted_bytes() - moved[1]
+    audit.demand(
+        0.9 * true_bytes < counted_bytes < 1.3 * true_bytes,
+        f"the quota counted {counted_bytes / 1e6:.1f} MB of {true_bytes / 1e6:.1f} MB",
+    )
+    return audit
+
+
+def _moved_bytes(subject: Subject) -> int:
+    """What the line really carried, both ways."""
+    return subject.machine.line.moved_bytes + subject.machine.received_bytes
+
+
+BOUNDS = (
+    (letters, "MAX_PEERS"),
+    (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (direct, "MAX_WAYS"),
+    (routes, "MAX_PEERS"),
+)  # fmt: skip
+"""Of what is kept of others, by module and name."""
+
+
+def strangers(world: World, scale: Scale) -> Audit:
+    """Thousands of peers come and go: they call, and are called when they are gone already.
+
+    What is kept of others is bounded by their number; the bounds are a sixteenth of the shipped
+    ones, so that fewer strangers fill it.
+    """
+    task = Task.new()
+    for module, name in BOUNDS:
+        world.set(module, name, getattr(module, name) // 16)
+    near = Other(world, world.machine(), [])
+    subject = Subject(world, task, Line(), list(near.node.addresses))
+    audit = Audit(world, {"node": subject.node, "store": subject.store})
+    sample, node = sampler(world, scale, audit), subject.node
+    daemon: Any = node._living_p2p()
+    every = max(1, 1_600 // scale.rounds)
+    payload = QUESTION + Question(kind="about").model_dump_json().encode()
+
+    async def meet(peer: str) -> None:
+        with suppress(Unreachable):
+            await node.post(peer, b"hello", 5.0)
+        with suppress(Unreachable):
+            (await node.open_stream(peer, PROTOCOL, 5.0)).close()
+
+    async def called(peer: str) -> None:
+        handler, _ = daemon.handlers["swarm.request"]
+        with suppress(HostileInput):
+            await handler(_Payload(payload), SimpleNamespace(remote_id=PeerID.from_base58(peer)))
+
+    for number in range(scale.rounds):
+        world.threads.sleep(max((number + 1) * scale.round_s - world.now_s, 0.1))
+        peers = [p for p in (peer_id_of(world.rng.randbytes(32)) for _ in range(every)) if p]
+
+        async def everybody(peers: list[str] = peers) -> None:
+            await asyncio.gather(*(meet(p) for p in peers), *(called(p) for p in peers))
+
+        with world.at(subject.machine):
+            node.run(everybody(), 120.0)
+        sample()
+    return audit
+
+
+def clocks(world: World, scale: Scale) -> Audit:
+    """The machine's oscillator is 60 ppm fast; an NTP client sets the wall clock right each hour.
+
+    Once somebody sets the wall clock wrong by an hour for a while.
+    """
+    task = Task.new()
+    first = Other(world, world.machine(), [])
+    known = list(first.node.addresses)
+    others = [first, *(Other(world, world.machine(), known) for _ in range(2))]
+    subject = Subject(world, task, Line(), known)
+    clock = subject.machine.clock
+    clock.drift = 60e-6
+    audit, worst_s = Audit(world, {"node": subject.node}), 0.0
+    sample = sampler(world, scale, audit)
+    with world.at(subject.machine):
+        own = OwnClock(subject.node)
+    del others
+    at_s, next_hour_s = 0.0, HOUR_S
+    while at_s < scale.seconds:
+        world.threads.sleep(60.0)
+        at_s = world.now_s
+        is_wrong = 0.5 * scale.seconds < at_s < 0.5 * scale.seconds + 2 * HOUR_S
+        if at_s >= next_hour_s:
+            next_hour_s += HOUR_S
+            clock.set_right()
+            clock.stepped_s += HOUR_S if is_wrong else 0.0
+        with world.at(subject.machine):
+            subject.node.run(own.compare(), 30.0)
+            off_s = abs(network.dht_clock()() - clock.true_wall())
+        worst_s = max(worst_s, off_s)
+        audit.demand(
+            off_s < LIMIT_S, f"the clock of records is off by more than {LIMIT_S:g} s, after all"
+        )
+        sample()
+    return audit
+
+
+def history_of(scale: Scale) -> tuple[Allowed, ...]:
+    """What a peer keeps of its rounds."""
+    a_day = scale.rounds / scale.days
+    return (
+        Allowed("events.jsonl", 2000 * a_day, "2 kB a round"),
+        Allowed("PeerStatus._counted", 8 * a_day, "4,096 rounds", 33_000),
+    )
+
+
 SCENARIOS: dict[str, Callable[[World, Scale], Audit]] = {
     "transport": transport,
     "publishing": publishing,
+    "lines": lines,
+    "strangers": strangers,
+    "clocks": clocks,
+    "store": storage.store,
+    "chain": storage.chain,
+    "exports": storage.exports,
+    "monitor": storage.monitor,
+    "reading": storage.reading,
 }
 SHORT: dict[str, Scale] = {
     "transport": Scale(4.0, 1140),
     "publishing": Scale(0.2, 40),
+    "lines": Scale(2.0, 96),
+    "strangers": Scale(0.5, 48),
+    "clocks": Scale(1.0, 24),
+    "store": Scale(2.0, 200),
+    "chain": Scale(4.0, 1000),
+    "exports": Scale(8.0, 800),
+    "monitor": Scale(2.0, 600),
+    "reading": Scale(1.0, 100),
 }

@@ -22,6 +22,7 @@ from swarm.emulation.longevity.sockets import Line, Machine
 from swarm.emulation.longevity.world import World
 from swarm.network.blobs import BlobStore
 from swarm.network.founding import founding_manifest
+from swarm.network.identity import peer_id_of
 from swarm.network.node import Node
 from swarm.network.transfers import Transfers
 from swarm.peer.leaving import Stop
@@ -126,10 +127,8 @@ class Other:
 
     def announce(self, run: str, record: PeerRecord) -> None:
         """Has its presence in the DHT for as long as the month lasts, without publishing it."""
-        key, subkey = peers_key(run, shard_of(self.peer_id)), self.node.identity.public_key
-        value = encode_record(replace(record, peer_id=self.peer_id, addresses=self.node.addresses))
-        records = self.world.net.records.setdefault(key, {})
-        records[subkey] = ValueWithExpiration(value, EPOCH_S + 1000 * 86_400.0)
+        mine = replace(record, peer_id=self.peer_id, addresses=self.node.addresses)
+        _announce(self.world, run, mine, self.node.identity.public_key)
 
     def give(self, values: dict[str, bytes], *, keep: int = 2) -> dict[str, str]:
         """Stores values; returns their digests, and forgets those of rounds before."""
@@ -137,6 +136,20 @@ class Other:
         self.held = [*self.held, *digests.values()][-keep * len(values) :]
         self.store.collect(self.held)
         return digests
+
+
+def announced(world: World, run: str, record: PeerRecord, number: int) -> PeerId | None:
+    """A peer of which there is a record and nothing else; None where the key is no peer's."""
+    key = world.rng.randbytes(32)
+    peer = peer_id_of(key)
+    if peer:
+        _announce(world, run, replace(record, peer_id=peer, name=f"other {number}"), key)
+    return peer
+
+
+def _announce(world: World, run: str, record: PeerRecord, subkey: bytes) -> None:
+    records = world.net.records.setdefault(peers_key(run, shard_of(record.peer_id)), {})
+    records[subkey] = ValueWithExpiration(encode_record(record), EPOCH_S + 1000 * 86_400.0)
 
 
 class Subject:
@@ -176,7 +189,12 @@ class Subject:
             self.arrived: set[str] = set()
             self.quota = QuotaWatch(self.network, self.state, self.node, self.stop_wish)
 
-    def enter(self, tip: Manifest, run: str) -> None:
+    def counted_bytes(self) -> int:
+        """What its quota has counted."""
+        assert self.quota._quota, "it has no quota"
+        return self.quota._quota.count.num_bytes
+
+    def enter(self, tip: Manifest, run: str, *, publishes: bool = True) -> None:
         """Takes part in the run: status, publisher and line as a peer has them."""
         with self.world.at(self.machine):
             self.run_id, self.tip = run, tip
@@ -187,21 +205,22 @@ class Subject:
                 self.node, self.task.run, name="subject", capacity=1.0, directory=directory
             )
             self.status.manifest = tip
-            self.status.fetched_of = lambda: self.transfers.pace.rate_bytes_per_s
+            self.status.fetched_of = lambda: self.transfers.rate_bytes_per_s
             host: Any = SimpleNamespace(
                 node=self.node, state=self.state, config=SimpleNamespace(network=self.network)
             )
             self.line = OwnLine(host, self.status, run)
-            self.present: list[PeerId] = []
+            self.present: set[PeerId] = set()
             self.publisher = Publisher(
                 self.node,
                 self.status,
                 announcement(run, self.task.run, tip),
                 self.state,
-                on_present=lambda peers: setattr(self, "present", peers),
+                on_present=self.present.update,
                 beside=self.line.measure_again,
             )
-            self.publisher.start()
+            if publishes:
+                self.publisher.start()
 
     def end(self) -> None:
         """Ends this life in order."""
@@ -241,7 +260,7 @@ class Subject:
     def timers(self) -> Timers:
         """As the round driver adapts them."""
         due = {unit.unit: unit.num_bytes for unit in self.task.layout.units}
-        measured = self.transfers.pace.measured(due)
+        measured = self.transfers.measured(due)
         return production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers
 
 

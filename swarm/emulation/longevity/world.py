@@ -10,8 +10,11 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue, SimpleQueue
+from types import ModuleType
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -28,7 +31,7 @@ from swarm.network import steady_clock, streams, substrate
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.handlers import Handlers
-from swarm.network.loop_thread import LoopThread
+from swarm.network.loop_thread import LoopThread, started_pool
 from swarm.network.node import Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import QUESTION, Prober
@@ -81,11 +84,18 @@ class World:
         self.net = Net(self.internet)
         self.said, self.disk = Said(), Disk()
         self.threads, self._hosts = Threads.of(self.loop), 0
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def now_s(self) -> float:
         """Seconds since the month began."""
         return self.loop.now_s
+
+    def set(self, module: ModuleType, name: str, value: object) -> None:
+        """Gives a constant of a module another value for as long as this world lasts."""
+        before = getattr(module, name)
+        self._undo.append(lambda: setattr(module, name, before))
+        setattr(module, name, value)
 
     def machine(self, line: Line | None = None, *, is_reachable: bool = True) -> Machine:
         """Another host."""
@@ -187,8 +197,12 @@ class World:
             streams.open_stream: network.open_stream,
             steady_clock.dht_clock: network.dht_clock,
             LoopThread: VirtualLoopThread,
+            started_pool: kernel.started_pool,
+            SimpleQueue: kernel.VirtualQueue,
+            Queue: kernel.VirtualQueue,
+            ThreadPoolExecutor: kernel.VirtualExecutor,
         }
-        heal_s, node_module.HEAL_LOOK_EVERY_S = node_module.HEAL_LOOK_EVERY_S, HEAL_LOOK_EVERY_S
+        self.set(node_module, "HEAL_LOOK_EVERY_S", HEAL_LOOK_EVERY_S)
         log = logging.getLogger("swarm")
         level, propagate = log.level, log.propagate
         log.addHandler(self.said)
@@ -200,7 +214,8 @@ class World:
                 yield
         finally:
             here.reset(token)
-            node_module.HEAL_LOOK_EVERY_S = heal_s
+            for undo in self._undo:
+                undo()
             log.removeHandler(self.said)
             log.setLevel(level)
             log.propagate = propagate
