@@ -149,7 +149,7 @@ _published, _compare, _up_mbit = Publisher._publish, OwnClock.compare, round_acc
 MUTANTS: dict[str, Mutant] = {
     "exponent_without_bound": Mutant(
         "1: a pause of 5.0 * 2**failures overflows at the 1,025th failure",
-        "transport", "was not fetched",
+        "transport", "OverflowError",
         lambda: ((direct._Way, "failed", _rests_without_bound),),
     ),
     "exception_ends_thread": Mutant(
@@ -209,7 +209,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "old_exports_stay": Mutant(
         "exports before the newest are not removed",
-        "exports", "file exports",
+        "exports", "of the newest exports",
         lambda: ((ExportManager, "_remove_old", _stays),),
     ),
     "descriptors_stay_open": Mutant(

@@ -65,7 +65,7 @@ def transport(world: World, scale: Scale) -> Audit:
         shut.machine.is_up = hours.random() > 0.02
         if number % max(scale.rounds // max(int(scale.days), 1), 1) == 8:
             line.outages = [(world.now_s + 0.05, world.now_s + 1200.0)]
-        first = near if number % 8 == 0 else hidden if number % 8 == 4 else shut
+        first = near if number % 8 == 0 else hidden if number % 16 == 4 else shut
         sources = (first.peer_id, *(o.peer_id for o in (near, shut) if o is not first))
         began_s = world.now_s
         came = subject.fetch([BlobWanted(unit, digest, len(value), sources)], 3000.0)
@@ -246,18 +246,18 @@ BOUNDS = (
 def strangers(world: World, scale: Scale) -> Audit:
     """Thousands of peers come and go: they call, and are called when they are gone already.
 
-    What is kept of others is bounded by their number; the bounds are a sixteenth of the shipped
-    ones, so that fewer strangers fill it.
+    What is kept of others is bounded by their number; the bounds are a thirty-second of the
+    shipped ones, so that fewer strangers fill it.
     """
     task = Task.new()
     for module, name in BOUNDS:
-        world.set(module, name, getattr(module, name) // 16)
+        world.set(module, name, getattr(module, name) // 32)
     near = Other(world, world.machine(), [])
     subject = Subject(world, task, Line(), list(near.node.addresses))
     audit = Audit(world, {"node": subject.node, "store": subject.store})
     sample, node = sampler(world, scale, audit), subject.node
     daemon: Any = node._living_p2p()
-    every = max(1, 1_600 // scale.rounds)
+    every = max(1, 800 // scale.rounds)
     payload = QUESTION + Question(kind="about").model_dump_json().encode()
 
     async def meet(peer: str) -> None:
@@ -343,7 +343,7 @@ SCENARIOS: dict[str, Callable[[World, Scale], Audit]] = {
     "reading": storage.reading,
 }
 SHORT: dict[str, Scale] = {
-    "transport": Scale(4.0, 1140),
+    "transport": Scale(5.0, 1400),
     "publishing": Scale(0.2, 40),
     "lines": Scale(2.0, 96),
     "strangers": Scale(0.5, 48),
@@ -351,6 +351,6 @@ SHORT: dict[str, Scale] = {
     "store": Scale(2.0, 200),
     "chain": Scale(4.0, 1000),
     "exports": Scale(8.0, 800),
-    "monitor": Scale(2.0, 600),
+    "monitor": Scale(2.0, 300),
     "reading": Scale(1.0, 100),
 }

@@ -40,7 +40,7 @@ from swarm.protocol.trust import Chain, proof_problem
 from swarm.train.checkpoint import PrivateState, load_private, save_private
 from swarm.train.engine import EngineState
 
-RESTART_EVERY = 40
+RESTART_EVERY, EXPORT_EVERY = 40, 50
 """Rounds."""
 
 
@@ -127,12 +127,17 @@ class Swarm:
         self.run = type(task.run).model_validate_json(json.dumps(sections, default=str))
         self.store = BlobStore()
         self.tries: dict[int, int] = {}
-        self.pause_s = 5.0
+        self.pause_s = 30.0
 
     @property
     def round(self) -> int:
         """The newest."""
-        return min(int(self.world.now_s / self.scale.round_s), int(0.6 * self.scale.rounds))
+        return min(int(self.world.now_s / self.scale.round_s), self.last)
+
+    @property
+    def last(self) -> int:
+        """The last one that is agreed; an export of it is due."""
+        return int(0.6 * self.scale.rounds) // EXPORT_EVERY * EXPORT_EVERY
 
     def newest(self, least_round: int) -> Manifest | None:
         """See `following.Source`."""
@@ -144,8 +149,7 @@ class Swarm:
 
     def is_lost(self, number: int) -> bool:
         """Whether nobody has this round's values any more; of the last one, from the start."""
-        is_last = number == int(0.6 * self.scale.rounds)
-        return is_last or self.round - number > 5
+        return number == self.last or self.round - number > 5
 
     def bring(self, manifest: Manifest, form: object, within_s: float = 60.0) -> Any:
         """See `following.Source`; a model that is lost takes five turns of a minute to fail."""
@@ -166,7 +170,7 @@ def exports(world: World, scale: Scale) -> Audit:
     """Follows a run whose peers stop before its last round, and whose last model is lost."""
     swarm, folder = Swarm(world, Task.new(), scale), world.folder / "exports"
     manager = ExportManager(folder, keep=3)
-    follower = Follower(swarm, manager, 50, following.Form(), published=lambda *_: None)
+    follower = Follower(swarm, manager, EXPORT_EVERY, following.Form(), published=lambda *_: None)
     ended: list[float] = []
     write, audit = following.write_export, Audit(
         world, {"follower": follower, "manager": manager}, {"exports": folder}
@@ -196,7 +200,7 @@ def exports(world: World, scale: Scale) -> Audit:
     exported = [each.round for each in manager.exports]
     audit.demand(len(exported) == 3, f"of the newest exports {len(exported)} are there, not 3")
     audit.demand(
-        bool(exported) and exported[-1] >= int(0.6 * scale.rounds) - 51,
+        bool(exported) and exported[-1] >= swarm.last - EXPORT_EVERY - 1,
         f"the newest export is of round {exported[-1:]}",
     )
     most = max(swarm.tries.values(), default=0)
@@ -216,7 +220,8 @@ def monitor(world: World, scale: Scale) -> Audit:
     a_day = scale.rounds / scale.days
     audit = Audit(
         world, roots, {"monitor": folder},
-        allowed=[Allowed("", 40 * a_day, "2,000 points of the last rounds", 60_000),
+        allowed=[Allowed("Snapshot.", 40 * a_day, "2,000 points of the last rounds", 60_000),
+                 Allowed("Feed._older", 8 * a_day, "four versions of 300 events", 1_300),
                  Allowed("file", 4000 * a_day, "the same on disk", 2e6)],
     )  # fmt: skip
     sample, before = sampler(world, scale, audit), None
