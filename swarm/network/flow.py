@@ -233,9 +233,14 @@ class Flow:
 
     async def _fill(self, connection: socket.socket, view: memoryview, progress_s: float) -> None:
         """Receives a small piece."""
+
+        def arrived(num_bytes: int) -> None:
+            self._traffic.arriving.add(num_bytes)
+            self._arrived(num_bytes)
+
         await self._traffic.down.wait(len(view))
         async with asyncio.timeout(progress_s):
-            await receive_into(connection, view, self._arrived)
+            await receive_into(connection, view, arrived)
 
     async def _take_large(
         self,
@@ -254,6 +259,7 @@ class Flow:
         def count(num_bytes: int) -> None:
             nonlocal arrived
             arrived += num_bytes
+            self._traffic.arriving.add(num_bytes)
 
         def turn(most: int) -> int:
             num_bytes = self._traffic.down.part_bytes(most)

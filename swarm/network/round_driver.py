@@ -357,7 +357,7 @@ class RoundDriver:
 
     def _adapt_timers(self) -> None:
         adapted = production_timers(
-            self.transfers.pace.measured(self.rules.may_be_renewed(self.machine.tip)),
+            self.transfers.measured(self.rules.may_be_renewed(self.machine.tip)),
             roster_after_s=self.settings.roster_after_s,
             reform_after_s=self.settings.reform_after_s,
             base=self._base_timers,
