@@ -124,19 +124,7 @@ class SupervisedThread:
         return True
 
     def _run(self) -> None:
-        failures = 0
-        while True:
-            is_last, began_s = self.stopping.is_set(), self._system.monotonic()
-            try:
-                self._body()
-                return
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it must not end here
-                failures = _failures(failures, self._system.monotonic() - began_s)
-                pause_s = _pause_s(failures)
-                _log_rest(f"the thread {self.name}", error, pause_s)
-            if is_last:
-                return
-            self._system.wait(self.stopping, pause_s)
+        supervised(f"the thread {self.name}", self._body, self.stopping, system=self._system)
 
 
 class Tasks:
@@ -167,7 +155,7 @@ class Tasks:
 
     def supervise(self, body: AsyncBody) -> None:
         """Runs work that lives as long as its owner: after a failure it rests and begins again."""
-        self.spawn(supervised(f"a task of {self._owner}", body))
+        self.spawn(supervised_async(f"a task of {self._owner}", body))
 
     async def stop(self) -> None:
         """Cancels all and returns once they have ended."""
@@ -191,8 +179,42 @@ class Tasks:
             self._on_failure(error)
 
 
-async def supervised(who: str, body: AsyncBody) -> None:
-    """Awaits a body until it returns; see the module. Only being cancelled ends it before.
+def supervised(
+    who: str,
+    body: Body,
+    stopping: threading.Event,
+    *,
+    ends: tuple[type[BaseException], ...] = (),
+    system: System = SYSTEM,
+) -> None:
+    """Calls a body in this thread until it returns; see the module.
+
+    Args:
+        who: is named in the log when the body fails.
+        body: returns once `stopping` is set.
+        stopping: ends a rest; the body is then called once more, to finish.
+        ends: exceptions that are raised, because they are expected and say why the work is over.
+        system: of this process.
+    """
+    failures = 0
+    while True:
+        is_last, began_s = stopping.is_set(), system.monotonic()
+        try:
+            body()
+            return
+        except ends:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is logged, whatever it is
+            failures = _failures(failures, system.monotonic() - began_s)
+            pause_s = _pause_s(failures)
+            _log_rest(who, error, pause_s)
+        if is_last:
+            return
+        system.wait(stopping, pause_s)
+
+
+async def supervised_async(who: str, body: AsyncBody) -> None:
+    """Awaits a body in this task until it returns; only being cancelled ends it before.
 
     Args:
         who: is named in the log when the body fails.

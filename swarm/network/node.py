@@ -306,9 +306,12 @@ class Node:
         now = Moment(time.monotonic(), time.time())
         chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
         substrate = self._living()
-        answered = await asyncio.gather(*(substrate.reach(address) for address in chosen))
-        for address, one_answered in zip(chosen, answered, strict=True):
-            self._book.tried(address, one_answered, time.time())
+        found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
+        answered = [each is True for each in found]
+        for address, each in zip(chosen, found, strict=True):
+            if isinstance(each, BaseException):  # a fault that is met with one costs no other
+                logger.error("%s was not tried by a fault here", address.text, exc_info=each)
+            self._book.tried(address, each is True, time.time())
         return sum(answered)
 
     async def _heal_for_ever(self) -> None:
