@@ -14,6 +14,7 @@ from swarm.errors import HostileInput, NetworkDown
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost, Ledger
+from swarm.network.line_bytes import LineBytes
 from swarm.network.streams import Serve as Serve
 from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
@@ -119,7 +120,7 @@ class Door:
                 self._traffic.refuse("direct_room")
                 connection.close()
                 continue
-            self.tasks.spawn(self._enter(tuned(connection), address[0]))
+            self.tasks.spawn(self._enter(tuned(self._traffic.line, connection), address[0]))
 
     async def _enter(self, connection: socket.socket, host: str) -> None:
         taken = False
@@ -176,8 +177,9 @@ def port_beside(network: NetworkSection) -> int:
     return first + 1 if 0 < first < 65_535 else 0
 
 
-def tuned(connection: socket.socket) -> socket.socket:
-    """The same socket, non-blocking, with little that is kept unsent in the kernel."""
+def tuned(line: LineBytes, raw: socket.socket) -> socket.socket:
+    """Takes a connection over: counted, non-blocking, with little kept unsent in the kernel."""
+    connection = line.connection(raw)
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(OSError, AttributeError):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
+from swarm.network.line_bytes import LineBytes
 from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 from swarm.protocol.pace import Arrivals
@@ -45,6 +46,9 @@ class Arriving:
 class Traffic:
     """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
+    `line` is what a provider counts. The other counters say what bytes were for, each where it is
+    used: what measures a line is in none of them.
+
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
         control_messages_received: the same, from others.
@@ -62,6 +66,7 @@ class Traffic:
         up: cap on what is sent.
         down: cap on what is received.
         sent: how fast the line sent of late.
+        line: all that the line carries, whatever it is for.
         arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.
     """
 
@@ -80,6 +85,7 @@ class Traffic:
     down: Throttle = field(default_factory=Throttle)
     sent: SentRate = field(default_factory=SentRate)
     arriving: Arriving = field(default_factory=Arriving)
+    line: LineBytes = field(default_factory=LineBytes)
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:

@@ -1,8 +1,8 @@
 """The bytes that this machine may move in a month: counted, warned of, and left for in time.
 
 A calendar month (UTC), since that is what providers sell; both directions together, since most
-count them so; all runs of a state directory, since it is one line. Counted is what a node counts
-(`network/traffic.py`), with a share for what it cannot see.
+count them so; all runs of a state directory, since it is one line. Counted is what the kernel has
+seen on the node's sockets (`network/line_bytes.py`), with a share for headers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ def month_of(time_s: float) -> str:
 
 
 def bytes_moved(traffic: Traffic) -> int:
-    """What a node has moved since its start, both ways together, as it goes over the line."""
-    moved = (
+    """What a node has moved since its start, both ways together, as it goes over the line.
+
+    As the kernel counts it; where the kernel does not say, what the node knows of.
+    """
+    total = traffic.line.total()
+    return round((_known_of(traffic) if total is None else total) * OVERHEAD)
+
+
+def _known_of(traffic: Traffic) -> int:
+    return (
         traffic.blob_bytes_sent
         + traffic.blob_bytes_received
         + traffic.moments_bytes_sent  # those received are blobs
@@ -52,7 +60,6 @@ def bytes_moved(traffic: Traffic) -> int:
         + 2 * traffic.relayed_bytes
         + traffic.dht_bytes
     )
-    return round(moved * OVERHEAD)
 
 
 def bytes_to_leave(run: RunConfig, num_peers: int) -> float:

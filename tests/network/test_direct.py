@@ -294,7 +294,7 @@ def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> 
     """What comes of talking to a peer's door from outside."""
 
     async def run() -> Any:
-        connection = await connect("127.0.0.1", node._ways.direct.door.port)
+        connection = await connect(node.traffic.line, "127.0.0.1", node._ways.direct.door.port)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await talk(connection)
