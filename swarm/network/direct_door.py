@@ -8,15 +8,15 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
+from swarm.background import Tasks
 from swarm.config import NetworkSection
 from swarm.errors import HostileInput, NetworkDown
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost, Ledger
-from swarm.network.line_bytes import LineBytes
 from swarm.network.streams import Serve as Serve
-from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Door:
         self.port = port if opened else 0
         self._listening += opened
         for listening in opened:
-            self.tasks.spawn(self._accept(listening))
+            self.tasks.supervise(partial(self._accept, listening))
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -120,12 +120,12 @@ class Door:
                 self._traffic.refuse("direct_room")
                 connection.close()
                 continue
-            self.tasks.spawn(self._enter(tuned(self._traffic.line, connection), address[0]))
+            self.tasks.spawn(self._enter(self._traffic.line.connection(connection), address[0]))
 
     async def _enter(self, connection: socket.socket, host: str) -> None:
         taken = False
         try:
-            introduced = await self._introduced(connection, host)
+            introduced = await self._introduced(tuned(connection), host)
             kind, _, token = introduced.purpose.partition(" ")
             if kind == CALLED:
                 taken = await self._called(connection, introduced, token)
@@ -177,9 +177,8 @@ def port_beside(network: NetworkSection) -> int:
     return first + 1 if 0 < first < 65_535 else 0
 
 
-def tuned(line: LineBytes, raw: socket.socket) -> socket.socket:
-    """Takes a connection over: counted, non-blocking, with little kept unsent in the kernel."""
-    connection = line.connection(raw)
+def tuned(connection: socket.socket) -> socket.socket:
+    """The same socket, non-blocking, with little that is kept unsent in the kernel."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(OSError, AttributeError):
