@@ -270,10 +270,10 @@ def traffic(bench: Bench) -> dict[str, Any]:
         if event["round"] <= FOUNDERS_ROUNDS and len(event["contributors"]) == 2
     ]
     sent = [event["blob_bytes_sent"] for event in rounds]
-    mean = sum(sent) / max(len(sent), 1)
+    mean = sum(sent) / len(sent) if sent else None
     formula = bytes_sent_per_peer_per_round(bench.run, 2)
     return {
-        "sent_megabytes": round(mean / 1e6, 1),
+        "sent_megabytes": None if mean is None else round(mean / 1e6, 1),
         "formula_megabytes": round(formula / 1e6, 1),
         "rounds": len(sent) // 2,
     }
