@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from swarm.config import RunConfig
@@ -63,9 +63,13 @@ class Publisher:
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._presence, self._clock = Presence(node, run.run), OwnClock(node)
+        self._presence, self._clock = Presence(node, run.run), OwnClock(node, self._members)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
+
+    def _members(self) -> Collection[PeerId]:
+        tip = self.status.manifest
+        return tip.members if tip else ()
 
     def start(self) -> None:
         """Begins to publish."""
