@@ -18,7 +18,8 @@ from swarm.network.observer import Seen
 from swarm.protocol.digests import PIECE_BYTES, piece_index
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
-from tests.export.models import Time, after, found, toy_run
+from tests.export.models import after, found, toy_run
+from tests.fake_time import Time
 from tests.peer_records import peer_record
 
 RUN = toy_run()
