@@ -363,8 +363,8 @@ class Peer:
 
 def _machine_of(starter: Starter, started: Started) -> RoundMachine:
     host, config = starter.host, starter.host.config
-    blobs = [*started.record.tip.founding.blobs, started.directory.read_founding().blob]
-    started.store.pin(blobs)
+    founding, file = started.directory.read_founding(), RecordFile(started.directory.record_path)
+    started.store.pin([*started.record.tip.founding.blobs, founding.blob])
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,
@@ -378,7 +378,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
         is_dialable=host.is_dialable,
         uplink_of=host.uplink_mbit,
         fetches_ahead=True,
-        chain=RecordFile(started.directory.record_path).read_chain(started.record),
+        chain=file.read_chain(started.record, founding.head),
         invitation=kept_invitation(starter.wanted.invitation, started.directory),
     )
 
