@@ -14,6 +14,7 @@ import socket as real_socket
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from swarm.emulation.longevity.sockets import Internet, Machine, here
 from swarm.errors import NobodyReachable, NoRoute
 from swarm.network.daemon import Address
 from swarm.network.dht import Dht
+from swarm.network.line_bytes import LineBytes
 from swarm.network.signed_records import SignedRecords
 from swarm.network.steady_clock import SteadyClock
 from swarm.network.substrate import Opening, Substrate
@@ -36,6 +38,10 @@ PORT = 4001
 DIAL_S = 5.0
 """libp2p gives up on a host that does not answer."""
 ROUTING_TABLE = 20
+CALL_BYTES = 200
+"""Of a call beside its payload."""
+_pids = count(1)
+_processes: dict[int, VirtualP2P] = {}
 
 
 @dataclass
@@ -76,7 +82,10 @@ class VirtualP2P:
         self.handlers: dict[str, tuple[Callable[..., Any], Any]] = {}
         self.streams: dict[str, Callable[..., Any]] = {}
         self.ended: asyncio.Future[int] = running_world().create_future()
-        self._child = SimpleNamespace(wait=self._wait)
+        self.pid = next(_pids)
+        _processes[self.pid] = self
+        self._child = SimpleNamespace(wait=self._wait, pid=self.pid)
+        self._before = machine.daemon_bytes
         self._client = SimpleNamespace(
             connect=self._connect,
             control=SimpleNamespace(_read_task=asyncio.ensure_future(self._wait())),
@@ -141,7 +150,7 @@ class VirtualP2P:
     async def call_protobuf_handler(self, peer: PeerID, name: str, payload: Any, kind: Any) -> Any:
         """As hivemind's: the handler runs at the other machine."""
         other = await self.reached(peer)
-        await self._passes(len(payload.data), self.machine)
+        await self._passes(len(payload.data), self.machine, other.machine)
         self.net.calls[name] = self.net.calls.get(name, 0) + 1
         if name not in other.handlers:
             raise P2PDaemonError("failed to negotiate: protocol not supported")
@@ -155,12 +164,20 @@ class VirtualP2P:
             raise
         except Exception as error:
             raise P2PHandlerError(str(error)) from error
-        await self._passes(len(answer.data), other.machine)
+        await self._passes(len(answer.data), other.machine, self.machine)
         return answer
 
-    async def _passes(self, num_bytes: int, machine: Machine) -> None:
-        loop = running_world()
-        left_s = machine.line.takes(num_bytes + 200, loop.now_s)
+    @property
+    def moved_bytes(self) -> int:
+        """What this process has carried over the line."""
+        return self.machine.daemon_bytes - self._before
+
+    async def _passes(self, num_bytes: int, machine: Machine, to: Machine) -> None:
+        loop, num_bytes = running_world(), num_bytes + CALL_BYTES
+        left_s = machine.line.takes(num_bytes, loop.now_s)
+        machine.daemon_bytes += num_bytes
+        to.daemon_bytes += num_bytes
+        to.received_bytes += num_bytes
         await asyncio.sleep(left_s - loop.now_s + machine.line.latency_s)
 
     async def open_stream(self, peer: PeerID, protocol: str) -> Any:
@@ -191,9 +208,17 @@ async def open_stream(daemon: VirtualP2P, peer: PeerID, protocol: str, timeout_s
         raise NoRoute(f"{peer}: {error}") from error
 
 
-async def end_daemon(daemon: VirtualP2P) -> None:
+async def end_daemon(daemon: VirtualP2P, line: LineBytes) -> None:
     """In place of `network.daemon.end_daemon`."""
+    line.daemon_ends(daemon.pid)
+    _processes.pop(daemon.pid, None)
     daemon.kill(0)
+
+
+def moved_by_process(pid: int) -> int | None:
+    """In place of `line_bytes.moved_by_process`."""
+    daemon = _processes.get(pid)
+    return daemon.moved_bytes if daemon else None
 
 
 class VirtualDHTNode:
@@ -291,7 +316,8 @@ def opener(net: Net) -> Callable[..., Any]:
         check_identity: bool,
     ) -> Substrate:
         me = opening.identity.peer_id
-        p2p = VirtualP2P(net, here.get(), me)
+        p2p, line = VirtualP2P(net, here.get(), me), opening.traffic.line
+        line.daemon_began(p2p.pid)
         there = [a for a in peers if a.peer_id in net.daemons and a.peer_id != me]
         if peers and must_reach and not there:
             raise NobodyReachable("no known peer answers")
@@ -310,7 +336,7 @@ def opener(net: Net) -> Callable[..., Any]:
             p2p.seen.add(address.peer_id)
             net.daemons[address.peer_id].seen.add(me)
         addresses = () if opening.network.client_mode else tuple(await p2p.get_visible_maddrs())
-        return Substrate(p2p, dht, addresses)  # type: ignore[arg-type]
+        return Substrate(p2p, dht, addresses, line)  # type: ignore[arg-type]
 
     return open_substrate
 

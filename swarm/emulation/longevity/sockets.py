@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.emulation.longevity.kernel import Clock, Parked, Threads, VirtualLoop, running_world
+from swarm.network import tcp_info
+from swarm.network.line_bytes import LineBytes
+from swarm.network.tcp_info import TcpInfo
 
 SEND_BUFFER_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
@@ -27,7 +30,6 @@ DEAD_AFTER_S = 900.0
 """A connection that got nothing through for so long is ended by the kernel."""
 CONNECT_S = 130.0
 """For so long a kernel tries to connect to somebody who says nothing."""
-_TCP_INFO = struct.Struct("=16xI48xI48xQ16xII16xQQQI")
 _MSS = 1448
 
 
@@ -85,6 +87,8 @@ class Machine:
     is_up: bool = True
     listening: dict[int, Listening] = field(default_factory=dict)
     received_bytes: int = 0
+    daemon_bytes: int = 0
+    """Of what was sent and received, what passed its libp2p daemon."""
     closed_ports: set[int] = field(default_factory=set)
 
 
@@ -169,7 +173,8 @@ class VirtualSocket:
         self.internet, self.machine, self.family = internet, machine, family
         self.other: VirtualSocket | None = None
         self.inbox, self.has_ended, self.is_closed = bytearray(), False, False
-        self.unsent = self.acked = self.delivered = 0
+        self.unsent = self.acked = self.delivered = self.received = 0
+        self.counted_on: LineBytes | None = None
         self.busy_s, self.busy_since_s = 0.0, 0.0
         self.queued_s = 0.0
         self.timeout_s: float | None = None
@@ -206,6 +211,8 @@ class VirtualSocket:
                 there_s = self.other.machine.line.usable_from(there_s)
             if not self.unsent:
                 self.busy_since_s = now_s
+            if self.family == real_socket.AF_UNIX:
+                self.machine.daemon_bytes += len(part)
             self.unsent += len(part)
             self.queued_s = left_s - now_s
             self.loop.call_at(self.loop.time() + left_s - now_s, self._left, len(part))
@@ -226,6 +233,9 @@ class VirtualSocket:
         self.acked += len(part)
         self.delivered += -(-len(part) // _MSS)
         other.machine.received_bytes += len(part)
+        if self.family == real_socket.AF_UNIX:
+            other.machine.daemon_bytes += len(part)
+        other.received += len(part)
         other.inbox += part
         other.changed()
 
@@ -295,10 +305,12 @@ class VirtualSocket:
         busy_s = self.busy_s + (self.loop.now_s - self.busy_since_s if self.unsent else 0.0)
         least_us = int(2e6 * self.machine.line.latency_s)
         queued_us = int(1e6 * self.queued_s) if self.unsent else 0
-        return _TCP_INFO.pack(
-            _MSS, least_us + queued_us, self.acked, self.unsent, least_us,
-            int(1e6 * busy_s), 0, 0, self.delivered,
+        info = TcpInfo(
+            packet_bytes=_MSS, rtt_us=least_us + queued_us, acked=self.acked,
+            received=self.received, unsent=self.unsent, least_rtt_us=least_us,
+            busy_us=int(1e6 * busy_s), by_receiver_us=0, by_buffer_us=0, delivered=self.delivered,
         )  # fmt: skip
+        return tcp_info._LAYOUT.pack(*info)
 
     def getsockname(self) -> tuple[str, int]:
         """As `socket.getsockname`."""
@@ -316,6 +328,8 @@ class VirtualSocket:
         """As `socket.close`."""
         if self.is_closed:
             return
+        if self.counted_on:
+            self.counted_on.connection_ends(self)  # type: ignore[arg-type]
         self._end()
         self.is_closed = True
         self.internet.open_sockets.discard(self)
@@ -333,6 +347,12 @@ class VirtualSocket:
     def _heard_end(self) -> None:
         self.has_ended = True
         self.changed()
+
+
+def counted(line: LineBytes, raw: VirtualSocket) -> VirtualSocket:
+    """In place of `line_bytes.CountedSocket`: the same socket, which tells its line of its end."""
+    raw.counted_on = line
+    return raw
 
 
 class SocketLoop(VirtualLoop):

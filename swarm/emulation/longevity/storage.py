@@ -36,7 +36,7 @@ from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Head, Kind, Manifest
 from swarm.protocol.messages import Ballot, Certificate, Link
 from swarm.protocol.records import PeerRecord, PeerState
-from swarm.protocol.trust import Chain, proof_problem
+from swarm.protocol.trust import RECENT, Chain, proof_problem
 from swarm.train.checkpoint import PrivateState, load_private, save_private
 from swarm.train.engine import EngineState
 
@@ -312,7 +312,6 @@ def reading(world: World, scale: Scale) -> Audit:
 
 VOTERS = 32
 CHANGES_A_DAY = 10
-RECENT = 64
 
 
 def chain(world: World, scale: Scale) -> Audit:

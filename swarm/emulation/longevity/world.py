@@ -20,14 +20,14 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.config import NetworkSection
-from swarm.emulation.longevity import kernel, network
+from swarm.emulation.longevity import kernel, network, sockets
 from swarm.emulation.longevity.disk import Disk
 from swarm.emulation.longevity.kernel import Clock, Threads, VirtualLoopThread
 from swarm.emulation.longevity.network import Net, identity_content, opener
 from swarm.emulation.longevity.ports import Ports, bound
 from swarm.emulation.longevity.sockets import HereClock, Internet, Line, Machine, SocketLoop, here
+from swarm.network import line_bytes, steady_clock, streams, substrate
 from swarm.network import node as node_module
-from swarm.network import steady_clock, streams, substrate
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.handlers import Handlers
@@ -196,6 +196,8 @@ class World:
             substrate.end_daemon: network.end_daemon,
             streams.open_stream: network.open_stream,
             steady_clock.dht_clock: network.dht_clock,
+            line_bytes.CountedSocket: sockets.counted,
+            line_bytes.moved_by_process: network.moved_by_process,
             LoopThread: VirtualLoopThread,
             started_pool: kernel.started_pool,
             SimpleQueue: kernel.VirtualQueue,
