@@ -94,7 +94,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Runs a function in a virtual thread of its own; the executor plays no part."""
+        """Runs a function in a virtual thread: of the executor, or without one of its own."""
+        if executor is not None:
+            return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         future: asyncio.Future[Result] = self.create_future()
         self.helpers += 1
 
@@ -193,7 +195,7 @@ class Threads:
 
     def resume(self, parked: Parked, *, woken: bool) -> None:
         """Has a thread that waits run again, once."""
-        if parked.is_over:
+        if parked.is_over or self.loop.is_closed():
             return
         parked.is_over = True
         if parked.timer:
@@ -355,6 +357,8 @@ class VirtualCondition:
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until a condition holds, or so long."""
+        if not _world:  # it is over; what was left hanging ends with the process
+            return predicate()
         loop = running_world()
         end_s = None if timeout is None else loop.time() + timeout
         while not predicate():
@@ -529,11 +533,6 @@ class VirtualExecutor(Executor):
         if wait:
             for worker in self._workers:
                 worker.join()
-
-
-def started_pool(name: str, helpers: int) -> VirtualExecutor:
-    """As `network.loop_thread.started_pool`."""
-    return VirtualExecutor(helpers, name)
 
 
 class VirtualLoopThread:

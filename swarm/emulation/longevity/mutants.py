@@ -83,6 +83,11 @@ def _added_to_the_best(recent: Any, value: float, at_s: float) -> None:
     recent.newest.append(Dated(value, at_s))
 
 
+def _only_higher(known: Any, mbit: float) -> None:
+    known.best = max(mbit, getattr(known, "best", mbit))
+    known._tests.add(known.best, known._clock())
+
+
 def _best(recent: Any, *_: float) -> float | None:
     return getattr(recent, "best", None)
 
@@ -91,7 +96,7 @@ def _best(recent: Any, *_: float) -> float | None:
 
 
 def _joined_at_the_end(loader: Any) -> None:
-    loader._reader.shutdown(wait=True, cancel_futures=True)
+    loader._reader.shutdown(cancel_futures=True)
 
 
 def _begun_again(waiting: Any, *_: object) -> None:
@@ -165,7 +170,8 @@ MUTANTS: dict[str, Mutant] = {
     "best_is_kept": Mutant(
         "4: of all uplinks ever measured the best is published",
         "lines", "an uplink of 6 Mbit/s is published",
-        lambda: ((Recent, "add", _added_to_the_best), (Recent, "high", _best)),
+        lambda: ((Recent, "add", _added_to_the_best), (Recent, "high", _best),
+                 (lines.Lines, "tested", _only_higher)),
     ),
     "hanging_thread_joined": Mutant(
         "5: leaving waits for a thread whose deadline has passed",

@@ -10,7 +10,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -31,7 +31,7 @@ from swarm.network import node as node_module
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.handlers import Handlers
-from swarm.network.loop_thread import LoopThread, started_pool
+from swarm.network.loop_thread import LoopThread
 from swarm.network.node import Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import QUESTION, Prober
@@ -199,10 +199,10 @@ class World:
             line_bytes.CountedSocket: sockets.counted,
             line_bytes.moved_by_process: network.moved_by_process,
             LoopThread: VirtualLoopThread,
-            started_pool: kernel.started_pool,
             SimpleQueue: kernel.VirtualQueue,
             Queue: kernel.VirtualQueue,
             ThreadPoolExecutor: kernel.VirtualExecutor,
+            Future: kernel.VirtualFuture,
         }
         self.set(node_module, "HEAL_LOOK_EVERY_S", HEAL_LOOK_EVERY_S)
         log = logging.getLogger("swarm")
