@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
 
 from hivemind.p2p import PeerID
 
@@ -89,45 +88,71 @@ def publishing(world: World, scale: Scale) -> Audit:
     """Publishes at every heartbeat while the DHT fails, disks are full, and code has bugs.
 
     The publisher, presence, the peer's clock, its quota and its status run for real. In the first
-    quarter each of what the publisher calls fails once with RuntimeError and MemoryError.
+    quarter each of what the publisher calls fails once with RuntimeError and MemoryError. Later
+    libp2p's daemon is killed twice, and the peer starts again twice.
     """
-    task, line = Task.new(), Line(lambda _: 80.0)
+    task, whole_s = Task.new(), scale.seconds
     near = Other(world, world.machine(), [])
-    subject = Subject(world, task, line, list(near.node.addresses), quota_gb=1e6)
+    subject = Subject(world, task, Line(lambda _: 80.0), list(near.node.addresses), quota_gb=1e6)
     tip = task.founding([near.peer_id, subject.node.peer_id])
     run = name_of(task, tip)
-    world.net.dht_outages = [
-        (at_s, at_s + 120.0) for at_s in (0.3 * scale.seconds, 0.6 * scale.seconds)
-    ]
-    world.disk.full = [(0.45 * scale.seconds, 0.45 * scale.seconds + 300.0)]
+    world.net.dht_outages = [(part * whole_s, part * whole_s + 120.0) for part in (0.3, 0.6)]
+    world.disk.full = [(0.45 * whole_s, 0.45 * whole_s + 300.0)]
+    events = [(0.5, "kill"), (0.55, "start"), (0.7, "start"), (0.8, "kill")]
     subject.enter(tip, run)
     near.announce(run, subject.status.record())
     others = [peer for k in range(8) if (peer := announced(world, run, subject.status.record(), k))]
+    disturbed = [*world.net.dht_outages, *world.disk.full]
+    disturbed += [(part * whole_s, part * whole_s + 60.0) for part, _ in events]
     audit = Audit(
-        world,
-        {"node": subject.node, "status": subject.status, "publisher": subject.publisher},
-        {"state": world.folder / "state"},
-        allowed=list(history_of(scale)),
-        quiet=[(b - 60.0, e + 60.0) for b, e in (*world.net.dht_outages, *world.disk.full)],
-    )
-    mine = subject.node.identity.public_key
+        world, subject.parts, {"state": world.folder / "state"},
+        allowed=list(history_of(scale)), quiet=[(b - 60.0, e + 60.0) for b, e in disturbed],
+    )  # fmt: skip
+    mine, written = subject.node.identity.public_key, [0]
     audit.rate(
         "the peer's record", HEARTBEAT_S + 2,
         lambda: sum(n for (key, owner), n in world.net.stored.items()
                     if owner == mine and "peers" in key),
     )  # fmt: skip
-    audit.rate("the quota's count", 12.0, lambda: world.disk.calls["fsync"] / 2)
+    audit.rate("the quota's count", 12.0, lambda: written[0])
+    _counting(subject, written)
     sample, sabotage = sampler(world, scale, audit), _sabotage(subject, scale)
     for number in range(scale.rounds):
         while world.now_s < (number + 1) * scale.round_s:
             world.threads.sleep(min(scale.round_s, 30.0))
             sabotage()
+            if events and world.now_s >= events[0][0] * whole_s:
+                _happens(events.pop(0)[1], subject, audit)
+                _counting(subject, written)
             sample()
         tip = task.following(tip, {}, run)
         subject.apply(tip)
     unseen = {near.peer_id, *others} - subject.present
     audit.demand(not unseen, f"{len(unseen)} of {len(others) + 1} peers of the run are not seen")
+    audit.demand(subject.node.failure is None, "libp2p's daemon is not back")
+    subject.end()
     return audit
+
+
+def _happens(event: str, subject: Subject, audit: Audit) -> None:
+    if event == "kill":
+        subject.daemon.kill()
+    else:
+        subject.start_again()
+        audit.roots = subject.parts
+
+
+def _counting(subject: Subject, written: list[int]) -> None:
+    """Counts how often the quota's count is written."""
+    assert subject.quota._quota
+    month = subject.quota._quota.count
+    write = type(month).write.__get__(month)
+
+    def counted() -> None:
+        written[0] += 1
+        write()
+
+    month.write = counted  # type: ignore[method-assign]
 
 
 def _sabotage(subject: Subject, scale: Scale) -> Callable[[], None]:
@@ -256,7 +281,7 @@ def strangers(world: World, scale: Scale) -> Audit:
     subject = Subject(world, task, Line(), list(near.node.addresses))
     audit = Audit(world, {"node": subject.node, "store": subject.store})
     sample, node = sampler(world, scale, audit), subject.node
-    daemon: Any = node._living_p2p()
+    daemon = subject.daemon
     every = max(1, 800 // scale.rounds)
     payload = QUESTION + Question(kind="about").model_dump_json().encode()
 

@@ -18,6 +18,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm.config import NetworkSection, RunConfig
 from swarm.emulation.longevity.kernel import EPOCH_S
+from swarm.emulation.longevity.network import VirtualP2P
 from swarm.emulation.longevity.sockets import Line, Machine
 from swarm.emulation.longevity.world import World
 from swarm.network.blobs import BlobStore
@@ -169,7 +170,7 @@ class Subject:
         self.machine = world.machine(line)
         self.network = NetworkSection(data_quota_gb=quota_gb, **network)
         self.tip = Manifest.__new__(Manifest)
-        self.starts = 0
+        self.starts, self.present = 0, set[PeerId]()
         self._known, self._options = known, network
         self.start()
 
@@ -210,7 +211,6 @@ class Subject:
                 node=self.node, state=self.state, config=SimpleNamespace(network=self.network)
             )
             self.line = OwnLine(host, self.status, run)
-            self.present: set[PeerId] = set()
             self.publisher = Publisher(
                 self.node,
                 self.status,
@@ -221,6 +221,28 @@ class Subject:
             )
             if publishes:
                 self.publisher.start()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What lives as long as this life."""
+        return {
+            "node": self.node, "store": self.store, "transfers": self.transfers,
+            "quota": self.quota, "status": self.status, "publisher": self.publisher,
+            "line": self.line,
+        }  # fmt: skip
+
+    @property
+    def daemon(self) -> VirtualP2P:
+        """The libp2p daemon of now."""
+        daemon: Any = self.node._living_p2p()
+        assert isinstance(daemon, VirtualP2P)
+        return daemon
+
+    def start_again(self) -> None:
+        """Ends this life in order, and begins another one that goes on in the run."""
+        self.end()
+        self.start()
+        self.enter(self.tip, self.run_id)
 
     def end(self) -> None:
         """Ends this life in order."""
