@@ -65,10 +65,11 @@ def page_at(address: str) -> Callable[[Looks], None]:
     Raises:
         ConfigError: the address cannot be had.
     """
-    return functools.partial(_show_page, bound_to(address))
+    bound = bound_to(address)
+    return functools.partial(_show_page, bound, address.rpartition(":")[0].strip("[]") or LOCAL)
 
 
-def _show_page(bound: socket.socket, source: Looks) -> None:
+def _show_page(bound: socket.socket, name: str, source: Looks) -> None:
     feed, stopping = Feed(MAX_LISTENERS), threading.Event()
 
     def watch() -> None:
@@ -84,7 +85,7 @@ def _show_page(bound: socket.socket, source: Looks) -> None:
     watcher.start()
     click.echo(f"swarm-monitor: the page is at {url_of(bound)}")
     try:
-        serve(feed, bound)
+        serve(feed, bound, name)
     finally:
         stopping.set()
         bound.close()
