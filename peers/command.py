@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, shortened
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
 from swarm.version import __version__
@@ -63,7 +63,7 @@ class Program(click.Command):
         sys.exit(code if isinstance(code, int) else 0)
 
     def _fail(self, message: str, exit_code: int) -> NoReturn:
-        line = printable(" ".join(message.split()))
+        line = printable(shortened(" ".join(message.split())))
         click.echo(f"{self.name}: {click.style('error', fg='red')}: {line}", err=True)
         sys.exit(exit_code)
 

@@ -264,11 +264,25 @@ class Options:
     disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")
     corpus: str | None = _flag(
         "--corpus",
-        "Text to train on: .txt, .md, .py, .jsonl and .parquet files, or shards that swarm-data "
-        "made. By default the folder that the run's text came from before, or the Python standard "
-        "library.",
+        "Text to train on: .txt, .md, .py, .html, .json, .jsonl and .parquet files, or shards that "
+        "swarm-data made. By default the folder that the run's text came from before, or the "
+        "Python standard library.",
         sets="corpus.folder",
         metavar="FOLDER",
+    )
+    follow_links: bool | None = _flag(
+        "--follow-links",
+        "Follows links in it that leave it, and links to folders.",
+        sets="corpus.follow_links",
+        is_flag=True,
+        default=None,
+    )
+    list_skipped: bool | None = _flag(
+        "--list-skipped",
+        "Names every file, line and row of text that is not read.",
+        sets="corpus.list_skipped",
+        is_flag=True,
+        default=None,
     )
     tokenizer: Path | None = _path(
         "--tokenizer",
