@@ -400,7 +400,8 @@ def test_the_help_of_each_program_fits_a_terminal_and_names_no_variable_at_each_
     name: str, place: str
 ) -> None:
     module, _, function = place.partition(":")
-    for command in commands_of(getattr(importlib.import_module(module), function)):
+    found = getattr(importlib.import_module(module), function)
+    for command in commands_of(found if isinstance(found, click.Command) else peer_main):
         context = click.Context(command, info_name=name, terminal_width=80)
         text = command.get_help(context)
         assert [line for line in text.splitlines() if len(line) > 80] == []
