@@ -28,6 +28,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkDown
 from swarm.network.identity import public_key_of
+from swarm.network.line_bytes import LineBytes
 from swarm.protocol.records import MAX_ADDRESSES
 
 logger = logging.getLogger(__name__)
@@ -245,14 +246,18 @@ async def start_daemon(
     identity_path: Path,
     listen: Sequence[str],
     initial_peers: Sequence[str],
+    line: LineBytes,
 ) -> P2P:
     """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
+
+    What it moves counts on `line` until `end_daemon`.
 
     Raises:
         P2PDaemonError: it did not start.
     """
     local = all(is_loopback(text) for text in listen)
     p2p = await _create(
+        line,
         initial_peers=list(initial_peers) or None,
         announce_maddrs=list(network.announce_maddrs) or None,
         host_maddrs=None if network.client_mode else list(listen),
@@ -267,7 +272,7 @@ async def start_daemon(
     return p2p
 
 
-async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
+async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: LineBytes) -> bool:
     """Whether a peer of this identity answers; a second one would take its connections.
 
     Asks several times: hivemind's own check asks once, the moment its daemon is up, and overlooked
@@ -277,7 +282,9 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
         P2PDaemonError: the daemon that asks did not start, or reached none of the peers.
     """
     wanted = PeerID.from_base58(peer_id)
-    asking = await _create(initial_peers=list(initial_peers), no_listen=True, dht_mode="client")
+    asking = await _create(
+        line, initial_peers=list(initial_peers), no_listen=True, dht_mode="client"
+    )
     try:
         for pause_s in _ASK_AFTER_S:
             await asyncio.sleep(pause_s)
@@ -286,11 +293,12 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
                 return True
         return False
     finally:
-        await end_daemon(asking)
+        await end_daemon(asking, line)
 
 
-async def end_daemon(p2p: P2P) -> None:
-    """Ends p2pd, by force if it does not go."""
+async def end_daemon(p2p: P2P, line: LineBytes) -> None:
+    """Ends p2pd, by force if it does not go, and counts what it has moved."""
+    line.daemon_ends(p2p._child.pid)
     try:
         async with asyncio.timeout(CLOSE_S):
             await p2p.shutdown()
@@ -298,15 +306,20 @@ async def end_daemon(p2p: P2P) -> None:
         p2p._child.kill()
 
 
-async def _create(**options: Any) -> P2P:
+async def _create(line: LineBytes, **options: Any) -> P2P:
     _tie_daemons_to_their_thread()
     children: list[asyncio.subprocess.Process] = []
     _children.set(children)
     try:
-        return await P2P.create(**options, startup_timeout=STARTUP_S)
+        p2p = await P2P.create(**options, startup_timeout=STARTUP_S)
     except BaseException:
+        for child in children:
+            line.daemon_began(child.pid)
+            line.daemon_ends(child.pid)
         await _end(children)
         raise
+    line.daemon_began(p2p._child.pid)
+    return p2p
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):

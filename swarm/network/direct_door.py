@@ -122,7 +122,7 @@ class Door:
                 self._traffic.refuse("direct_room")
                 connection.close()
                 continue
-            self.tasks.spawn(self._enter(connection, address[0]))
+            self.tasks.spawn(self._enter(self._traffic.line.connection(connection), address[0]))
 
     async def _enter(self, connection: socket.socket, host: str) -> None:
         taken = False

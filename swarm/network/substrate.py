@@ -31,6 +31,7 @@ from swarm.network.daemon import (
 from swarm.network.dht import Dht, open_dht
 from swarm.network.identity import Identity
 from swarm.network.ledger import Ledger
+from swarm.network.line_bytes import LineBytes
 from swarm.network.signed_records import SignedRecords
 from swarm.network.traffic import Traffic
 
@@ -76,11 +77,13 @@ class Substrate:
         p2p: the daemon.
         dht: the node.
         addresses: to be handed out; empty for a peer that does not listen.
+        line: counts what the daemon moves.
     """
 
     p2p: P2P
     dht: Dht
     addresses: tuple[str, ...]
+    line: LineBytes
 
     @property
     def neighbours(self) -> frozenset[str]:
@@ -117,7 +120,7 @@ class Substrate:
             with suppress(TimeoutError, P2PDaemonError, OSError):
                 async with asyncio.timeout(CLOSE_S):
                     await self.dht.close()
-        await end_daemon(self.p2p)
+        await end_daemon(self.p2p, self.line)
 
 
 async def open_substrate(
@@ -168,9 +171,9 @@ async def open_substrate(
             visible = await p2p.get_visible_maddrs(latest=True)
             addresses = dialable([str(address) for address in visible], host_of_default_route())
     except BaseException:
-        await end_daemon(p2p)
+        await end_daemon(p2p, opening.traffic.line)
         raise
-    return Substrate(p2p, dht, addresses)
+    return Substrate(p2p, dht, addresses, opening.traffic.line)
 
 
 async def _enter(
@@ -190,13 +193,21 @@ async def _start(
     listen, texts = listen_addresses(opening.network, port), [address.text for address in peers]
     me = opening.identity
     try:
-        if peers and check_identity and await is_identity_taken(me.peer_id, texts):
+        if (
+            peers
+            and check_identity
+            and await is_identity_taken(me.peer_id, texts, opening.traffic.line)
+        ):
             raise StateLocked(
                 f"a living peer already is {me.peer_id}",
                 hint="end it, or start with another state directory",
             )
         return await start_daemon(
-            opening.network, identity_path=me.path, listen=listen, initial_peers=texts
+            opening.network,
+            identity_path=me.path,
+            listen=listen,
+            initial_peers=texts,
+            line=opening.traffic.line,
         )
     except P2PDaemonError as error:
         if peers and is_unanswered(error):

@@ -87,13 +87,12 @@ def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
 
 
 def watch(status: PeerStatus, **refused: int) -> None:
-    pace = SimpleNamespace(rate_bytes_per_s=0.0)
     driver = SimpleNamespace(
         tip=TIP,
         refused=Counter(refused),
         last_reason="roster closed",
         reasons=[],
-        transfers=SimpleNamespace(pace=pace),
+        transfers=SimpleNamespace(rate_bytes_per_s=0.0),
     )
     status.watch(cast(RoundDriver, driver), "run-1")
 
@@ -114,7 +113,8 @@ def test_a_cap_is_the_rate_of_a_link_that_is_faster_or_was_not_measured(
     node.lines.down_mbit = 900.0
     link = status.record().link
     assert link is not None and (link.up_mbit, link.down_mbit) == (20.0, 100.0)
-    node.lines.down_mbit, node.lines.up_mbit = 50.0, 10.0
+    node.lines.down_mbit = 50.0
+    node.lines.tested(10.0)
     link = status.record().link
     assert link is not None and (link.up_mbit, link.down_mbit) == (10.0, 50.0)
 
