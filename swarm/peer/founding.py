@@ -33,7 +33,7 @@ from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Manifest, PeerId, run_id
-from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.records import PeerRecord, RunRecord, RunState
 from swarm.protocol.texts import TokenizerFile
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
-        manifest = founding_manifest(founding, run, layout, initial, present)
+        capacities = {peer: record.capacity for peer, record in present.items()}
+        rooms = {peer: record.room for peer, record in present.items()}
+        manifest = founding_manifest(founding, run, layout, initial, capacities, rooms=rooms)
         blobs += [text.held_out, manifest.encoded]
         started = _stored(starter, run, manifest, blobs, contents.values())
     starter.host.serve(started.store)
@@ -179,15 +181,16 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
 
 def _gather(
     starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
-) -> Mapping[PeerId, float]:
+) -> Mapping[PeerId, PeerRecord]:
+    status = starter.status(run)
     if gathering.wait_for_peers == 1:
-        return {starter.node.peer_id: starter.config.peer.capacity}
+        return {starter.node.peer_id: status.record()}
     scratch = BlobStore(None)
     for blob in blobs:
         scratch.put(blob)
     starter.host.serve(scratch)
     starter.host.reception.announce(gathering)
-    gathered = starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
+    gathered = starter.wait_for(gather(starter.node, gathering, status.record))
     starter.wait_for(measure_line(starter.host, gathering.run))
     return gathered
 

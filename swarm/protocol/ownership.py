@@ -12,7 +12,7 @@ from itertools import product
 from math import ceil, fsum
 from types import MappingProxyType
 
-from swarm.protocol.manifest import ALL_EXPERTS, PeerId, turn
+from swarm.protocol.manifest import ALL_EXPERTS, Manifest, PeerId, turn
 
 NO_ROOMS: Mapping[PeerId, int] = MappingProxyType({})
 GREED = 2
@@ -313,3 +313,24 @@ def waiting_text(rooms: Iterable[int]) -> str:
     """Why an expert waits for an owner, with the room of all members."""
     rooms = list(rooms)
     return f"waits for an owner: {len(rooms)} members have room for {sum(rooms)} in all"
+
+
+def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str | None:
+    """Why nobody is to train on a tip; None when it is trained [R9].
+
+    Args:
+        tip: what would be trained.
+        rooms: experts that fit the machines of peers that are there, members or not.
+        least: share of the experts that must have an owner. Where fewer have one, it is enough if
+            the machines that are there have room for so many: a round gives them owners.
+    """
+    num_experts = len(tip.owners)
+    wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
+    there = sum(rooms.values())
+    if owned >= wanted or there >= wanted:
+        return None
+    return (
+        f"{owned} of {num_experts} experts have an owner, ownership.min_owned_share asks for "
+        f"{wanted}, and the machines of the {len(rooms)} peers here have room for {there}: start "
+        "more peers, or some of these with more memory"
+    )
