@@ -334,3 +334,21 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
         f"{wanted}, and the machines of the {len(rooms)} peers here have room for {there}: start "
         "more peers, or some of these with more memory"
     )
+
+
+def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0) -> int | None:
+    """How many members may be lost, whichever, before too few experts have an owner.
+
+    Args:
+        num_experts: of the run.
+        rooms: experts that fit the machine of each member.
+        least: share of the experts that must have an owner.
+
+    Returns:
+        At most all but one member; None: they have too little room as it is.
+    """
+    from_smallest = sorted(rooms)
+    for left in range(1, len(from_smallest) + 1):
+        if sum(from_smallest[:left]) >= least * num_experts:
+            return len(from_smallest) - left
+    return None

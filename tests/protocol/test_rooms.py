@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from swarm.experts import expert_unit
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.ownership import assign
+from swarm.protocol.ownership import assign, losses_survived
 from tests.protocol.round_pump import Pump, found, make_rules
 from tests.protocol.test_rounds_membership import join
 
@@ -163,3 +163,11 @@ def test_a_reform_gives_nobody_more_than_fits_it() -> None:
     assert reformed
     assert load_of(pump.nodes["a"].machine.tip.owners) == {"a": 3}
     pump.run_rounds(4, "a", within_s=400.0)
+
+
+def test_how_many_losses_machines_survive_whichever_are_lost() -> None:
+    assert losses_survived(8, [4, 4, 4, 4]) == 2
+    assert losses_survived(8, [2, 2, 2, 2]) == 0
+    assert losses_survived(8, [2, 2, 2, 1]) is None
+    assert losses_survived(8, [2, 2, 2, 1], 0.5) == 1, "the largest are lost first"
+    assert losses_survived(8, [8]) == 0
