@@ -121,10 +121,11 @@ def waiting_text(snapshot: Snapshot) -> str:
     waiting = [row.expert for row in snapshot.experts if not row.owners]
     if not waiting:
         return ""
-    room = sum(row.record.room for row in snapshot.speaking)
+    experts = len(snapshot.experts)
+    room = sum(min(row.record.room, experts) for row in snapshot.speaking)
     return (
         f"experts {ranges(waiting)} wait for an owner, frozen: the machines of "
-        f"{len(snapshot.speaking)} peers have room for {room} of {len(snapshot.experts)}"
+        f"{len(snapshot.speaking)} peers have room for {room} of {experts}"
     )
 
 

@@ -24,6 +24,7 @@ from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import require_closed_founding
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
+from swarm.peer.machine import Room
 from swarm.peer.own_line import measure_line
 from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
@@ -32,8 +33,8 @@ from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Founding, Manifest, PeerId, run_id
-from swarm.protocol.records import PeerRecord, RunRecord, RunState
+from swarm.protocol.manifest import Founding, Manifest, Member, PeerId, run_id
+from swarm.protocol.records import RunRecord, RunState
 from swarm.protocol.texts import TokenizerFile
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
-        capacities = {peer: record.capacity for peer, record in present.items()}
-        rooms = {peer: record.room for peer, record in present.items()}
+        capacities = {peer: member.capacity for peer, member in present.items()}
+        rooms = {peer: member.room for peer, member in present.items()}
         manifest = founding_manifest(founding, run, layout, initial, capacities, rooms=rooms)
         blobs += [text.held_out, manifest.encoded]
         started = _stored(starter, run, manifest, blobs, contents.values())
@@ -181,18 +182,18 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
 
 def _gather(
     starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
-) -> Mapping[PeerId, PeerRecord]:
-    status = starter.status(run)
+) -> dict[PeerId, Member]:
     if gathering.wait_for_peers == 1:
-        return {starter.node.peer_id: status.record()}
+        room = Room(run, starter.config.compute, starter.state.path)
+        return {starter.node.peer_id: Member(0, starter.config.peer.capacity, room=room())}
     scratch = BlobStore(None)
     for blob in blobs:
         scratch.put(blob)
     starter.host.serve(scratch)
     starter.host.reception.announce(gathering)
-    gathered = starter.wait_for(gather(starter.node, gathering, status.record))
+    gathered = starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
     starter.wait_for(measure_line(starter.host, gathering.run))
-    return gathered
+    return {peer: Member(0, said.capacity, room=said.room) for peer, said in gathered.items()}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from swarm.peer.workers import (
     parallel_engine,
     place_of,
 )
+from swarm.protocol.manifest import ALL_EXPERTS
 from swarm.train.hardware import Machine, Processor
 from swarm.train.ladder import EnginePlan, Wishes, fits_here, most_with, plan_engine, rungs
 from swarm.train.options import EngineOptions
@@ -203,7 +204,7 @@ class Room:
         self._known: dict[int, int] = {}
 
     def __call__(self) -> int:
-        """Fewer than before once the engine had to step down; at least 0.
+        """`ALL_EXPERTS` if all of the run do; fewer than before once the engine had to step down.
 
         Raises:
             ConfigError: the person wants what is not there, or cannot be had together.
@@ -213,7 +214,10 @@ class Room:
         (machine, wishes), run = self._found, self._place[0]
         levels = self.engine.levels if self.engine else rungs(run, machine, wishes)
         if len(levels) not in self._known:
-            self._known[len(levels)] = most_with(run, machine, levels) or 0
+            most = most_with(run, machine, levels) or 0
+            experts = run.model.num_experts
+            logger.info("room: %d of %d experts fit this machine", most, experts)
+            self._known[len(levels)] = most if most < experts else ALL_EXPERTS
         return self._known[len(levels)]
 
 

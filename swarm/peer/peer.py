@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.codecs import Content
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import ComputeSection, PeerConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import NobodyReachable, StateError
 from swarm.network.moments_exchange import MomentsExchange
@@ -44,6 +44,8 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.records import PeerRecord, PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.train.parallel.engine import ParallelEngine
+from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +95,7 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        place = host.config.compute, started.directory.path
-        self.status.room_of = room = Room(run, *place)
-        room()  # before the engine takes memory
-        owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
-        self._engine = engine_for(run, *place, lambda: self._stop.remaining_s, owned)
-        self.status.engine_of = self._engine.describe
-        room.engine = self._engine
-        logger.info("room: %d of %d experts fit this machine", room(), run.model.num_experts)
+        self._engine = self._engine_of(host.config.compute, started)
         threads = UnitThreads(host.config.compute.threads or usable_cores())
         model = LiveModel(self.peer_id, run, self._engine, self._agreed, threads)
         self._moments = ExpertMoments(model, self._exchange, self.status)
@@ -129,6 +124,19 @@ class Peer:
         self._rounds.start()
         host.reception.announce(announced)
         self._publisher.start()
+
+    def _engine_of(
+        self, compute: ComputeSection, started: Started
+    ) -> SteppingEngine | ParallelEngine:
+        """The engine for this machine, and how many experts fit that [R4]."""
+        place = started.run, compute, started.directory.path
+        self.status.room_of = room = Room(*place)
+        room()  # before the engine takes memory
+        owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
+        engine = engine_for(*place, lambda: self._stop.remaining_s, owned)
+        self.status.engine_of = engine.describe
+        room.engine = engine
+        return engine
 
     # ------------------------------------------------ ways into a run
 

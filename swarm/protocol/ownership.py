@@ -130,11 +130,14 @@ class _Work:
     def fill(self, wanted: int) -> None:
         """Adds the least loaded peers until each expert has its owners, or nobody has room.
 
-        All first owners come before the second ones. Owners that are to lose an expert keep it
-        before others that did not contribute are given anything.
+        Where there is too little room, all first owners come before the second ones. Owners that
+        are to lose an expert keep it before others that did not contribute are given anything.
         """
+        num_experts = len(self.owners)
+        there = sum(min(room, num_experts) for room in self.rooms.values())
+        numbers = (wanted,) if there >= wanted * num_experts else range(1, wanted + 1)
         for able in (self._contributors_for, self._losing_of, self._members_for):
-            for number, expert in product(range(1, wanted + 1), self.owners):
+            for number, expert in product(numbers, self.owners):
                 while len(self.owners[expert]) < number and (best := able(expert)):
                     chosen = self._least_loaded(expert, best)
                     self.owners[expert].append(chosen)
@@ -310,7 +313,7 @@ class _Work:
 
 
 def waiting_text(rooms: Iterable[int]) -> str:
-    """Why an expert waits for an owner, with the room of all members."""
+    """Why an expert waits for an owner, with the room of all members, who have little."""
     rooms = list(rooms)
     return f"waits for an owner: {len(rooms)} members have room for {sum(rooms)} in all"
 
@@ -326,7 +329,7 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
     """
     num_experts = len(tip.owners)
     wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
-    there = sum(rooms.values())
+    there = sum(min(room, num_experts) for room in rooms.values())
     if owned >= wanted or there >= wanted:
         return None
     return (

@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.config import MergingConfig
 from swarm.experts import expert_unit
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.ownership import assign, losses_survived
@@ -171,3 +172,15 @@ def test_how_many_losses_machines_survive_whichever_are_lost() -> None:
     assert losses_survived(8, [2, 2, 2, 1]) is None
     assert losses_survived(8, [2, 2, 2, 1], 0.5) == 1, "the largest are lost first"
     assert losses_survived(8, [8]) == 0
+
+
+def test_an_expert_that_waits_takes_part_in_merges() -> None:
+    merging = MergingConfig(alpha=0.1, top_k=2, interval_steps=10, decay_steps=10**6)
+    pump, tip = rounds_of({"a": 3, "b": 2}, merging=merging)
+    (waiting,) = (expert for expert, owners in tip.owners.items() if not owners)
+    entry = tip.entries[expert_unit(waiting)]
+    pump.run_to_height(tip.height + 4, "ab")
+    merges = [m for m in pump.nodes["b"].applied[-4:] if m.kind is Kind.MERGE]
+    merged = merges[-1].entries[expert_unit(waiting)]
+    assert (merged.version, merged.digest == entry.digest) == (entry.version, False)
+    assert merges[-1].owners == tip.owners
