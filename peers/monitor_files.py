@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from swarm.monitor.kept import Kept, decode_kept, encode_kept, kept_of, recalled
 from swarm.monitor.replay import frames
 from swarm.monitor.snapshot import Snapshot
 from swarm.peer.state_directory import current_run_of
+from swarm.protocol.life_events import EventReader
 
 
 class HistoryFile:
@@ -140,10 +140,11 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return
+    reader = EventReader()
     for line in lines:
         try:
-            found = json.loads(line)
+            found = reader.read(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and "event" in found:
+        if "event" in found:
             yield found

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import click
 
+from swarm.background import SYSTEM, SupervisedThread
 from swarm.errors import ConfigError, SwarmError
 
 try:
@@ -69,22 +70,24 @@ def page_at(address: str) -> Callable[[Looks], None]:
 
 
 def _show_page(bound: socket.socket, source: Looks) -> None:
-    feed, stopping = Feed(MAX_LISTENERS), threading.Event()
-
-    def watch() -> None:
-        while not stopping.is_set():
-            try:
-                feed.show(as_json(source.look()))
-            except (SwarmError, OSError) as error:
-                feed.lose(printable(str(error)))
-            stopping.wait(source.refresh_s)
-
-    # It may be in the middle of a look when the server ends, and holds nothing then.
-    watcher = threading.Thread(target=watch, name="watcher", daemon=True)
+    feed = Feed(MAX_LISTENERS)
+    watcher = SupervisedThread("watcher", lambda: _watch(feed, source, watcher.stopping))
     watcher.start()
     click.echo(f"swarm-monitor: the page is at {url_of(bound)}")
     try:
         serve(feed, bound)
     finally:
-        stopping.set()
+        watcher.stopping.set()  # it may be in the middle of a look, and holds nothing then
         bound.close()
+
+
+def _watch(feed: Feed, source: Looks, stopping: threading.Event) -> None:
+    while not stopping.is_set():
+        try:
+            feed.show(as_json(source.look()))
+        except (SwarmError, OSError) as error:
+            feed.lose(printable(str(error)))
+        except Exception as error:
+            feed.lose(f"a fault of this monitor: {printable(repr(error))}")
+            raise
+        SYSTEM.wait(stopping, source.refresh_s)

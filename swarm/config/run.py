@@ -165,8 +165,8 @@ class RoundConfig(Section):
     roster_after_s: Seconds = 6.0
     """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
-    """Silence after which a lost majority is given up; by default 600 s, or what a fetch of the
-    whole model may take if that is longer."""
+    """Silence after which a lost majority is given up; by default 600 s, or what an attempt at a
+    round may take if that is longer."""
 
 
 class OwnershipConfig(Section):

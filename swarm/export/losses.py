@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm.protocol.life_events import Validation, parse_event
+from swarm.protocol.life_events import EventReader, Validation
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Digest
 
@@ -21,9 +21,10 @@ def kept_losses(events: Path) -> Losses:
         lines = events.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         lines = []
+    reader = EventReader()
     for line in lines:
         try:
-            _, _, event = parse_event(line)
+            _, _, event = reader.parse(line)
         except ValueError:
             continue
         if isinstance(event, Validation):

@@ -11,6 +11,8 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from swarm.background import SupervisedThread
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -24,14 +26,16 @@ HELPERS_START_S = 30.0
 class LoopThread:
     """Runs coroutines for other threads.
 
-    p2pd is tied to the thread that starts it, so this thread must outlive it.
+    p2pd is tied to the thread that starts it, so this thread must outlive it: where the loop itself
+    fails, as a selector does without memory, the same thread runs the same loop again.
     """
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self.loop.set_exception_handler(_complain)
         self.loop.set_default_executor(started_pool(f"{name}-helper", HELPERS))
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = SupervisedThread(name, self._run)
+        self._ident: int | None = None
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread.start()
 
@@ -45,7 +49,7 @@ class LoopThread:
         Raises:
             TimeoutError: not done in time; the coroutine is cancelled.
         """
-        assert threading.current_thread() is not self._thread, "would wait for itself"
+        assert threading.get_ident() != self._ident, "would wait for itself"
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -66,13 +70,11 @@ class LoopThread:
         except TimeoutError:
             logger.warning("tasks of the network thread ignored their cancellation")
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.error("the network thread did not end within %g s", timeout_s)
-            return
-        self.loop.close()
+        if self._thread.stop(timeout_s):
+            self.loop.close()
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 

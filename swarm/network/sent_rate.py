@@ -72,10 +72,12 @@ class SentRate:
             del self._watched[connection]
 
     def _tick(self) -> None:
-        self.sample()
-        self._is_ticking = bool(self._watched)
-        if self._is_ticking:
-            asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+        try:
+            self.sample()
+        finally:  # a fault of one sample, which the loop logs, must not be the last of them
+            self._is_ticking = bool(self._watched)
+            if self._is_ticking:
+                asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
 
     def sample(self) -> None:
         """Looks at all connections."""

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
 from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
+from swarm.protocol.pace import Arrivals
+
+
+class Arriving:
+    """When bytes of blobs arrive, over all streams together; from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing has arrived; `clock` is in seconds."""
+        self._clock, self._lock, self._arrivals = clock, threading.Lock(), Arrivals()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that have just come."""
+        with self._lock:
+            self._arrivals.arrived(num_bytes, self._clock())
+
+    def begin(self) -> tuple[int, float]:
+        """Bytes and flowing seconds so far, when a fetch begins; see `Arrivals`."""
+        with self._lock:
+            self._arrivals.begin(self._clock())
+            return self._arrivals.num_bytes, self._arrivals.flowing_s
+
+    def since(self, before: tuple[int, float]) -> tuple[int, float]:
+        """What was added to what `begin` returned."""
+        with self._lock:
+            return (
+                self._arrivals.num_bytes - before[0],
+                self._arrivals.flowing_s - before[1],
+            )
 
 
 @dataclass
@@ -31,6 +62,7 @@ class Traffic:
         up: cap on what is sent.
         down: cap on what is received.
         sent: how fast the line sent of late.
+        arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.
     """
 
     control_messages_sent: int = 0
@@ -47,6 +79,7 @@ class Traffic:
     up: Throttle = field(default_factory=Throttle)
     down: Throttle = field(default_factory=Throttle)
     sent: SentRate = field(default_factory=SentRate)
+    arriving: Arriving = field(default_factory=Arriving)
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:

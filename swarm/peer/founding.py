@@ -8,10 +8,12 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from swarm.background import supervised
 from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.tokenizer import Tokenizer
@@ -202,8 +204,10 @@ def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Ite
     if gathering.wait_for_peers == 1:
         yield
         return
-    announcing = keep_gathering(starter.node, gathering, starter.status(run).record)
-    task = asyncio.run_coroutine_threadsafe(announcing, starter.node.loop)
+    announcing = partial(keep_gathering, starter.node, gathering, starter.status(run).record)
+    task = asyncio.run_coroutine_threadsafe(
+        supervised("announcing the run", announcing), starter.node.loop
+    )
     try:
         yield
     finally:

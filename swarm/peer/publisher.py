@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from swarm.background import SYSTEM, SupervisedThread, System
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.network.joining import publish_peer
@@ -75,6 +75,7 @@ class Publisher:
         *,
         on_present: Callable[[Mapping[PeerId, PeerRecord]], None],
         beside: Callable[[], Coroutine[Any, Any, None]],
+        system: System = SYSTEM,
     ) -> None:
         """Publishes nothing yet.
 
@@ -85,13 +86,14 @@ class Publisher:
             state: remembers addresses.
             on_present: given what peers of the run say, of some of them at a time; see `Presence`.
             beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
+            system: whose clock and threads it uses.
         """
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
         self._presence, self._clock = Presence(node, run.run), OwnClock(node)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
+        self._system = system
+        self._thread = SupervisedThread("publisher", self._loop, system)
 
     def start(self) -> None:
         """Begins to publish."""
@@ -99,9 +101,9 @@ class Publisher:
 
     def stop(self) -> None:
         """Publishes a last time and ends the thread."""
-        self._stopping.set()
+        self._thread.stopping.set()
         self.status.changed.set()
-        self._thread.join(PUBLISH_DEADLINE_S)
+        self._thread.stop(PUBLISH_DEADLINE_S)
 
     def announce_merge(self, tip: Manifest, donors: Sequence[Sequence[Sequence[int]]]) -> None:
         """Announces the donors of this peer's experts in the merge of a due tip.
@@ -125,10 +127,12 @@ class Publisher:
         self.status.changed.set()
 
     def _loop(self) -> None:
-        while not self._stopping.is_set():
-            self.status.changed.wait(HEARTBEAT_S)
+        is_last = False
+        while not is_last:
+            wait_s = 0.0 if self._thread.stopping.is_set() else HEARTBEAT_S
+            self._system.wait(self.status.changed, wait_s)
             self.status.changed.clear()
-            began_s = time.monotonic()
+            is_last, began_s = self._thread.stopping.is_set(), self._system.monotonic()
             try:
                 self.node.run(self._publish(), PUBLISH_DEADLINE_S)
                 self.node.run(self._beside(), PUBLISH_DEADLINE_S)
@@ -136,7 +140,8 @@ class Publisher:
                 self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
             except (SwarmError, TimeoutError, OSError) as error:
                 logger.warning("records were not published: %s", error)
-            self._stopping.wait(max(SOONEST_S - (time.monotonic() - began_s), 0.0))
+            soonest_s = began_s + SOONEST_S - self._system.monotonic()
+            self._system.wait(self._thread.stopping, max(soonest_s, 0.0))
 
     async def _publish(self) -> None:
         status, run, me = self.status, self.run.run, self.node.peer_id

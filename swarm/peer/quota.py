@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from swarm import durable
+from swarm.background import SYSTEM, SupervisedThread, System
 from swarm.config import NetworkSection, RunConfig
 from swarm.errors import DataQuotaSpent
 from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
@@ -33,6 +33,8 @@ OVERHEAD = 1.05
 retransmissions and encryption have the rest."""
 WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
+END_S = 10.0
+"""For the last count: a disk that does not answer keeps no peer from its end."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
 
 
@@ -188,7 +190,12 @@ class QuotaWatch:
     """Counts what a node moves, and has the peer leave in time; without a quota it does nothing."""
 
     def __init__(
-        self, network: NetworkSection, state: StateDirectory, node: Node, stop: Stop
+        self,
+        network: NetworkSection,
+        state: StateDirectory,
+        node: Node,
+        stop: Stop,
+        system: System = SYSTEM,
     ) -> None:
         """Begins to count, with all that the node has moved since its start.
 
@@ -197,13 +204,14 @@ class QuotaWatch:
             state: whose peers the count is of.
             node: moves the bytes.
             stop: asked when the peer must leave.
+            system: whose threads it uses.
         """
-        self._node, self._stop, self._ended = node, stop, threading.Event()
+        self._node, self._stop, self._system = node, stop, system
+        self._thread = SupervisedThread("data-quota", self._watch, system)
         self._quota: DataQuota | None = None
         if network.data_quota_gb is None:
             return
         self._quota = DataQuota(count_of(state), network.data_quota_gb * 1e9, 0.0)
-        self._thread = threading.Thread(target=self._watch, name="data-quota", daemon=True)
         self._thread.start()
 
     def keep_back(self, run: RunConfig) -> None:
@@ -227,14 +235,12 @@ class QuotaWatch:
 
     def end(self) -> None:
         """Counts a last time; safe to call twice."""
-        self._ended.set()
-        if self._quota:
-            self._thread.join()
+        self._thread.stop(END_S)
 
     def _watch(self) -> None:
         is_last = False
         while not is_last and self._quota:
-            is_last = self._ended.wait(LOOK_S)
+            is_last = self._system.wait(self._thread.stopping, LOOK_S)
             why = self._quota.look(bytes_moved(self._node.traffic))
             if why and not self._stop():
                 logger.warning("data quota: %s; leaving", why)

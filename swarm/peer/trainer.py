@@ -94,6 +94,7 @@ class Trainer(TrainingShell):
         self.offering = Offering(model, rounds, status)
         self.making: Beside[Offer] = Beside()
         self.offering.in_turn = self.making.in_turn
+        self.moments.before_change = self._finish_making
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
         """Of a private state that is to be written beside the steps."""
         self._waited_s = 0.0
@@ -162,8 +163,6 @@ class Trainer(TrainingShell):
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
         self.status.progress.begin(tip.round + 1 + task.is_offered, self.run.run.rounds)
-        if self.moments.have_come:
-            self._finish_making()
         self.moments.install()
 
         def on_step(step: int, stats: StepStats) -> None:

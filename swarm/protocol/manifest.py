@@ -276,6 +276,12 @@ class Manifest:
         """Every blob that a member keeps for it."""
         return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
 
+    @property
+    def sizes(self) -> dict[Digest, int]:
+        """Bytes of every blob of the state: values, configuration and held-out tokens."""
+        values = {entry.digest: entry.num_bytes for entry in self.entries.values()}
+        return values | dict(self.founding.blobs)
+
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
         """The deltas by which this very manifest moved units; who voted for it has them [W6]."""

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,7 +57,8 @@ class Written:
 class HashedFile:
     """Tensors on their way into a file: one thread hashes them, another one writes.
 
-    They must not change until `finish` or `give_up` has returned.
+    They must not change until `finish` or `give_up` has returned, and nothing here refers to them
+    after `give_up`: an engine that changes its experts then would hold their old values as well.
     """
 
     def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
@@ -68,14 +69,14 @@ class HashedFile:
             groups: asked for the tensors, of which the first ones come first, by the thread that
                 hashes.
         """
-        self._path, self._groups = path, groups
+        self._path = path
         self._digest = blake3(max_threads=blake3.AUTO)
         self._chunks = SimpleQueue[bytes | memoryview | None]()
         self._room = threading.Semaphore(CHUNKS_AHEAD)
         self._given_up = False
         self._pool = ThreadPoolExecutor(2, "swarm-private")
-        self._written = self._pool.submit(self._write)
-        self._hashed = self._pool.submit(self._hash)
+        self._written: Future[BinaryIO] | None = self._pool.submit(self._write)
+        self._hashed: Future[None] | None = self._pool.submit(self._hash, groups)
 
     def finish(self, trailer: Callable[[], Iterable[bytes]] = tuple, *, seal: bool) -> Written:
         """Waits until all is written and durable; to be called once.
@@ -88,6 +89,7 @@ class HashedFile:
             OSError: the disk refused, now or while the tensors were written.
             Exception: what asking for tensors has raised.
         """
+        assert self._hashed is not None and self._written is not None, "it was given up"
         self._hashed.result()
         with self._written.result() as file:
             for chunk in trailer():
@@ -104,12 +106,14 @@ class HashedFile:
         """Returns when nothing is written any more; after `finish` nothing but that is done."""
         self._given_up = True
         self._pool.shutdown()
-        if self._written.exception() is None:
+        if self._written is not None and self._written.exception() is None:
             self._written.result().close()
+        # The tracebacks of their errors hold tensors.
+        self._written = self._hashed = None
 
-    def _hash(self) -> None:
+    def _hash(self, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
         try:
-            for chunk in encoded(*self._groups()):
+            for chunk in encoded(*groups()):
                 if self._given_up:
                     return
                 self._digest.update(chunk)

@@ -10,7 +10,6 @@ import pytest
 from peers.exporting import FETCHING, _fetched_beside
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
-from swarm.export import fetching
 from swarm.export.facts import Form
 from swarm.export.fetching import EMPTY_TURNS, FromPeers
 from swarm.network.blobs import BlobStore
@@ -19,7 +18,7 @@ from swarm.network.observer import Seen
 from swarm.protocol.digests import PIECE_BYTES, piece_index
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
-from tests.export.models import after, found, toy_run
+from tests.export.models import Time, after, found, toy_run
 from tests.peer_records import peer_record
 
 RUN = toy_run()
@@ -84,20 +83,14 @@ class Swarm:
             self.store.put(bytes(content))
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(fetching.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(fetching.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
-
-
-@pytest.fixture
-def swarm(clock: None) -> Swarm:
-    return Swarm()
-
-
 def source(swarm: Swarm) -> FromPeers:
-    return FromPeers(swarm, swarm.store, None)  # type: ignore[arg-type]
+    time = Time()
+    return FromPeers(swarm, swarm.store, None, clock=time, sleep=time.sleep)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def swarm() -> Swarm:
+    return Swarm()
 
 
 def test_a_run_that_gathers_is_waited_for_but_not_for_ever(swarm: Swarm) -> None:
@@ -165,7 +158,6 @@ class Thin(Swarm):
         super().fetch_model(manifest, *args, **kwargs)
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_blob_that_comes_piece_by_piece_is_not_given_up() -> None:
     thin = Thin(bytes(6 * PIECE_BYTES + 1))
     source(thin).bring(thin.manifest, Form())
@@ -187,7 +179,6 @@ class Dying(Swarm):
         raise NobodyReachable("the model: no answer within 60 s")
 
 
-@pytest.mark.usefixtures("clock")
 def test_what_came_in_a_turn_survives_a_kill(tmp_path: Path) -> None:
     dying = Dying()
     dying.store = BlobStore(tmp_path)

@@ -51,6 +51,12 @@ def fetched(node: Node, source: Node, content: bytes) -> bytes | None:
     return None if got is None else bytes(got)
 
 
+def ways_of(folder: Path, control: Any) -> Direct:
+    """The real class of a peer that is reached through nothing but this control path."""
+    me = load_or_create_identity(folder / "me.key")
+    return Direct(me, control, lambda: None, direct_door.Door(me, Traffic(), Ledger(), {}))
+
+
 @pytest.fixture
 def libp2p_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(*_: Any) -> socket.socket:
@@ -218,6 +224,58 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
+def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
+    """Weeks of looks without effect: a pair of which neither side can be dialled."""
+    num_failures = 5_000
+
+    class Nowhere:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            raise NoRoute(peer_id)
+
+    async def run() -> None:
+        ways, way = ways_of(tmp_path, Nowhere()), None
+        for _ in range(num_failures):
+            with pytest.raises(NoRoute):
+                await ways.open_stream("hidden", PROTOCOL, 5.0)
+            way = ways._ways["hidden"]
+            assert way.not_before_s <= time.monotonic() + direct.LONGEST_PAUSE_S
+            way.not_before_s = 0.0  # as if the pause had passed
+        assert way is not None and way.failures == num_failures
+
+    asyncio.run(run())
+
+
+def test_a_search_that_fails_by_a_fault_here_is_a_failure_with_a_pause(tmp_path: Path) -> None:
+    class Faulty:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            raise OverflowError("a bug")
+
+    async def run() -> None:
+        ways = ways_of(tmp_path, Faulty())
+        for why in ("looked for in vain", "a short while ago"):
+            with pytest.raises(NoRoute, match=why):
+                await ways.open_stream("other", PROTOCOL, 5.0)
+
+    asyncio.run(run())
+
+
+def test_a_search_that_is_cancelled_does_not_cancel_those_that_wait(tmp_path: Path) -> None:
+    class Slow:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+    async def run() -> None:
+        ways = ways_of(tmp_path, Slow())
+        waiting = asyncio.create_task(ways.open_stream("other", PROTOCOL, 5.0))
+        await asyncio.sleep(0.01)
+        await ways.door.tasks.stop()
+        with pytest.raises(NoRoute):
+            await waiting
+
+    asyncio.run(run())
+
+
 def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -228,9 +286,7 @@ def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_f
             raise NoRoute(peer_id)
 
     async def run() -> None:
-        me = load_or_create_identity(tmp_path / "me.key")
-        door = direct_door.Door(me, Traffic(), Ledger(), {})
-        ways = Direct(me, Nowhere(), lambda: None, door)
+        ways = ways_of(tmp_path, Nowhere())
         slow = asyncio.create_task(ways.open_stream("slow", PROTOCOL, 5.0))
         await asyncio.sleep(0)
         for number in range(500):

@@ -1,6 +1,5 @@
 """What a peer says about itself: totals, differences between rounds, and nothing of others."""
 
-import json
 import math
 from collections import Counter
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
 from swarm.protocol.figures import RoutingFigures, WorkersFigures
-from swarm.protocol.life_events import parse_event
+from swarm.protocol.life_events import EventReader
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
 from swarm.train.engine import StepStats
@@ -101,9 +100,10 @@ def watch(status: PeerStatus, **refused: int) -> None:
 def events(status: PeerStatus) -> list[dict[str, Any]]:
     assert status.directory is not None
     lines = status.directory.events_path.read_text().splitlines()
+    schemas, reader = EventReader(), EventReader()
     for line in lines:
-        parse_event(line)
-    return [json.loads(line) for line in lines]
+        schemas.parse(line)
+    return [reader.read(line) for line in lines]
 
 
 def test_a_cap_is_the_rate_of_a_link_that_is_faster_or_was_not_measured(

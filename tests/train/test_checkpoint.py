@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -437,6 +438,27 @@ def test_what_could_not_be_finished_is_removed(path, monkeypatch, name):
         save_private(path, small_state(2))
     assert list(path.parent.iterdir()) == [path]
     assert load_private(path).round == 1
+
+
+@pytest.mark.parametrize("end", ["finished", "given up", "refused"])
+def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollected, end):
+    """The engine owns other experts next; the values of before would be the most of a process."""
+    tensor = torch.arange(1000.0)
+    state, found = state_of(EngineState({"a": tensor}, (), 0, 0, 0)), weakref.ref(tensor)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Saving(path, state.engine, state.rng) as begun:
+        if end == "finished":
+            save_private(path, state, begun)
+        elif end == "refused":
+            monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+            monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
+            with pytest.raises(StateError, match="No space left"):
+                save_private(path, state, begun)
+    del tensor, state, begun
+    assert found() is None
 
 
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):

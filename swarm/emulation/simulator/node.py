@@ -231,12 +231,12 @@ class Node(Ports):
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s = machine.listened_at, machine.timers.patience_s
+        before, pause_s = machine.listened_at, machine.timers.pause_s
         gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
-        if (machine.listened_at != before) != (gap_s > patience_s):
-            why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
+        if (machine.listened_at != before) != (gap_s > pause_s):
+            why = f"{self.me} after {gap_s:.3f} s without an event (limit {pause_s:.1f})"
             raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
         return effects
 
@@ -278,7 +278,7 @@ class Node(Ports):
 
     def _tick(self) -> None:
         now, timers = self.world.now, self.world.timers
-        if now - self._last_tick > timers.patience_s:  # [B2]
+        if now - self._last_tick > timers.pause_s:  # [B2]
             self._heard.clear()
         self._last_tick = now
         self.after(timers.tick_s, self._tick)

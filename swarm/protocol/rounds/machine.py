@@ -146,7 +146,7 @@ class RoundMachine:
             self._out.explain(
                 Topic.TAKEOVER,
                 f"nothing happened for {now - self._life.event_at:.1f} s (limit "
-                f"{self.timers.patience_s:.1f}): listens before it goes on",
+                f"{self.timers.pause_s:.1f}): listens before it goes on",
             )
             self._listener.listen()
         self._life.event_at = now

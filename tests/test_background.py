@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from swarm.network.tasks import Tasks
+from swarm.background import Tasks
 
 
 async def for_ever() -> None:
