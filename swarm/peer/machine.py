@@ -189,7 +189,9 @@ def plan_here(
 
 
 class Room:
-    """How many experts fit this machine, in every phase of a round; asked at any time.
+    """How many experts fit this machine's memory, in every phase of a round; asked at any time.
+
+    A disk does not count: one that is full is waited for, and takes no peer down.
 
     Attributes:
         engine: once there is one, its present level counts and those below, else all that the

@@ -37,7 +37,7 @@ SOONEST_S = 1.0
 """Changes in quick succession share one publication."""
 PUBLISH_DEADLINE_S = 30.0
 THERE_S = 300.0
-"""Each peer of a large run is looked at every so often, see `Presence`."""
+"""One key of presence is read per beat, so each peer is seen every few minutes, see `Presence`."""
 MAX_THERE = 4096
 """Peers whose rooms are remembered."""
 
