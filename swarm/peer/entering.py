@@ -35,6 +35,7 @@ from swarm.peer.kept_settings import invitation_to
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
+from swarm.peer.machine import Room
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.own_line import measure_line
@@ -93,7 +94,7 @@ class Starter:
 
     def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
         """What this peer says about itself in a run."""
-        return PeerStatus(
+        status = PeerStatus(
             self.node,
             run,
             name=self.host.name,
@@ -101,6 +102,8 @@ class Starter:
             directory=directory,
             observer=self.observer,
         )
+        status.room_of = Room(run, self.config.compute, self.state.path)
+        return status
 
     def resume_or_join(self) -> Started | None:
         """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.

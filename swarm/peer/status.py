@@ -39,6 +39,7 @@ from swarm.protocol.handover import Moments
 from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
 from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
+from swarm.protocol.rounds.state import room_for_all
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.version import __version__
@@ -72,6 +73,8 @@ class PeerStatus:
         node.lines.when_cut = self.changed.set
         self.reason_of: Callable[[], str] = str
         self.refused_of: Callable[[], Counter[str]] = Counter
+        self.room_of: Callable[[], int] = room_for_all
+        """Experts that fit this machine."""
         self.fetched_of: Callable[[], float] = float
         """Rate of fetches in bytes per second; 0 if none was measured."""
         self.engine_of: Callable[[], str] = str
@@ -375,6 +378,7 @@ class PeerStatus:
             addresses=self.node.addresses,
             state=self._state,
             capacity=self.capacity,
+            room=self.room_of(),
             generation=manifest.generation if manifest else "0",
             height=manifest.height if manifest else 0,
             round=manifest.round if manifest else 0,
