@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -149,23 +150,37 @@ def hosts_of(network: NetworkSection) -> tuple[str, ...]:
 def _with_port(text: str, port: int | None) -> str:
     _, protocol, host, _, number = text.split("/")
     if number != "0":
-        fault = _listening_fault(protocol, host, int(number))
-        if fault:
+        if fault := _listening_fault(protocol, host, int(number)):
+            hint = "end what listens there, or choose another --host-maddrs"
             raise NetworkDown(
-                f"cannot listen on {text}: {fault}",
-                hint="end what listens there, or choose another --host-maddrs",
+                f"cannot listen on {text}: {fault.strerror or fault}",
+                hint=foreign_address_hint(fault, host, int(number)) or hint,
             )
         return text
     if port is None:
         return text
     fault = _listening_fault(protocol, host, port)
     if fault:
-        logger.warning("port %d on %s: %s; taking a free one", port, host, fault)
+        why = fault.strerror or fault
+        logger.warning("port %d on %s: %s; taking a free one", port, host, why)
         return text
     return f"/{protocol}/{host}/tcp/{port}"
 
 
-def _listening_fault(protocol: str, host: str, port: int) -> str | None:
+def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
+    """What to do where a machine is told to listen at an address that it does not have.
+
+    Providers of cloud machines and routers translate a public address to a private one.
+    """
+    if fault.errno != errno.EADDRNOTAVAIL:
+        return None
+    return (
+        f"this machine does not have the address {host}: listen on all that it has and announce "
+        f"this one, with --port {port} --public-ip {host} in place of --host-maddrs"
+    )
+
+
+def _listening_fault(protocol: str, host: str, port: int) -> OSError | None:
     """Why nobody can listen there; p2pd itself would share the port with another p2pd silently.
 
     Both ask the system to (SO_REUSEPORT), and then either may get a call. Names are left to p2pd.
@@ -178,19 +193,37 @@ def _listening_fault(protocol: str, host: str, port: int) -> str | None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
     except OSError as error:
-        return error.strerror or str(error)
+        return error
     return None
 
 
-def dialable(visible: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to hand out, public ones first, else in their order: joiners get the first.
+def host_of_default_route() -> str | None:
+    """This machine's address on the network that leads to the internet; None if there is none.
+
+    Asks the system for the way to an address that is reserved for documents; nothing is sent.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(("192.0.2.1", 9))
+            return str(asking.getsockname()[0])
+    except OSError:
+        return None
+
+
+def dialable(visible: Sequence[str], preferred: str | None = None) -> tuple[str, ...]:
+    """The addresses to hand out, in the order in which joiners should try them.
+
+    Public ones come first, then the preferred host, then the others in their order: a machine with
+    containers has addresses that nobody outside can dial.
 
     Loopback only if there is nothing else. Of more than a record may have, as of a machine with
     many container networks, the last private ones are left out.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
-    ordered = sorted(outside or known, key=_is_private)
+    ordered = sorted(
+        outside or known, key=lambda text: (_is_private(text), text.split("/")[2] != preferred)
+    )
     if left_out := len(ordered[MAX_ADDRESSES:]):
         logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
     return tuple(ordered[:MAX_ADDRESSES])

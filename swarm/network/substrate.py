@@ -21,6 +21,7 @@ from swarm.network.daemon import (
     Address,
     dialable,
     end_daemon,
+    host_of_default_route,
     is_identity_taken,
     is_unanswered,
     listen_addresses,
@@ -168,7 +169,7 @@ async def open_substrate(
         addresses: tuple[str, ...] = ()
         if not opening.network.client_mode:
             visible = await p2p.get_visible_maddrs(latest=True)
-            addresses = dialable([str(address) for address in visible])
+            addresses = dialable([str(address) for address in visible], host_of_default_route())
     except BaseException:
         await end_daemon(p2p, opening.traffic.line)
         raise

@@ -1,6 +1,7 @@
 """What a peer says about itself: totals, differences between rounds, and nothing of others."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
     status: PeerStatus, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch(status)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         status.validated(TIP, 3 * math.log(2), HELD_OUT)
     assert "val_loss=2.0794 nats/token bits_per_byte=1.5000" in caplog.text
     assert status.validation is not None
@@ -268,7 +269,7 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     watch(status)
     assert status.record().routing is None
     status.end_steps(STATS)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         status.applied(report(successor(TIP)))
     figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
     assert status.record().routing == RoutingFigures(
@@ -422,7 +423,23 @@ def test_a_peer_that_waits_says_for_what_also_in_its_history(
 def test_a_round_without_a_reason_does_not_show_an_empty_one(
     status: PeerStatus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     watch(status)
     status.applied(replace(report(successor(TIP)), reason=""))
     assert "reason" not in caplog.text
+
+
+def test_a_round_is_one_line_that_fits_a_terminal(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.validated(TIP, 7.29, HELD_OUT)
+    status.end_steps(STATS)
+    status.applied(report(successor(TIP)))
+    assert len(caplog.messages) == 1
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"round 1/\d+  loss [\d.]+  held-out 7.29  \d of \d peers  [\d.]+ s  [\d.]+ MB", line
+    )
+    assert len(line) < 80

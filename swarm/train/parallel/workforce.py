@@ -212,6 +212,11 @@ class Workforce:
             f"; steps made again: {again}" if again else "",
         )
 
+    @property
+    def levels(self) -> tuple[EngineOptions, ...]:
+        """The present level and those below that are left."""
+        return (self.options, *self._below)
+
     def _judge(self, lost: Lost, tries: int) -> None:
         """Says what happened; raises if there is no use in starting workers again."""
         if not lost.is_memory:
