@@ -255,7 +255,7 @@ def _record(name: str, rounds: int) -> PeerRecord:
     return PeerRecord(
         peer_id=name, name=name, addresses=(), state=PeerState.TRAINING, capacity=1.0,
         generation="0", height=0, round=0, rounds_total=rounds, manifest_digest="0" * 64,
-        owned_experts=(0,), step=0, tokens=0, loss=2.0, val_loss=None, tokens_per_s=100.0,
+        owned_experts=(0,), room=4, step=0, tokens=0, loss=2.0, val_loss=None, tokens_per_s=100.0,
         blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
         round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
         steps_skipped=0, refused={}, reason="", version="0", moments_bytes_sent=0,

@@ -8,6 +8,7 @@ What the agreement would do, a scenario does: it names blobs to fetch and manife
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from swarm.network.transfers import Transfers
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import RoundReport
 from swarm.peer.own_line import OwnLine
-from swarm.peer.publisher import Publisher, announcement
+from swarm.peer.publisher import Publisher, RoomsThere, announcement
 from swarm.peer.quota import QuotaWatch
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.status import PeerStatus
@@ -211,16 +212,21 @@ class Subject:
                 node=self.node, state=self.state, config=SimpleNamespace(network=self.network)
             )
             self.line = OwnLine(host, self.status, run)
+            self.there = RoomsThere()
             self.publisher = Publisher(
                 self.node,
                 self.status,
                 announcement(run, self.task.run, tip),
                 self.state,
-                on_present=self.present.update,
+                on_present=self._are_present,
                 beside=self.line.measure_again,
             )
             if publishes:
                 self.publisher.start()
+
+    def _are_present(self, present: Mapping[PeerId, PeerRecord]) -> None:
+        self.present.update(present)
+        self.there.note(present)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -228,7 +234,7 @@ class Subject:
         return {
             "node": self.node, "store": self.store, "transfers": self.transfers,
             "quota": self.quota, "status": self.status, "publisher": self.publisher,
-            "line": self.line,
+            "line": self.line, "there": self.there,
         }  # fmt: skip
 
     @property
