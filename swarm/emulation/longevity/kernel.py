@@ -282,7 +282,7 @@ class VirtualThread:
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until it has ended, or so long."""
-        if self._has_ended or self._threads is None:
+        if self._has_ended or self._threads is None or not _world:
             return
         parked = self._threads.park(timeout)
         self._joining.append(parked)

@@ -324,8 +324,7 @@ def clocks(world: World, scale: Scale) -> Audit:
     audit, worst_s = Audit(world, {"node": subject.node}), 0.0
     sample = sampler(world, scale, audit)
     with world.at(subject.machine):
-        own = OwnClock(subject.node)
-    del others
+        own = OwnClock(subject.node, lambda: [other.peer_id for other in others])
     at_s, next_hour_s = 0.0, HOUR_S
     while at_s < scale.seconds:
         world.threads.sleep(60.0)
