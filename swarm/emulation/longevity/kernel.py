@@ -21,8 +21,8 @@ import threading as real_threading
 import time as real_time
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ALL_COMPLETED, Executor
 from queue import Empty, Full
 from typing import Any, Generic, TypeVar
 
@@ -483,6 +483,24 @@ class VirtualFuture(concurrent.futures.Future[Any]):
         with contextlib.suppress(Exception):
             self.result(timeout)
         return super().exception(0)
+
+
+def wait(
+    fs: Iterable[VirtualFuture], timeout: float | None = None, return_when: str = ALL_COMPLETED
+) -> concurrent.futures._base.DoneAndNotDoneFutures[Any]:
+    """As `concurrent.futures.wait`."""
+    futures, loop = set(fs), running_world()
+    end_s = None if timeout is None else loop.time() + timeout
+    while True:
+        done = {future for future in futures if future.done()}
+        left_s = None if end_s is None else end_s - loop.time()
+        is_enough = done == futures or (done and return_when != ALL_COMPLETED)
+        if is_enough or (left_s is not None and left_s <= 0):
+            return concurrent.futures._base.DoneAndNotDoneFutures(done, futures - done)
+        parked = Threads.of(loop).park(left_s)
+        for future in futures - done:
+            future.add_done_callback(lambda _, parked=parked: parked.wake())  # type: ignore[misc]
+        parked.wait()
 
 
 class VirtualExecutor(Executor):

@@ -337,7 +337,7 @@ def chain(world: World, scale: Scale) -> Audit:
                  Allowed("file", 40_000 * CHANGES_A_DAY, "links by turnover")],
     )  # fmt: skip
     sample, next_change_s = sampler(world, scale, audit), DAY_S / CHANGES_A_DAY
-    away = [first]
+    away = [links]
     for number in range(1, scale.rounds + 1):
         world.threads.sleep(max(number * scale.round_s - world.now_s, 0.1))
         before = links.tip
@@ -364,9 +364,10 @@ def chain(world: World, scale: Scale) -> Audit:
             )  # fmt: skip
             links = roots["chain"] = Chain.of(record, file.read())
             for old in away:
-                problem = proof_problem(links.proof(old.code), head, {old.digest})
-                audit.demand(problem is None, f"height {number} from {old.height}: {problem}")
-            away = [first, head, *away[1:3]]
+                path = old.rooted(links.proof(old.tip.code))
+                problem = proof_problem(path, head, old.trusted)
+                audit.demand(problem is None, f"height {number} from {old.tip.height}: {problem}")
+            away = [away[0], links, *away[1:3]]
         sample()
     most = RECENT + 2 * CHANGES_A_DAY * scale.days + 8
     audit.demand(

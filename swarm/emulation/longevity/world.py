@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -203,6 +204,7 @@ class World:
             Queue: kernel.VirtualQueue,
             ThreadPoolExecutor: kernel.VirtualExecutor,
             Future: kernel.VirtualFuture,
+            wait_for_futures: kernel.wait,
         }
         self.set(node_module, "HEAL_LOOK_EVERY_S", HEAL_LOOK_EVERY_S)
         log = logging.getLogger("swarm")
