@@ -221,9 +221,10 @@ def lines(world: World, scale: Scale) -> Audit:
             audit.demand(False, f"round {number}: what the subject has was not fetched from it")
         first.store.collect([])
         subject.store.collect([])
-        world.threads.sleep(30.0)
-        with world.at(subject.machine):
-            subject.node.run(subject.line.measure_again(), 30.0)
+        for _ in range(3):  # as at heartbeats
+            world.threads.sleep(HEARTBEAT_S)
+            with world.at(subject.machine):
+                subject.node.run(subject.line.measure_again(), 30.0)
         tip = task.following(tip, {}, run)
         subject.apply(tip)
         link = subject.status.record().link
@@ -369,7 +370,7 @@ SCENARIOS: dict[str, Callable[[World, Scale], Audit]] = {
 SHORT: dict[str, Scale] = {
     "transport": Scale(5.0, 1400),
     "publishing": Scale(0.2, 40),
-    "lines": Scale(2.0, 96),
+    "lines": Scale(1.6, 64),
     "strangers": Scale(0.5, 48),
     "clocks": Scale(1.0, 24),
     "store": Scale(2.0, 200),
