@@ -18,6 +18,7 @@ from blake3 import blake3
 from swarm.data.corpus import SUFFIXES as TEXT_SUFFIXES
 from swarm.data.corpus import fingerprint_of, printable_name
 from swarm.data.documents import Tally
+from swarm.data.file_digests import FileDigests
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 
@@ -52,9 +53,9 @@ class ReadyTokens:
     end_of_text: int
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
         """See `Source`."""
-        said = [fingerprint_of(self.root, self.files), self.end_of_text]
+        said = [fingerprint_of(self.root, self.files, digests), self.end_of_text]
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
