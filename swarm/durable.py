@@ -56,17 +56,41 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
     sync_folder(path.parent)
 
 
-def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
+def older(path: Path) -> Path:
+    """Where the lines lie that a file had before it became too large."""
+    return path.with_name(f"{path.name}.old")
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file that `append_lines` bounds, the oldest first; none where it is missing.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    found: list[bytes] = []
+    for each in (older(path), path):
+        if each.exists():
+            found += each.read_bytes().splitlines()
+    return found
+
+
+def append_lines(
+    path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
+) -> None:
     """Adds whole lines to a file, which is made when missing; a line that a crash tore is ended.
 
     Args:
         path: the file.
         lines: each with its end.
         sync: makes them durable.
+        most_bytes: a file of this size is kept as the `older` one, in place of that before, and a
+            new one is begun. So there are at most twice as many bytes. None: it grows.
 
     Raises:
         OSError: the disk refused.
     """
+    if most_bytes is not None and path.exists() and path.stat().st_size >= most_bytes:
+        path.replace(older(path))
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         file.write(lines if _ends_a_line(file.fileno(), size) else b"\n" + lines)

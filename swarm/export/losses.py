@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swarm import durable
 from swarm.protocol.life_events import Validation, parse_event
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Digest
@@ -17,13 +18,9 @@ def kept_losses(events: Path) -> Losses:
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}
     nat: float | None = None
-    try:
-        lines = events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
+    for line in durable.read_lines(events):
         try:
-            _, _, event = parse_event(line)
+            _, _, event = parse_event(line.decode(errors="replace"))
         except ValueError:
             continue
         if isinstance(event, Validation):

@@ -181,16 +181,16 @@ def _listening_fault(protocol: str, host: str, port: int) -> str | None:
     return None
 
 
-def dialable(visible: Sequence[str]) -> tuple[str, ...]:
+def dialable(visible: Sequence[str], *, says: bool = True) -> tuple[str, ...]:
     """The addresses to hand out, public ones first, else in their order: joiners get the first.
 
     Loopback only if there is nothing else. Of more than a record may have, as of a machine with
-    many container networks, the last private ones are left out.
+    many container networks, the last private ones are left out, and it `says` so.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
     ordered = sorted(outside or known, key=_is_private)
-    if left_out := len(ordered[MAX_ADDRESSES:]):
+    if says and (left_out := len(ordered[MAX_ADDRESSES:])):
         logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
     return tuple(ordered[:MAX_ADDRESSES])
 
