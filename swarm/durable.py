@@ -76,27 +76,33 @@ def read_lines(path: Path) -> list[bytes]:
 
 def append_lines(
     path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
-) -> None:
+) -> bool:
     """Adds whole lines to a file, which is made when missing; a line that a crash tore is ended.
 
     Args:
         path: the file.
         lines: each with its end.
         sync: makes them durable.
-        most_bytes: a file of this size is kept as the `older` one, in place of that before, and a
-            new one is begun. So there are at most twice as many bytes. None: it grows.
+        most_bytes: a file that has reached this size becomes the `older` one, in place of that
+            before, so there are about twice as many bytes at most. None: it grows.
+
+    Returns:
+        Whether the next line begins a new file.
 
     Raises:
         OSError: the disk refused.
     """
-    if most_bytes is not None and path.exists() and path.stat().st_size >= most_bytes:
-        path.replace(older(path))
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         file.write(lines if _ends_a_line(file.fileno(), size) else b"\n" + lines)
         if sync:
             file.flush()
             os.fsync(file.fileno())
+        size = file.tell()
+    is_full = most_bytes is not None and size >= most_bytes
+    if is_full:
+        path.replace(older(path))
+    return is_full
 
 
 def _ends_a_line(descriptor: int, size: int) -> bool:

@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Corpus, printable_name
-from swarm.data.documents import Tally, file_documents
+from swarm.data.documents import file_documents
 from swarm.data.file_digests import FileDigests
 from swarm.data.mixture import Mixture, Shares
 from swarm.data.shard_writer import (
@@ -36,6 +36,7 @@ from swarm.data.shard_writer import (
     digest_of_header,
     write_shards,
 )
+from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 from swarm.progress import Reporter
@@ -65,19 +66,8 @@ class Shards:
         return [max(0, len(array) - 1) // sequence_length for array in self.arrays]
 
     def summary(self) -> str:
-        """Files, documents, tokens, split and all that was skipped, in a line."""
-        found = self.contents
-        skipped = f"; {found.copies:,} copies left out" if found.copies else ""
-        skipped += f"; {found.repetitive:,} repetitive left out" if found.repetitive else ""
-        skipped += f"; {found.skipped} skipped" if found.skipped else ""
-        if found.skipped_first:
-            rest = ", ..." if found.skipped > len(found.skipped_first) else ""
-            skipped += f" ({', '.join(found.skipped_first)}{rest})"
-        return (
-            f"{found.files:,} files, {found.documents + found.held_out_documents:,} documents: "
-            f"{self.num_tokens:,} tokens in {found.documents:,} documents to train on, "
-            f"{found.held_out_bytes:,} bytes in {found.held_out_documents:,} held out{skipped}"
-        )
+        """Tokens, files, documents, split and all that is left out, in a line."""
+        return f"{self.num_tokens:,} tokens; {self.contents.summary()}"
 
 
 class Torn(Exception):
@@ -120,7 +110,7 @@ def open_shards(
             try:
                 shards = open_folder(folder)
                 _tidy(cache, folder, origin)
-                return shards
+                return _with_unread(shards, corpus)
             except Torn as torn:
                 logger.warning("building %s again: %s", folder.name, torn)
                 shutil.rmtree(folder)
@@ -176,6 +166,20 @@ def _used_s(cache: Path) -> float:
     """When a cache was used last."""
     path = cache / ORIGIN
     return (path if path.exists() else cache).stat().st_mtime
+
+
+def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:
+    """Shards of a cache, with the files that are not read for their names as they are now.
+
+    No token depends on them, so the cache stays when one comes or goes.
+    """
+    tally = Tally()
+    for what, suffix in corpus.unread:
+        tally.leave(what, suffix)
+    names = tuple(tally.left)
+    return replace(
+        shards, contents=replace(shards.contents, unread=tally.unread, unread_names=names)
+    )
 
 
 @contextlib.contextmanager
@@ -291,7 +295,8 @@ def open_folder(folder: Path) -> Shards:
     try:
         dtype = np.dtype(header["dtype"])
         contents = header["contents"]
-        contents["skipped_first"] = tuple(contents["skipped_first"])
+        for names in ("skipped_names", "unread_names"):
+            contents[names] = tuple(contents[names])
         named = header["shards"]
         checked = Reporter(f"checking {folder.name}", "shard").each(named, len(named))
         arrays = tuple(_map(folder / name, dtype, *of) for name, *of in checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarm import durable
-from swarm.protocol.life_events import Validation, parse_event
+from swarm.protocol.life_events import EventReader, Validation
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Digest
 
@@ -18,9 +18,10 @@ def kept_losses(events: Path) -> Losses:
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}
     nat: float | None = None
+    reader = EventReader()
     for line in durable.read_lines(events):
         try:
-            _, _, event = parse_event(line.decode(errors="replace"))
+            _, _, event = reader.parse(line)
         except ValueError:
             continue
         if isinstance(event, Validation):

@@ -25,6 +25,7 @@ class HealthJson(TypedDict):
         "finished",
         "split",
         "halted",
+        "paused",
         "stalled",
         "degraded",
         "unknown",

@@ -156,6 +156,7 @@ async def _send(
         await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
         writer.write(part[: num_bytes - start])
         await writer.drain()
+        traffic.measuring_bytes_sent += min(_PART_BYTES, num_bytes - start)
 
 
 async def _take(

@@ -220,10 +220,14 @@ class RunDirectory:
             durable.make_folder(self.path)
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
-    def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Adds one line to the run's history, also after a line that a kill tore off."""
+    def append_event(self, kind: str, /, **fields: Any) -> bool:
+        """Adds one line to the run's history, also after a line that a kill tore off.
+
+        Returns whether the next line begins a new file, which is to be read by itself.
+        """
         line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
-        durable.append_lines(self.events_path, line.encode() + b"\n", most_bytes=MAX_EVENTS_BYTES)
+        content = line.encode() + b"\n"
+        return durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES)
 
 
 class StateDirectory:

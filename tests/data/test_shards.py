@@ -124,21 +124,37 @@ def test_the_digest_depends_on_the_text_and_not_on_where_it_lies(corpus, tmp_pat
     assert moved.digest != first.digest, "another order of documents is another text"
 
 
-def test_a_line_says_files_documents_tokens_split_and_what_was_skipped(corpus, tmp_path):
+def test_a_line_says_what_was_read_and_what_was_not(corpus, tmp_path):
     (corpus.root / "bad.txt").write_bytes(b"\0")
     (corpus.root / "bad.jsonl").write_text("1\n2\n3\n")
+    (corpus.root / "paper.pdf").write_text("%PDF")
     corpus = folder_corpus(corpus.root)
     for _ in range(2):  # built, and from the cache
         shards = open_shards(corpus, tmp_path / "cache", BYTE)
         held_out = [len(each) for each in corpus.documents() if is_held_out(each)]
         assert shards.summary() == (
-            "121 files, 120 documents: "
-            f"{shards.num_tokens:,} tokens in {120 - len(held_out)} documents to train on, "
-            f"{sum(held_out)} bytes in {len(held_out)} held out; 4 skipped "
-            "(bad.jsonl:1: no object with "
-            'a string under "text", bad.jsonl:2: no object with a string under "text", '
-            'bad.jsonl:3: no object with a string under "text", ...)'
+            f"{shards.num_tokens:,} tokens; 121 files of {shards.contents.file_bytes:,} bytes "
+            'read; not read by suffix: 1 .pdf; skipped: 3 no object with a string under "text", '
+            "1 binary, since it has NUL bytes (--list-skipped names them); "
+            f"{120 - len(held_out)} documents to train on, "
+            f"{sum(held_out)} bytes in {len(held_out)} held out"
         )
+        assert shards.contents.tally.names() == [
+            *(f'bad.jsonl:{n}: no object with a string under "text"' for n in (1, 2, 3)),
+            "bad.txt: binary, since it has NUL bytes",
+            "paper.pdf: not read, .pdf",
+        ]
+
+
+def test_a_cache_is_kept_when_files_come_that_are_no_text_and_they_are_named(corpus, tmp_path):
+    open_shards(corpus, tmp_path / "cache", BYTE)
+    (made,) = (tmp_path / "cache").iterdir()
+    before = made.stat().st_ino
+    (corpus.root / "paper.PDF").write_text("%PDF")
+    shards = open_shards(folder_corpus(corpus.root), tmp_path / "cache", BYTE)
+    assert [path.stat().st_ino for path in (tmp_path / "cache").iterdir()] == [before]
+    assert shards.contents.unread == {".pdf": 1}
+    assert shards.contents.tally.names() == ["paper.PDF: not read, .pdf"]
 
 
 def test_one_large_text_is_split_into_training_and_held_out_documents(tmp_path):
@@ -164,7 +180,7 @@ def test_a_text_of_one_document_says_that_nothing_is_left(tmp_path):
 def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"holds no text; a\.txt: binary"):
+    with pytest.raises(DataError, match=r"holds no text; 0 files .*; a\.txt: binary"):
         open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache", BYTE)
 
 

@@ -29,6 +29,7 @@ from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_CALL_BYTES, _Payload
 from swarm.network.daemon import connection_fault, is_identity_taken
 from swarm.network.identity import load_or_create_identity
+from swarm.network.line_bytes import LineBytes
 from swarm.network.node import Handlers, Node
 from swarm.network.substrate import renewed
 from tests.network.conftest import records_of
@@ -231,7 +232,9 @@ def test_a_peer_that_comes_while_its_identity_is_looked_for_is_found(peers, monk
     twin = load_or_create_identity(tmp_path / "twin.key")
     first = peers.node()
     with ThreadPoolExecutor(1) as asking:
-        taken = asking.submit(asyncio.run, is_identity_taken(twin.peer_id, first.addresses))
+        taken = asking.submit(
+            asyncio.run, is_identity_taken(twin.peer_id, first.addresses, LineBytes())
+        )
         assert was_asked.wait(2 * WAIT_S) and not taken.done(), "nobody has it yet"
         monkeypatch.undo()
         peers.node(identity_path=twin.path)
