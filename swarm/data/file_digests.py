@@ -7,13 +7,13 @@ and time of modification still changes the time of status, which no program can 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -23,6 +23,7 @@ from swarm.progress import Reporter
 
 logger = logging.getLogger(__name__)
 
+BLOCK_BYTES = 2**20
 SETTLED_S = 2.0
 """A file that changed so recently may change again within one tick of its file system's clock."""
 
@@ -61,7 +62,7 @@ class FileDigests:
                 status = os.fstat(file.fileno())
                 key = _key(status)
                 known = self._used.get(key) or self._before.get(key)
-                digest = known or hashlib.file_digest(file, blake3).hexdigest()
+                digest = known or _digest_of(file)
                 is_settled = _key(os.fstat(file.fileno())) == key
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
@@ -80,6 +81,13 @@ class FileDigests:
             logger.warning("%s: cannot be written: %s", self._path, error.strerror)
         else:
             self._kept = dict(self._used)
+
+
+def _digest_of(file: BinaryIO) -> str:
+    digest = blake3()
+    while block := file.read(BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _key(status: os.stat_result) -> str:
