@@ -160,6 +160,11 @@ class _Work:
         for future, _ in dropped:
             future.cancel()
 
+    def start_one(self, system: System) -> None:
+        """Starts a thread; one that fails between two calls begins again."""
+        run = partial(supervised, f"a thread of {self.name}", self.run, threading.Event())
+        self.threads.append(system.start(run, self.name))
+
     def run(self) -> None:
         """The body of a thread."""
         me, failure = threading.get_ident(), None
@@ -171,12 +176,15 @@ class _Work:
         while True:
             with self.changed:
                 self.idle += 1
-                self.changed.wait_for(lambda: self.queue or self.is_ended)
-                self.idle -= 1
+                try:
+                    self.changed.wait_for(lambda: self.queue or self.is_ended)
+                finally:
+                    self.idle -= 1
                 if not self.queue:
                     return
-                future, call = self.queue.popleft()
+                call = self.queue[0][1]  # it stays there until nothing can fail any more
                 self.running[me] = getattr(call.func, "__qualname__", str(call.func))
+                future, call = self.queue.popleft()
             _answer(future, call, failure)
             del future, call  # nothing is held while the thread waits
             with self.changed:
@@ -229,7 +237,7 @@ class Helpers(ThreadPoolExecutor):
         _AT_WORK.add(self._shared)
         weakref.finalize(self, self._shared.end)
         for _ in range(number if are_started else 0):
-            self._shared.threads.append(system.start(self._shared.run, name))
+            self._shared.start_one(system)
 
     def submit(
         self, fn: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
@@ -253,7 +261,7 @@ class Helpers(ThreadPoolExecutor):
     def _start_one(self) -> None:
         shared = self._shared
         try:
-            shared.threads.append(self._system.start(shared.run, shared.name))
+            shared.start_one(self._system)
         except OutOfMemory:
             if not shared.threads:  # those that are there do the work
                 raise

@@ -250,7 +250,7 @@ def test_a_supervised_task_goes_on_until_it_is_cancelled(
 STARTS = frozenset(
     {
         "Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "create_task",
-        "ensure_future", "run_coroutine_threadsafe",
+        "ensure_future", "run_coroutine_threadsafe", "Helpers",
     }
 )  # fmt: skip
 SUPERVISES = frozenset({"SupervisedThread", "supervise", "supervised", "supervised_async"})
@@ -794,6 +794,22 @@ def test_a_worker_that_cannot_read_on_ends_with_its_traceback(
         worker._listen(channel, Any)
     assert ended.value.args == (1,)
     assert "MemoryError: no room" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short_rests")
+@pytest.mark.parametrize("fault", FAULTS[:2], ids=lambda fault: type(fault).__name__)
+def test_a_thread_of_a_pool_that_fails_between_two_calls_does_those_that_wait(
+    fault: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = background.Helpers("few", 1)
+    changed = pool._shared.changed
+    monkeypatch.setattr(changed, "wait_for", Once(fault, changed.wait_for))
+    assert [each.result(WAIT_S) for each in (pool.submit(int, "1"), pool.submit(int, "2"))] == [
+        1,
+        2,
+    ]
+    assert pool.end(WAIT_S)
+    assert "a thread of few failed; it begins again" in caplog.text
 
 
 def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
