@@ -366,7 +366,7 @@ class Chain:
             if record.certificate is None or parent is None:
                 return Chain((Link(tip),))
             kept = kept or [Link(parent.head)]
-            kept += _closed(kept, [Link(tip, record.certificate, parent.head)])
+            kept += closed(kept, [Link(tip, record.certificate, parent.head)])
         return Chain(pruned(kept, RECENT), frozenset(torn))
 
     @property
@@ -422,7 +422,7 @@ class Chain:
         for footing in reversed(self._footings):
             rest = [each for each in after if _code(each) > footing.code > _code(path[0])]
             if rest and step_problem(footing, rest[0]) is None:
-                return (Link(footing), *_closed([Link(footing)], rest))
+                return (Link(footing), *closed([Link(footing)], rest))
         return path
 
     def _place(self, code: Code) -> int:
@@ -439,8 +439,8 @@ class Chain:
         begin = min(end, self._place(new[0].head.code))
         between = [link for link in self.links[begin:end] if link.head.digest not in known]
         kept = self.links[:begin]
-        links = (*kept, *_closed(kept, sorted([*between, *new], key=_code)))
-        begin = min(begin, _open_from(links))
+        links = (*kept, *closed(kept, sorted([*between, *new], key=_code)))
+        begin = _open_from(links, begin - RECENT - 1)
         return replace(self, links=(*links[:begin], *pruned(links[begin:], RECENT)))
 
     def beyond(self, other: Chain) -> tuple[Link, ...]:
@@ -479,25 +479,25 @@ class Chain:
         return next((at for at in back if self.links[at].head.digest == since), None)
 
 
-def _open_from(links: Sequence[Link]) -> int:
-    """From which link on the voters of all heads are known; those before it are settled."""
-    at = len(links) - 1
+def _open_from(links: Sequence[Link], at: int) -> int:
+    """From which link on the voters of all heads up to another are known; before it is settled."""
+    at = max(at, 0)
     while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
         at -= 1
     return at
 
 
-def _closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
+def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
     """New links, without the parents' heads that are the links before them, but for reforms'."""
     before = kept[-1].head if kept else None
-    closed = []
+    lone = []
     for link in new:
         if before and link.parent and link.parent.digest == before.digest:
             parent = link.parent if link.head.kind is Kind.REFORM else None
             link = replace(link, parent=parent, alike=False)
-        closed.append(link)
+        lone.append(link)
         before = link.head
-    return closed
+    return lone
 
 
 def _code(link: Link) -> Code:
