@@ -125,20 +125,20 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
     is_mine = at and chain.links[at - 1].head.digest == first.head.digest
     if not links or not is_mine or first.head.digest == chain.tip.digest:
         return chain, f"nothing follows from height {first.head.height}"
-    links = [link for link in links if link.head.code < chain.tip.code]  # its own is known
+    tip = chain.tip
+    links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
     newest = links[-1] if links else first
     further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
     replaced = {link.head.digest for link in chain.links[at : further + 1]}
     if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
         return chain, f"no gap is after height {first.head.height}"
-    after = _whole(chain.links[further - 1], chain.links[further])
-    steps = (chain.links[at - 1], *links, after)
-    for before, link in pairwise(steps):
+    kept, rest = chain.links[:at], chain.links[further:]
+    if rest:
+        links.append(_whole(chain.links[further - 1], rest[0]))
+    for before, link in pairwise([kept[-1], *links]):
         if problem := step_problem(before.head, link):
             return chain, problem
-    kept = chain.links[:at]
-    put = (*kept, *closed(kept, [*links, after]), *chain.links[further + 1 :])
-    return Chain(put, chain.torn - replaced), None
+    return Chain((*kept, *closed(kept, links), *rest[1:]), chain.torn - replaced), None
 
 
 def _is_gap(chain: Chain, before: Link, after: Link) -> bool:

@@ -362,7 +362,10 @@ class Chain:
             ):
                 behind[_code(link)] = link
         kept = sorted(behind.values(), key=_code)
-        if not kept or kept[-1].head.digest != tip.digest:
+        if kept and kept[-1].head.digest == tip.digest:
+            shown = [replace(kept[-1], parent=kept[-1].parent or (parent and parent.head))]
+            kept[-1:] = closed(kept[:-1], shown)
+        else:
             if record.certificate is None or parent is None:
                 return Chain((Link(tip),))
             kept = kept or [Link(parent.head)]
