@@ -8,6 +8,9 @@ head that a person named. From there it walks along *links*, a head with its cer
 - heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
 - a reform of the trusted head itself: signed by voters of it that have left for it.
 
+A chain keeps those links that lead on from each head behind its tip (`pruned`), so its length
+follows the turnover of voters.
+
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
 trusted electorate share a voter, and a voter signs one manifest a height; the
 parent's quorum has then decided no other chain than the one that the trusted members are on. The
