@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from peers.peer import main
 from peers.printed import Printed
+from swarm.background import SYSTEM, SupervisedThread
 from swarm.emulation.controls import (
     FOLDER_VARIABLE,
     INDEX_VARIABLE,
@@ -93,11 +93,11 @@ class Emulation(Printed):
         """Looks up what the drill says, as long as the process lives."""
 
         def refresh() -> None:
-            while True:
-                time.sleep(REFRESH_S)
+            while not SYSTEM.wait(self.following.stopping, REFRESH_S):
                 self.controls = self.folder.controls(self.peer)
 
-        threading.Thread(target=refresh, name="emulation", daemon=True).start()
+        self.following = SupervisedThread("emulation", refresh)
+        self.following.start()
 
     def clock(self) -> float:
         """Seconds since 1970 by this peer's wall clock."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from swarm.monitor.kept import Kept, decode_kept, encode_kept, kept_of, recalled
 from swarm.monitor.replay import frames
 from swarm.monitor.snapshot import Snapshot
 from swarm.peer.state_directory import current_run_of
+from swarm.protocol.life_events import EventReader
 
 
 class HistoryFile:
@@ -64,9 +64,7 @@ class Earlier:
         """
         self._kept, named = kept, ", ".join(map(str, paths))
         try:
-            lines = [
-                line for path in paths for line in path.read_text(errors="replace").split("\n")
-            ]
+            lines = [line.decode(errors="replace") for path in paths for line in _lines(path)]
             self._earlier = earlier_of(lines)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -134,16 +132,20 @@ class Replay:
         return self.before
 
 
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a history that a person named, with those before; raises OSError."""
+    if not durable.older(path).exists():
+        path.stat()
+    return durable.read_lines(path)
+
+
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines; a kill may have torn one off."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
+    reader = EventReader()
+    for line in durable.read_lines(path):
         try:
-            found = json.loads(line)
+            found = reader.read(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and "event" in found:
+        if "event" in found:
             yield found

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import click
 
+from swarm.background import SYSTEM, SupervisedThread
 from swarm.errors import ConfigError, SwarmError
 
 try:
@@ -65,26 +66,29 @@ def page_at(address: str) -> Callable[[Looks], None]:
     Raises:
         ConfigError: the address cannot be had.
     """
-    return functools.partial(_show_page, bound_to(address))
+    bound = bound_to(address)
+    return functools.partial(_show_page, bound, address.rpartition(":")[0].strip("[]") or LOCAL)
 
 
-def _show_page(bound: socket.socket, source: Looks) -> None:
-    feed, stopping = Feed(MAX_LISTENERS), threading.Event()
-
-    def watch() -> None:
-        while not stopping.is_set():
-            try:
-                feed.show(as_json(source.look()))
-            except (SwarmError, OSError) as error:
-                feed.lose(printable(str(error)))
-            stopping.wait(source.refresh_s)
-
-    # It may be in the middle of a look when the server ends, and holds nothing then.
-    watcher = threading.Thread(target=watch, name="watcher", daemon=True)
+def _show_page(bound: socket.socket, name: str, source: Looks) -> None:
+    feed = Feed(MAX_LISTENERS)
+    watcher = SupervisedThread("watcher", lambda: _watch(feed, source, watcher.stopping))
     watcher.start()
     click.echo(f"swarm-monitor: the page is at {url_of(bound)}")
     try:
-        serve(feed, bound)
+        serve(feed, bound, name)
     finally:
-        stopping.set()
+        watcher.stopping.set()  # it may be in the middle of a look, and holds nothing then
         bound.close()
+
+
+def _watch(feed: Feed, source: Looks, stopping: threading.Event) -> None:
+    while not stopping.is_set():
+        try:
+            feed.show(as_json(source.look()))
+        except (SwarmError, OSError) as error:
+            feed.lose(printable(str(error)))
+        except Exception as error:
+            feed.lose(f"a fault of this monitor: {printable(repr(error))}")
+            raise
+        SYSTEM.wait(stopping, source.refresh_s)

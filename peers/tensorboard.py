@@ -7,12 +7,12 @@ import contextlib
 import logging
 import math
 import queue
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from peers.printed import Printed
+from swarm.background import SupervisedThread
 from swarm.errors import ConfigError
 from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
@@ -92,7 +92,7 @@ class Drawn(Printed):
             self._file = EventFile(folder.expanduser())
         except OSError as error:
             raise ConfigError(f"--tensorboard {folder}: {error.strerror}") from error
-        self._thread = threading.Thread(target=self._drain, name="tensorboard", daemon=True)
+        self._thread = SupervisedThread("tensorboard", self._drain)
         self._thread.start()
         atexit.register(self.close)
 
@@ -133,10 +133,10 @@ class Drawn(Printed):
     def close(self) -> None:
         """Writes what is left, if the disk takes it within `CLOSE_S`."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():
+        if self._thread.is_alive:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=CLOSE_S)
-            self._thread.join(CLOSE_S)
+            self._thread.stop(CLOSE_S)
 
     def _write(self, group: str, step: int, **scalars: float) -> None:
         for name, value in scalars.items():
@@ -169,10 +169,12 @@ class Drawn(Printed):
         """Until it is told to end; flushes what is written at most every `FLUSH_S`."""
         flushed_s, is_flushed = time.monotonic(), True
         while True:
+            is_ending = self._thread.stopping.is_set()
             try:
-                scalar = self._queue.get(timeout=FLUSH_S)
+                scalar = self._queue.get(timeout=0.0 if is_ending else FLUSH_S)
             except queue.Empty:
-                pass
+                if is_ending:
+                    return
             else:
                 if scalar is None:
                     return

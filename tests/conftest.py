@@ -1,5 +1,6 @@
 """What every test runs under: one thread, no network hub, a home, an environment, and loggers."""
 
+import gc
 import logging
 import os
 import re
@@ -89,6 +90,17 @@ def loggers_as_before() -> Iterator[None]:
 def _loggers_as_before() -> Iterator[None]:
     with loggers_as_before():
         yield
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Cycles of references are not looked for: what ends must free its memory by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,8 +31,11 @@ BASE = frozenset(
     {"swarm.canonical", "swarm.config", "swarm.errors", "swarm.experts", "swarm.version"}
 )
 DURABLE = frozenset({"swarm.durable"})
+# Threads and tasks: for all that is not pure.
+BACKGROUND = frozenset({"swarm.background"})
 PROTOCOL = BASE | {"swarm.codings", "swarm.protocol"}
 MAY_IMPORT = {
+    "swarm.background": frozenset({"swarm.errors", "swarm.protocol"}),
     "swarm.canonical": frozenset[str](),
     "swarm.config": BASE,
     "swarm.durable": frozenset[str](),
@@ -46,12 +49,12 @@ MAY_IMPORT = {
     "swarm.codings": BASE,
     "swarm.deltas": BASE | {"swarm.codecs", "swarm.codings"},
     "swarm.model": BASE | DURABLE | {"swarm.codings"},
-    "swarm.data": BASE | DURABLE | {"swarm.progress"},
+    "swarm.data": BASE | DURABLE | BACKGROUND | {"swarm.progress"},
     "swarm.evaluation": PROTOCOL | DURABLE | {"swarm.model", "swarm.data"},
-    "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
-    "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs", "swarm.deltas"},
-    "swarm.monitor": PROTOCOL,
-    "swarm.emulation": PROTOCOL,
+    "swarm.train": BASE | DURABLE | BACKGROUND | {"swarm.model", "swarm.data"},
+    "swarm.network": PROTOCOL | DURABLE | BACKGROUND | {"swarm.codecs", "swarm.deltas"},
+    "swarm.monitor": PROTOCOL | BACKGROUND,
+    "swarm.emulation": PROTOCOL | BACKGROUND,
 }
 MAY_IMPORT["swarm.peer"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["swarm.export"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}

@@ -165,8 +165,8 @@ class RoundConfig(Section):
     roster_after_s: Seconds = 6.0
     """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
-    """Silence after which a lost majority is given up; by default 600 s, or what a fetch of the
-    whole model may take if that is longer."""
+    """Silence after which a lost majority is given up; by default 600 s, or what an attempt at a
+    round may take if that is longer."""
 
 
 class OwnershipConfig(Section):
@@ -174,6 +174,8 @@ class OwnershipConfig(Section):
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
+    min_owned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Peers wait while fewer of the experts than that have an owner: the others fit no machine."""
 
 
 class MergingConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any, BinaryIO
 
 from swarm.errors import SwarmError
+from swarm.protocol.life_events import EventReader
 
 JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
 START_DEADLINE_S = 60.0
@@ -55,6 +55,7 @@ class LocalPeer:
     """Signals that its present or last life was sent from here."""
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
+    _reader: EventReader = field(default_factory=EventReader)
     _events_read: tuple[Path, int] | None = None
     """Whose first bytes are in `_events`."""
 
@@ -184,13 +185,22 @@ class LocalPeer:
             return []
         if self._events_read is None or self._events_read[0] != path:
             self._events, self._events_read = [], (path, 0)
+            self._reader = EventReader()
+        if path.stat().st_size < self._events_read[1]:  # the file before became too large
+            self._events_read = (path, 0)
         with path.open("rb") as file:
             file.seek(self._events_read[1])
             whole = file.read().rpartition(b"\n")[0]
         if whole:
             self._events_read = (path, self._events_read[1] + len(whole) + 1)
-            self._events += [e for line in whole.split(b"\n") if (e := _event(line))]
+            self._events += [e for line in whole.split(b"\n") if (e := self._event(line))]
         return list(self._events)
+
+    def _event(self, line: bytes) -> Event | None:
+        try:
+            return self._reader.read(line)
+        except ValueError:
+            return None
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -209,11 +219,3 @@ def _children(parent: int) -> list[int]:
         if int(after_name[1]) == parent:
             found.append(int(path.parent.name))
     return found
-
-
-def _event(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None

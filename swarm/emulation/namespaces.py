@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarm.background import SupervisedThread
 from swarm.emulation.links import Link, Shaper
 from swarm.errors import SwarmError
 
@@ -89,8 +90,7 @@ class NamespaceLinks:
         self._hidden: set[int] = set()
         self._lock = threading.Lock()
         self._poll = select.epoll()
-        self._is_open = True
-        self._thread = threading.Thread(target=self._forward, name="shaper", daemon=True)
+        self._thread = SupervisedThread("shaper", self._forward)
         _remove_leftovers()
         self._thread.start()
 
@@ -147,8 +147,7 @@ class NamespaceLinks:
 
     def close(self) -> None:
         """Ends the thread and removes the namespaces; the peers in them have ended by now."""
-        self._is_open = False
-        self._thread.join(5.0)
+        self._thread.stop(5.0)
         for peer, handle in self._devices.items():
             os.close(handle)
             _remove(_name(peer))
@@ -163,7 +162,7 @@ class NamespaceLinks:
         return self._shaper.packets
 
     def _forward(self) -> None:
-        while self._is_open:
+        while not self._thread.stopping.is_set():
             next_s = self._shaper.next_s
             until_s = IDLE_S if next_s is None else next_s - time.monotonic()
             for handle, _ in self._poll.poll(max(0.0, min(until_s, IDLE_S))):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarm.background import SupervisedThread
 from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.emulation.links import Cuts, Link, Shaper, one_way_s
 
@@ -38,7 +38,7 @@ class ProxyLinks:
         self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
+        self._thread = SupervisedThread("proxies", self._loop.run_forever)
         self._thread.start()
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
@@ -76,8 +76,8 @@ class ProxyLinks:
         """See `Links`."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_S)
-        self._loop.close()
+        if self._thread.stop(STOP_S):
+            self._loop.close()
 
     # ------------------------------------------------ streams, in the loop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
@@ -13,12 +13,14 @@ from swarm.export.sources import idle_sources
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
+from swarm.network.recent import recalled
 from swarm.peer.agreed_model import AgreedModel
 from swarm.peer.looking import PEERS_A_SECOND
 from swarm.progress import fetching
+from swarm.protocol.fetch_attempts import WHOLE_S
 from swarm.protocol.layout import layout_of
 from swarm.protocol.losses import Losses, told_losses
-from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.records import RunState
 
 logger = logging.getLogger(__name__)
@@ -33,9 +35,10 @@ TURN_S = 60.0
 """After so long the sources are chosen anew, by the newest records."""
 EMPTY_TURNS = 5
 """So many turns in which no piece of a blob came, and a state is no longer to be had."""
+MAX_NAMES = 4096
+"""Peers whose names are remembered, those heard last: a model card names contributors."""
 LOSS_S = 15.0
 """For the held-out loss of a state that is here; without it the model card has none."""
-FETCH_S = 24 * 3600.0
 
 
 class FromPeers:
@@ -47,7 +50,15 @@ class FromPeers:
         store: where fetched blobs are.
     """
 
-    def __init__(self, observer: Observer, store: BlobStore, wanted: str | None) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        store: BlobStore,
+        wanted: str | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """Finds the run.
 
         Raises:
@@ -55,7 +66,8 @@ class FromPeers:
             RunMismatch: several are announced, and none was named.
         """
         self._observer, self.store = observer, store
-        self._announced = _running(observer, wanted)
+        self._clock, self._sleep = clock, sleep
+        self._announced = self._running(wanted)
         self.run_id = self._announced.record.run
         self.run: RunConfig = observer.config(self._announced, ASK_S)
         self._told = Losses()
@@ -79,20 +91,20 @@ class FromPeers:
             return None
         return self._observer.tip(self._announced, seen.peers, ASK_S)
 
-    def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+    def bring(self, manifest: Manifest, form: Form, within_s: float = WHOLE_S) -> ExportFacts:
         """See `Source`: in turns, since whose link is idle changes while a model comes.
 
         Peers whose links are busy are asked where there are no others, and when a turn brought
         nothing. What came in a turn survives a kill.
         """
-        wanted = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
-        wanted |= manifest.founding.blobs
-        here, total = self._bytes_here(wanted), sum(wanted.values())
+        wanted = manifest.sizes
+        most = here = self.bytes_here(manifest)
+        total = sum(wanted.values())
         logger.info(
             "round=%d %.1f MB of %.1f MB are here from before",
             manifest.round, here / 1e6, total / 1e6,
         )  # fmt: skip
-        say, end_s, empty = fetching(), time.monotonic() + FETCH_S, 0
+        say, end_s, empty = fetching(), self._clock() + within_s, 0
         while True:
             seen = self._look()
             idle = idle_sources(seen.peers, manifest) if not empty else []
@@ -107,33 +119,34 @@ class FromPeers:
                 )
                 break
             except NobodyReachable:
-                before, here = here, self._bytes_here(wanted)
+                here = self.bytes_here(manifest)
                 self.store.sync(digest for digest in wanted if self.store.has(digest))
                 # With all of it here the disk is slow, not the peers.
-                empty = 0 if here > before or here == total else empty + 1
-                if empty == EMPTY_TURNS or time.monotonic() > end_s:
+                empty = 0 if here > most or here == total else empty + 1
+                most = max(most, here)
+                if empty == EMPTY_TURNS or self._clock() > end_s:
                     raise
         self._await_loss(manifest)
         return ExportFacts(
             AgreedModel(self.run, manifest, self.store), form, self._told, self._names
         )
 
-    def _bytes_here(self, wanted: Mapping[Digest, int]) -> int:
-        """Bytes of blobs that are here; of a large one each piece, as it may take many turns."""
-        return sum(self.store.bytes_here(digest, size) for digest, size in wanted.items())
+    def bytes_here(self, manifest: Manifest) -> int:
+        """See `Source`: of a large blob each piece counts, as it may take many turns."""
+        return sum(self.store.bytes_here(*each) for each in manifest.sizes.items())
 
     def _await_loss(self, manifest: Manifest) -> None:
         """Reads the published losses, until that of this state is among them or `LOSS_S` is over.
 
         The peer that measures it begins when the manifest is decided, and may be gone.
         """
-        end_s = time.monotonic() + LOSS_S
+        end_s = self._clock() + LOSS_S
         while True:
             seen = self._look()
             self._told = self._told.with_newer(told_losses(seen.validations, manifest.members))
-            if manifest.digest in self._told.by_manifest or time.monotonic() > end_s:
+            if manifest.digest in self._told.by_manifest or self._clock() > end_s:
                 return
-            time.sleep(max(POLL_S, self._all_said_s))
+            self._sleep(max(POLL_S, self._all_said_s))
 
     def _look(self) -> Seen:
         """The records; none where nobody answers, since the bytes may come all the same."""
@@ -142,7 +155,9 @@ class FromPeers:
         except NobodyReachable as error:
             logger.info("%s", error)
             return Seen({}, {}, {})
-        self._names |= {peer: record.name for peer, record in seen.peers.items()}
+        for peer, record in seen.peers.items():
+            recalled(self._names, peer, str, MAX_NAMES)
+            self._names[peer] = record.name
         return seen
 
     def _read(self) -> Seen:
@@ -150,18 +165,16 @@ class FromPeers:
         self._num_heard = len(seen.peers)
         return seen
 
-
-def _running(observer: Observer, wanted: str | None) -> Announced:
-    """The run once it has begun: while its founder gathers peers it has no manifest."""
-    end_s = time.monotonic() + START_S
-    while True:
-        announced = observer.find(wanted, ASK_S)
-        if announced.record.state is RunState.RUNNING:
-            return announced
-        if time.monotonic() > end_s:
-            raise NobodyReachable(
-                f"the founder of {announced.record.name} has gathered peers for {START_S:.0f} s",
-                hint="start again once the run has begun",
-            )
-        logger.info("the founder of %s still gathers peers", announced.record.name)
-        time.sleep(POLL_S)
+    def _running(self, wanted: str | None) -> Announced:
+        """The run once it has begun: while its founder gathers peers it has no manifest."""
+        end_s = self._clock() + START_S
+        while True:
+            announced = self._observer.find(wanted, ASK_S)
+            if announced.record.state is RunState.RUNNING:
+                return announced
+            if self._clock() > end_s:
+                name, hint = announced.record.name, "start again once the run has begun"
+                why = f"the founder of {name} has gathered peers for {START_S:.0f} s"
+                raise NobodyReachable(why, hint=hint)
+            logger.info("the founder of %s still gathers peers", announced.record.name)
+            self._sleep(POLL_S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm.protocol.life_events import Validation, parse_event
+from swarm import durable
+from swarm.protocol.life_events import EventReader, Validation
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Digest
 
@@ -17,13 +18,10 @@ def kept_losses(events: Path) -> Losses:
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}
     nat: float | None = None
-    try:
-        lines = events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
+    reader = EventReader()
+    for line in durable.read_lines(events):
         try:
-            _, _, event = parse_event(line)
+            _, _, event = reader.parse(line)
         except ValueError:
             continue
         if isinstance(event, Validation):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from swarm.monitor.history import MAX_EVENTS, MAX_POINTS
 from swarm.monitor.snapshot import Happening, Snapshot, Topic
-from swarm.protocol.life_events import Applied, Started, Validation, parse_event
+from swarm.protocol.life_events import Applied, EventReader, Started, Validation
 
 _TOPICS = {"quorum": Topic.ROUND, "merge": Topic.MERGE, "reform": Topic.CHAIN}
 _TOLD = {
@@ -42,10 +42,11 @@ def earlier_of(lines: Iterable[str]) -> Earlier:
     runs: set[str] = set()
     losses: dict[int, float] = {}
     events: dict[str, Happening] = {}
+    reader = EventReader()
     for line in lines:
         if not line.endswith("}"):
             continue
-        _, time, event = parse_event(line)
+        _, time, event = reader.parse(line)
         if isinstance(event, Started):
             runs.add(event.run)
         elif isinstance(event, Validation) and math.isfinite(event.val_loss):

@@ -34,6 +34,8 @@ MAX_NAMED = 4
 MIN_ROUNDS = 20
 """Of the loss curve, where there are as many."""
 UNKNOWN_OWNER = "?"
+NO_OWNER = "wait"
+"""Of an expert that fits no machine."""
 """An owner of the newest manifest whose own record is not there (any more)."""
 
 Keys = Mapping[PeerId, Text]
@@ -142,7 +144,8 @@ def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> l
     cells = [
         (
             Text(str(row.expert), style="dim"),
-            Text("").join(keys.get(o, Text(UNKNOWN_OWNER)) for o in row.owners),
+            Text("").join(keys.get(o, Text(UNKNOWN_OWNER)) for o in row.owners)
+            or Text(NO_OWNER, style="yellow"),
             Text("?" if row.version is None else str(row.version), style="dim"),
         )
         for row in snapshot.experts
@@ -175,6 +178,8 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
     for owner in sorted(owned):
         line.append_text(keys.get(owner, Text(UNKNOWN_OWNER)))
         line.append(f" {ranges(owned[owner])}  ")
+    if waiting := [row.expert for row in snapshot.experts if not row.owners]:
+        line.append(f"{NO_OWNER} {ranges(waiting)}", style="yellow")
     return line
 
 
@@ -207,11 +212,12 @@ def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> l
 
 def facts(snapshot: Snapshot, width: int) -> list[Text]:
     """Traffic, merges and refusals, the most telling first."""
-    sent, received = metrics.bytes_per_round(snapshot)
+    a_round = metrics.bytes_per_round(snapshot)
+    sent, received = ("–", "–") if a_round is None else (f"{amount(each)}B" for each in a_round)
     rows = [row.record for row in snapshot.speaking]
     control = sum(row.control_bytes_sent for row in rows)
     lines = [
-        Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
+        Text.assemble(("a round  ", "dim"), f"{sent} out, {received} in, mean"),
         Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
     if snapshot.losses and snapshot.bits_per_byte_of_nat:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 
+from swarm.background import Tasks
 from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
 from swarm.network.handlers import OnMessage, OnRequest
 from swarm.network.identity import public_key_of
 from swarm.network.ledger import Cost, Ledger
-from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
 MAX_CALL_BYTES = 256 * 1024

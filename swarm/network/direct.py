@@ -31,7 +31,9 @@ from swarm.network.direct_door import CALLED, Door, Serve, tuned
 from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
 from swarm.network.kept_streams import KeptStreams
+from swarm.network.line_bytes import LineBytes
 from swarm.network.recent import recalled
+from swarm.protocol.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +78,8 @@ class _Way:
     def failed(self, now_s: float) -> None:
         """There is none for now."""
         self.is_known = False
-        self.not_before_s = now_s + min(FIRST_PAUSE_S * 2**self.failures, LONGEST_PAUSE_S)
         self.failures += 1
+        self.not_before_s = now_s + backoff_s(self.failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
 
 class Direct:
@@ -181,7 +183,7 @@ class Direct:
                 raise NoRoute("looked for in vain a short while ago")
             way.search = asyncio.create_task(self._look(way, peer_id))
             self.door.tasks.add(way.search)
-        await asyncio.shield(way.search)
+        await asyncio.wait([way.search])  # its failure is this way's, and it may be cancelled
         if not way.is_known:
             raise NoRoute("looked for in vain")
 
@@ -194,6 +196,9 @@ class Direct:
             way.is_known = True
         except _FAILURES as error:
             self._failed(way, peer_id, error)
+        except Exception:  # a fault here: without a pause each stream would meet it again
+            logger.exception("a way to %s could not be looked for", peer_id)
+            way.failed(time.monotonic())
         finally:
             way.search = None
 
@@ -212,7 +217,7 @@ class Direct:
         return await self._called(peer_id, protocol)
 
     async def _dialled(self, host: str, port: int, peer_id: str, purpose: str) -> socket.socket:
-        connection = await connect(host, port)
+        connection = await connect(self._control.traffic.line, host, port)
         try:
             await introduce(connection, self._identity, peer_id, purpose)
         except BaseException:
@@ -284,14 +289,14 @@ def impatient(connection: socket.socket) -> socket.socket:
     return connection
 
 
-async def connect(host: str, port: int) -> socket.socket:
-    """A non-blocking TCP connection, tuned for bulk.
+async def connect(line: LineBytes, host: str, port: int) -> socket.socket:
+    """A non-blocking TCP connection, counted on this line, tuned for bulk.
 
     Raises:
         OSError: nobody takes it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection = line.connection(socket.socket(family, socket.SOCK_STREAM))
     try:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, (host, port))

@@ -8,14 +8,16 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
+from swarm.background import Tasks
 from swarm.config import NetworkSection
 from swarm.errors import HostileInput, NetworkDown
+from swarm.network.daemon import foreign_address_hint
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.streams import Serve as Serve
-from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -66,9 +68,10 @@ class Door:
             except OSError as error:
                 for listening in opened:
                     listening.close()
+                hint = "choose another --direct-port, or go without: --no-direct"
                 raise NetworkDown(
                     f"cannot take connections for blobs on {host} port {port}: {error.strerror}",
-                    hint="choose another --direct-port, or go without: --no-direct",
+                    hint=foreign_address_hint(error, host, port) or hint,
                 ) from error
             listening.setblocking(False)
             opened.append(listening)
@@ -76,7 +79,7 @@ class Door:
         self.port = port if opened else 0
         self._listening += opened
         for listening in opened:
-            self.tasks.spawn(self._accept(listening))
+            self.tasks.supervise(partial(self._accept, listening))
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -119,12 +122,12 @@ class Door:
                 self._traffic.refuse("direct_room")
                 connection.close()
                 continue
-            self.tasks.spawn(self._enter(tuned(connection), address[0]))
+            self.tasks.spawn(self._enter(self._traffic.line.connection(connection), address[0]))
 
     async def _enter(self, connection: socket.socket, host: str) -> None:
         taken = False
         try:
-            introduced = await self._introduced(connection, host)
+            introduced = await self._introduced(tuned(connection), host)
             kind, _, token = introduced.purpose.partition(" ")
             if kind == CALLED:
                 taken = await self._called(connection, introduced, token)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from swarm.background import Helpers, is_cancelled
 from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
-from swarm.network.flow import BAD_SIZE, FIRST_ANSWER_S, Flow, FlowFailed, off_loop
+from swarm.network.flow import (
+    BAD_SIZE,
+    FIRST_ANSWER_S,
+    Flow,
+    FlowFailed,
+    NotTaken,
+    TakeFailed,
+    off_loop,
+)
 from swarm.network.incoming import Caller, Check, Incoming, OnBlob, OnFailure, Piece, Verdicts
 from swarm.network.node import Node
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE, YIELD_EVERY
@@ -26,6 +34,8 @@ PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
 FLOWS = 64
 """Streams open at a time, over all peers: each has a thread and a buffer of `PIECE_BYTES`."""
+PUMP_AGAIN_S = 1.0
+"""After a fault of this machine kept pieces from being handed out."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Downloads:
         self._flows_per_peer = flows_per_peer
         limits = limits or Limits()
         self._ahead_bytes = limits.bytes_per_peer // flows_per_peer
-        self._threads = ThreadPoolExecutor(FLOWS, thread_name_prefix="swarm-receive")
+        self._threads = Helpers("swarm-receive", FLOWS)
         self._sourcing: Sourcing[Piece] = Sourcing(limits)
         self._downloads: dict[tuple[str, int, bool], Incoming] = {}
         self._queues: dict[str, deque[Piece]] = {}
@@ -214,9 +224,21 @@ class Downloads:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Hands out pieces, opens streams where they are needed, and wakes up for the next."""
+        """Hands out pieces, and wakes up for the next; a fault must not leave them lying."""
         self._pumping = False
         loop = asyncio.get_running_loop()
+        if self._timer:
+            self._timer.cancel()
+        next_time: float | None = loop.time() + PUMP_AGAIN_S
+        try:
+            self._hand_out(loop)
+            next_time = self._sourcing.next_time(loop.time())
+        except Exception:
+            logger.exception("pieces could not be asked for; tried again in %g s", PUMP_AGAIN_S)
+        self._timer = loop.call_at(next_time, self._pump) if next_time is not None else None
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Assigns pieces to peers, and opens streams where they are needed."""
         assignments = self._sourcing.assign(loop.time(), ASSIGNED_AT_ONCE)
         if len(assignments) == ASSIGNED_AT_ONCE:
             self._pump_soon()
@@ -225,13 +247,13 @@ class Downloads:
             logger.debug("%s of %s: %s", piece, peer, assignment.reason)
             self._queues.setdefault(peer, deque()).append(piece)
         for peer in sorted(self._queues):
-            self._serve_queue(peer)
-            if not self._queues[peer]:  # peers' keys cost nothing
+            try:
+                self._serve_queue(peer)
+            except Exception as error:  # noqa: BLE001 - it is logged, and this source's
+                self._fault(peer, (), error)
+                self._pump_soon()
+            if not self._queues.get(peer, True):  # peers' keys cost nothing
                 del self._queues[peer]
-        if self._timer:
-            self._timer.cancel()
-        next_time = self._sourcing.next_time(loop.time())
-        self._timer = loop.call_at(next_time, self._pump) if next_time is not None else None
 
     def _serve_queue(self, peer: str) -> None:
         flows = self._flows.get(peer, [])
@@ -245,17 +267,18 @@ class Downloads:
             flow = Flow(
                 self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes, threads=self._threads
             )
+            task = asyncio.create_task(self._run_flow(flow))  # begins in the next turn of the loop
             flows.append(flow)
             self._flows[peer] = flows
             room += flow.room_bytes
-            task = asyncio.create_task(self._run_flow(flow))
             self._tasks.add(task)
             task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error:  # a bug, ours or a check's: it must not look like a peer that is slow
+        if error:  # a bug in what follows a failure: pieces may be lost, and nobody waits for ever
+            logger.error("a stream was not ended in order", exc_info=error)
             for download in list(self._downloads.values()):
                 self._give_up(download, error)
 
@@ -281,19 +304,34 @@ class Downloads:
             logger.debug("stream of %s: %s", flow.peer, error)
             self._node.traffic.refuse("ended_early")
             self._flow_failed(flow, Failure.SILENT, "ended_early")
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            self._fault(flow.peer, flow.asked, error)
+        except Exception as error:  # noqa: BLE001 - it is logged, and this source's
+            self._fault(flow.peer, flow.asked, error)
         finally:
             self._flows[flow.peer].remove(flow)
             if not self._flows[flow.peer]:
                 del self._flows[flow.peer]
         self._pump_soon()
 
+    def _fault(self, peer: str, asked: Iterable[Piece], error: BaseException) -> None:
+        """An exception of ours, met with one source: the others must bring its pieces."""
+        logger.error("a stream of %s failed by a fault of this peer", peer, exc_info=error)
+        self._source_failed(peer, asked, Failure.SILENT, "own_fault")
+
     def _flow_failed(self, flow: Flow, kind: Failure | None, reason: str) -> None:
-        now = asyncio.get_running_loop().time()
         logger.debug("stream of %s: %s", flow.peer, reason)
-        self._sourcing.peer_failed(flow.peer, reason, now)
-        abandoned = [*flow.asked, *self._queues.pop(flow.peer, ())]
+        self._source_failed(flow.peer, flow.asked, kind, reason)
+
+    def _source_failed(
+        self, peer: str, asked: Iterable[Piece], kind: Failure | None, reason: str
+    ) -> None:
+        self._sourcing.peer_failed(peer, reason, asyncio.get_running_loop().time())
+        abandoned = [*asked, *self._queues.pop(peer, ())]
         if abandoned and kind:
-            self._piece_failed(abandoned.pop(0), kind, reason, flow.peer)
+            self._piece_failed(abandoned.pop(0), kind, reason, peer)
         for piece in abandoned:
             self._sourcing.released(piece)
             self._tidy(piece.blob)
@@ -306,7 +344,7 @@ class Downloads:
         if kind is Failure.WRONG:
             self._node.traffic.refuse(reason)
         for caller in list(piece.blob.callers):
-            caller.on_failure(piece.blob.digest, peer, reason)
+            caller.failed(piece.blob.digest, peer, reason)
         self._tidy(piece.blob)
 
     # What a flow needs
@@ -330,8 +368,13 @@ class Downloads:
         download, checks = piece.blob, piece.blob.checks()
 
         def take(content: memoryview) -> Verdicts:
-            piece.verify(content)
-            return {} if download.partial else self._judge(download, content, checks, {})
+            try:
+                piece.verify(content)
+                return {} if download.partial else self._judge(download, content, checks, {})
+            except (BadBlob, StateError):
+                raise
+            except Exception as error:
+                raise TakeFailed(str(piece)) from error
 
         return take
 
@@ -343,7 +386,7 @@ class Downloads:
         try:
             if not download.pieces:
                 await self._finish(download, content, verdicts)
-        except StateError as error:
+        except Exception as error:  # noqa: BLE001 - of the disk, a check or a caller: it is told
             self._give_up(download, error)
         self._tidy(download)
         self._arrivals += 1
@@ -351,13 +394,14 @@ class Downloads:
             await asyncio.sleep(0)
         self._pump_soon()
 
-    def piece_not_taken(self, piece: Piece, error: BadBlob | StateError, peer: str) -> None:
-        """See `FlowOwner`."""
+    def piece_not_taken(self, piece: Piece, error: NotTaken, peer: str) -> None:
+        """See `FlowOwner`; what is not the source's doing fails those that want the blob."""
         if isinstance(error, BadBlob):
             self._piece_failed(piece, Failure.WRONG, error.reason, peer)
-        else:
-            self._give_up(piece.blob, error)
-            self._pump_soon()
+            return
+        fault = error.__cause__ if isinstance(error, TakeFailed) else error
+        self._give_up(piece.blob, fault or error)
+        self._pump_soon()
 
     async def _finish(self, download: Incoming, last_piece: memoryview, verdicts: Verdicts) -> None:
         """All pieces are there: keeps the blob unless all who want it refuse its content."""

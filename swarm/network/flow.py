@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from swarm.errors import BadBlob, StateError
 from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
@@ -30,6 +30,7 @@ BAD_SIZE = "blob_size"
 
 
 Result = TypeVar("Result")
+NotTaken: TypeAlias = "BadBlob | StateError | TakeFailed"
 
 
 class FlowFailed(Exception):
@@ -44,6 +45,13 @@ class FlowFailed(Exception):
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
+
+
+class TakeFailed(Exception):
+    """A piece came, but the function that verifies and keeps it failed by itself.
+
+    That says nothing about the peer: its `__cause__` is the fault of a check, or of this machine.
+    """
 
 
 class FlowOwner(Protocol):
@@ -61,13 +69,14 @@ class FlowOwner(Protocol):
     def taker(self, piece: Piece) -> Callable[[memoryview], Verdicts]:
         """What verifies the piece's content and keeps it, in any thread.
 
-        It raises BadBlob for wrong bytes and StateError if the disk does not take them.
+        It raises BadBlob for wrong bytes, StateError if the disk does not take them, and
+        TakeFailed for anything else.
         """
 
     async def piece_taken(self, piece: Piece, content: memoryview, verdicts: Verdicts) -> None:
         """It was right; the buffer is used again afterwards."""
 
-    def piece_not_taken(self, piece: Piece, error: BadBlob | StateError, peer: str) -> None:
+    def piece_not_taken(self, piece: Piece, error: NotTaken, peer: str) -> None:
         """The bytes were wrong, or cannot be kept here."""
 
 
@@ -166,7 +175,7 @@ class Flow:
             else:
                 await self._fill(connection, content, progress_s)
                 verdicts = take(content)
-        except (BadBlob, StateError) as error:
+        except (BadBlob, StateError, TakeFailed) as error:
             self._answered(0)
             self._owner.piece_not_taken(piece, error, self.peer)
             if isinstance(error, BadBlob):
@@ -224,9 +233,14 @@ class Flow:
 
     async def _fill(self, connection: socket.socket, view: memoryview, progress_s: float) -> None:
         """Receives a small piece."""
+
+        def arrived(num_bytes: int) -> None:
+            self._traffic.arriving.add(num_bytes)
+            self._arrived(num_bytes)
+
         await self._traffic.down.wait(len(view))
         async with asyncio.timeout(progress_s):
-            await receive_into(connection, view, self._arrived)
+            await receive_into(connection, view, arrived)
 
     async def _take_large(
         self,
@@ -245,6 +259,7 @@ class Flow:
         def count(num_bytes: int) -> None:
             nonlocal arrived
             arrived += num_bytes
+            self._traffic.arriving.add(num_bytes)
 
         def turn(most: int) -> int:
             num_bytes = self._traffic.down.part_bytes(most)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from swarm.background import Tasks
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
 from swarm.network.costs import LARGE_BYTES, Costs
@@ -21,7 +22,6 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import verify
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.proving import Proving
-from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol import signatures
 from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of

@@ -39,6 +39,13 @@ class Caller:
         if not self.waits_for and not self.finished.done():
             self.finished.set_result(None)
 
+    def failed(self, digest: str, peer: str, reason: str) -> None:
+        """One attempt failed; a caller that cannot take that is ended, and nobody else."""
+        try:
+            self.on_failure(digest, peer, reason)
+        except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
+            self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         """Ends the call with an error."""
         if not self.finished.done():
@@ -111,7 +118,7 @@ class Incoming:
                 continue
             # The digest fixes the content, so every other source would send the same.
             for peer in self.sources:
-                caller.on_failure(self.digest, peer, fault)
+                caller.failed(self.digest, peer, fault)
 
 
 @dataclass(frozen=True)

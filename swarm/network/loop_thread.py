@@ -8,8 +8,9 @@ import logging
 import sys
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from swarm.background import Helpers, SupervisedThread
 
 logger = logging.getLogger(__name__)
 
@@ -18,20 +19,21 @@ SWITCH_INTERVAL_S = 0.0002
 """Python's default of 5 ms lets a training thread starve the network; measured: x1.0-1.3 on step
 time at 12.5 MB/s with this value."""
 HELPERS = 6
-HELPERS_START_S = 30.0
 
 
 class LoopThread:
     """Runs coroutines for other threads.
 
-    p2pd is tied to the thread that starts it, so this thread must outlive it.
+    p2pd is tied to the thread that starts it, so this thread must outlive it: where the loop itself
+    fails, as a selector does without memory, the same thread runs the same loop again.
     """
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self.loop.set_exception_handler(_complain)
         self.loop.set_default_executor(started_pool(f"{name}-helper", HELPERS))
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = SupervisedThread(name, self._run)
+        self._ident: int | None = None
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread.start()
 
@@ -45,7 +47,7 @@ class LoopThread:
         Raises:
             TimeoutError: not done in time; the coroutine is cancelled.
         """
-        assert threading.current_thread() is not self._thread, "would wait for itself"
+        assert threading.get_ident() != self._ident, "would wait for itself"
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -66,13 +68,11 @@ class LoopThread:
         except TimeoutError:
             logger.warning("tasks of the network thread ignored their cancellation")
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.error("the network thread did not end within %g s", timeout_s)
-            return
-        self.loop.close()
+        if self._thread.stop(timeout_s):
+            self.loop.close()
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
@@ -91,18 +91,13 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
 
 
-def started_pool(name: str, helpers: int) -> ThreadPoolExecutor:
+def started_pool(name: str, helpers: int) -> Helpers:
     """Helpers that run already.
 
     One that cannot be started when memory is short would leave its work in the queue, where it is
     done later although the caller was told that it failed: an old record could follow a new one.
     """
-    pool = ThreadPoolExecutor(helpers, name)
-    all_run = threading.Barrier(helpers + 1, timeout=HELPERS_START_S)
-    for _ in range(helpers):
-        pool.submit(all_run.wait)
-    all_run.wait()
-    return pool
+    return Helpers(name, helpers, are_started=True)
 
 
 async def _cancel_others() -> None:

@@ -8,19 +8,21 @@ lost is repeated by the peer that wants something. `Giving` and `Taking` decide.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from swarm.background import Tasks
 from swarm.codecs import Content
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import write
 from swarm.network.fetch import Downloads
 from swarm.network.moments_client import MomentsClient
 from swarm.network.node import Node
-from swarm.network.tasks import Tasks
 from swarm.protocol.handover import (
     Choice,
     Giving,
@@ -31,6 +33,8 @@ from swarm.protocol.handover import (
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 
@@ -77,7 +81,8 @@ class MomentsExchange:
         moments = Moments(expert, number, digest, content.num_bytes)
         with self._lock:
             self._giving.put(moments, peers, time.monotonic())
-        self._node.loop.call_soon_threadsafe(self._tasks.spawn, self._keep(moments))
+        keeping = partial(self._keep, moments)
+        self._node.loop.call_soon_threadsafe(self._tasks.supervise, keeping)
         return moments
 
     def is_waited_for(self, moments: Moments) -> bool:
@@ -128,14 +133,12 @@ class MomentsExchange:
             return encode_answer(self._giving.asked(source, settled, time.monotonic()))
 
     async def _keep(self, moments: Moments) -> None:
-        """Keeps a blob here until no new owner may fetch it any more."""
-        try:
-            while self.is_waited_for(moments):
-                await asyncio.sleep(RETRY_S)
-        finally:
-            with self._lock:
-                self._giving.end(moments)
-            self._store.unpin([moments.digest])
+        """Keeps a blob here until no new owner may fetch it any more, or this peer ends."""
+        while self.is_waited_for(moments):
+            await asyncio.sleep(RETRY_S)
+        with self._lock:
+            self._giving.end(moments)
+        self._store.unpin([moments.digest])
 
     # ------------------------------------------------ taking
 
@@ -143,19 +146,17 @@ class MomentsExchange:
         me = self._node.peer_id
         self._taking.take_up(me, experts, previous, manifest, time.monotonic())
         if not self._is_looking:
+            self._tasks.supervise(self._look)
             self._is_looking = True
-            self._tasks.spawn(self._look())
 
     async def _look(self) -> None:
         """Asks again and again while anything is looked for."""
-        try:
-            while self._taking.is_looking:
-                answers = await self._client.ask_all(self._taking.whom_to_ask())
-                for choice in self._taking.choose(answers, time.monotonic()):
-                    self._tasks.spawn(self._bring(choice))
-                await asyncio.sleep(RETRY_S)
-        finally:
-            self._is_looking = False
+        while self._taking.is_looking:
+            answers = await self._client.ask_all(self._taking.whom_to_ask())
+            for choice in self._taking.choose(answers, time.monotonic()):
+                self._tasks.spawn(self._bring(choice))
+            await asyncio.sleep(RETRY_S)
+        self._is_looking = False
 
     async def _bring(self, choice: Choice) -> None:
         """Delivers what was chosen, or the reason why there is nothing."""
@@ -164,7 +165,11 @@ class MomentsExchange:
             self.arrivals.put(Arrival(expert, None, _why_none(choice)))
             return
         giver, moments = choice.found
-        is_here = await self._client.fetch(moments, giver)
+        try:
+            is_here = await self._client.fetch(moments, giver)
+        except Exception:  # the search goes on without this giver
+            logger.exception("the moments of expert %d were not fetched", expert)
+            is_here = False
         if self._taking.fetched(choice, time.monotonic(), is_here=is_here):
             reason = f"moments of round {moments.round} handed over by {giver}"
             self.arrivals.put(Arrival(expert, moments, reason))

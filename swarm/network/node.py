@@ -21,6 +21,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.utils.logging import use_hivemind_log_handler
 
+from swarm.background import Tasks
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, SwarmError
 from swarm.errors import Unreachable as Unreachable
@@ -33,7 +34,13 @@ from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.lines import Lines
 from swarm.network.loop_thread import LoopThread
 from swarm.network.steady_clock import dht_clock
-from swarm.network.substrate import Opening, Substrate, open_substrate
+from swarm.network.substrate import (
+    Opening,
+    Substrate,
+    open_substrate,
+    renewed,
+    visible_addresses,
+)
 from swarm.network.traffic import Traffic
 from swarm.network.transport import Transport
 
@@ -41,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
+RENEW_ADDRESSES_S = 60.0
+"""How often this machine's own addresses are looked at."""
 REMEMBERED_TRIED = 64
 """Addresses from the disk that are probed at a start; all in parallel."""
 RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
@@ -102,7 +111,8 @@ class Node:
             signer or identity,
         )
         self._thread = LoopThread("swarm-network")
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks("the node")
+        self._attempt, self._began_s = 0, time.monotonic()
         self._stopping = False
         self._given_up = False
         self._forgotten = forgotten
@@ -304,17 +314,37 @@ class Node:
         now = Moment(time.monotonic(), time.time())
         chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
         substrate = self._living()
-        answered = await asyncio.gather(*(substrate.reach(address) for address in chosen))
-        for address, one_answered in zip(chosen, answered, strict=True):
-            self._book.tried(address, one_answered, time.time())
+        found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
+        answered = [each is True for each in found]
+        for address, each in zip(chosen, found, strict=True):
+            if isinstance(each, BaseException):  # a fault that is met with one costs no other
+                logger.error("%s was not tried by a fault here", address.text, exc_info=each)
+            self._book.tried(address, each is True, time.time())
         return sum(answered)
 
     async def _heal_for_ever(self) -> None:
+        renewed_s = time.monotonic()
         while True:
             await asyncio.sleep(HEAL_LOOK_EVERY_S)
             dht_clock().look()
             with suppress(NetworkDown):  # told by _supervise already
                 await self.heal()
+                if time.monotonic() - renewed_s >= RENEW_ADDRESSES_S:
+                    renewed_s = time.monotonic()
+                    await self.renew_addresses()
+
+    async def renew_addresses(self) -> None:
+        """Looks which addresses this machine has now: many routers give a new one each day."""
+        try:
+            async with asyncio.timeout(BACK_S):
+                visible = await visible_addresses(self._living_p2p(), says=False)
+                found = renewed(self.addresses, visible)
+        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            logger.debug("this machine's addresses are not known now: %s", error)
+            return
+        if set(found) != set(self.addresses):
+            logger.warning("this machine's addresses changed: %s", ", ".join(found))
+            self.addresses = found
 
     # ------------------------------------------------ the daemon's lives
 
@@ -338,35 +368,41 @@ class Node:
         self._use(
             await open_substrate(opening, peers, port, must_reach=must_reach, check_identity=check)
         )
-        self._tasks.append(asyncio.create_task(self._supervise()))
-        self._tasks.append(asyncio.create_task(self._heal_for_ever()))
+        self._tasks.supervise(self._supervise)
+        self._tasks.supervise(self._heal_for_ever)
 
     def _use(self, substrate: Substrate) -> None:
         self._substrate = substrate
         self.addresses = substrate.addresses
-        self.failure = None
+        self.failure, self._began_s = None, time.monotonic()
 
     async def _supervise(self) -> None:
-        """Starts a daemon that died again, until that fails too often in a row."""
-        attempt, began_s = 0, time.monotonic()
-        while True:
-            why = await self._living().ended()
-            if self._stopping:
-                return
-            attempt = 0 if time.monotonic() - began_s > STEADY_S else attempt
-            self.failure = why
-            logger.error("%s; nothing can be sent or received until it runs again", why)
-            attempt = await self._restart(attempt)
-            if self.failure:
-                return
-            began_s = time.monotonic()
+        """Starts a daemon that died again, until that fails too often in a row.
 
-    async def _restart(self, attempt: int) -> int:
-        """Returns the number of the attempt after the one that succeeded, or the last."""
+        It may be called again at any point: a daemon that is dead by then is started at once.
+        """
+        while not self._given_up:
+            if self.failure is None:
+                why = await self._living().ended()
+                if self._stopping:
+                    return
+                if time.monotonic() - self._began_s > STEADY_S:
+                    self._attempt = 0
+                self.failure = why
+                logger.error("%s; nothing can be sent or received until it runs again", why)
+            await self._restart()
+
+    async def _restart(self) -> None:
+        """Tries again and again, each time after a longer pause; gives up in the end."""
         assert self._substrate is not None
-        port = self.port
-        await self._substrate.close(is_dead=True)
-        for number, pause_s in enumerate(RESTART_AFTER_S[attempt:], attempt + 1):
+        port, first = self.port, self._attempt
+        try:
+            await self._substrate.close(is_dead=True)
+        except Exception:
+            logger.exception("the dead daemon was not tidied up")
+        while self._attempt < len(RESTART_AFTER_S):
+            pause_s = RESTART_AFTER_S[self._attempt]
+            self._attempt += 1
             await asyncio.sleep(pause_s)
             try:
                 peers = self._book.addresses()[:HEAL_ADDRESSES]
@@ -378,16 +414,13 @@ class Node:
                 logger.error("libp2p's daemon did not start again: %s", error)
                 continue
             self._use(substrate)
-            logger.warning("libp2p's daemon runs again after %d attempts", number - attempt)
-            return number
+            logger.warning("libp2p's daemon runs again after %d attempts", self._attempt - first)
+            return
         self._given_up = True
         logger.error("libp2p's daemon is not started again: it died or failed too often")
-        return attempt
 
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._ways.close()
         if self._substrate:
             await self._substrate.close(is_dead=self.failure is not None)

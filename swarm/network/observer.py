@@ -11,8 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
+from swarm.background import Tasks
 from swarm.config import NetworkSection, RunConfig
 from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network.blobs import BlobStore
@@ -23,7 +25,6 @@ from swarm.network.joining import fetch_state
 from swarm.network.node import Node
 from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.steady_clock import dht_clock
-from swarm.network.tasks import Tasks
 from swarm.network.tips import Trust, newest_tip
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
@@ -254,7 +255,7 @@ class Observer:
 
         async def store() -> bool:
             await self._renewing.stop()
-            self._renewing.spawn(self._renew(key, record))
+            self._renewing.supervise(partial(self._renew, key, record))
             return await publish(self._node, key, record)
 
         if not self._within(deadline_s, "a place for scores", store):

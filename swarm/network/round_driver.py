@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from swarm.background import Tasks
 from swarm.codecs import Content
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError
@@ -31,7 +32,6 @@ from swarm.network.record_file import RecordFile
 from swarm.network.reducing import LeftOver, Merger, Reducing
 from swarm.network.slow_work import SlowWork
 from swarm.network.steady_clock import passed_s
-from swarm.network.tasks import Tasks
 from swarm.network.tidying import Tidying
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import lease_to_stranger, missing_of, sync_manifest
@@ -226,9 +226,13 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        self._actor.spawn(self._run())
-        self._actor.spawn(self._tick())
-        self._work.spawn(self.heads.complete())
+        """The actor and its ticks are not supervised: after a failure, they may have done half."""
+        try:
+            self._actor.spawn(self._run())
+            self._actor.spawn(self._tick())
+            self._work.supervise(self.heads.complete)
+        except BaseException as error:  # noqa: BLE001 - nobody waits for this coroutine
+            self._fail(error)
 
     async def stop(self) -> None:
         """Ends all work of the driver; runs in the node's loop."""
@@ -358,7 +362,7 @@ class RoundDriver:
 
     def _adapt_timers(self) -> None:
         adapted = production_timers(
-            self.transfers.pace.measured(self.rules.may_be_renewed(self.machine.tip)),
+            self.transfers.measured(self.rules.may_be_renewed(self.machine.tip)),
             roster_after_s=self.settings.roster_after_s,
             reform_after_s=self.settings.reform_after_s,
             base=self._base_timers,

@@ -7,11 +7,11 @@ import logging
 import threading
 from collections.abc import Callable
 
+from swarm.background import Tasks
 from swarm.errors import StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.loop_thread import started_pool
 from swarm.network.patience import patiently_async
-from swarm.network.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Tidying:
         """Begins, or goes on when what is under way is done."""
         self._is_asked = True
         if self._is_idle.is_set():
-            self._is_idle.clear()
             self._tasks.spawn(self._run())
+            self._is_idle.clear()
 
     async def stop(self) -> None:
         """Ends after the piece at hand; returns when it has ended, or the disk does not let it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from swarm.codecs import Content, check_finite, check_update
 from swarm.deltas.units import check_delta, in_order
@@ -17,9 +17,10 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.incoming import Check, OnBlob
 from swarm.network.node import Node
 from swarm.network.patience import patiently_async
+from swarm.protocol.deadlines import Measured
 from swarm.protocol.events import BlobWanted, Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Transfers:
         store: BlobStore,
         layout: Layout,
         deliver: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.downloads = Downloads(node, store)
         self.experts = Downloads(node, store)
         self.attached = Downloads(node, store, flows_per_peer=1)
@@ -57,6 +60,15 @@ class Transfers:
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver
         self._running: dict[Purpose, asyncio.Task[None]] = {}
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """At which this peer receives; 0: not known."""
+        return self.pace.rate_bytes_per_s(self._clock())
+
+    def measured(self, due: Mapping[Unit, int]) -> Measured:
+        """What timers are computed from; see `Pace.measured`."""
+        return self.pace.measured(due, self._clock())
 
     async def start(self, effect: Fetch) -> None:
         """Starts a fetch in place of the running one of its purpose."""
@@ -92,7 +104,8 @@ class Transfers:
 
         try:
             wants = await self._sound(effect.wants)
-            began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
+            arriving = self._node.traffic.arriving
+            before = arriving.begin()
             await patiently_async(
                 lambda: self._bring(
                     wants,
@@ -101,8 +114,7 @@ class Transfers:
                 ),
                 f"blobs for {effect.purpose.value}",
             )
-            received = self._node.traffic.blob_bytes_received - received
-            self.pace.fetched(received, time.monotonic() - began_s)
+            self.pace.fetched(*arriving.since(before), self._clock())
         except Exception:
             logger.exception("fetching for %s failed", effect.purpose.value)
 

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from swarm.background import SYSTEM, Joinable
+from swarm.errors import OutOfMemory
+
 Result = TypeVar("Result")
 
 
@@ -18,7 +21,9 @@ class Beside(Generic[Result]):
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._thread: Joinable | None = None
+        self._is_running = False
+        """Also read by the work itself, which may begin before `_thread` is known."""
         self._owner, self._is_calling = 0, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Result | None = None
@@ -27,14 +32,14 @@ class Beside(Generic[Result]):
     @property
     def is_running(self) -> bool:
         """Whether something was begun that nobody has waited for."""
-        return self._thread is not None
+        return self._is_running
 
     def begin(self, work: Callable[[], Result]) -> None:
         """Begins with it, or does it at once where no thread can be started.
 
         What came before has been waited for.
         """
-        assert self._thread is None, "one at a time"
+        assert not self._is_running, "one at a time"
         self._result = self._error = None
         self._owner = threading.get_ident()
 
@@ -46,17 +51,17 @@ class Beside(Generic[Result]):
             finally:
                 self._calls.put(None)
 
-        self._thread = threading.Thread(target=run, name="swarm-beside", daemon=True)
+        self._is_running = True
         try:
-            self._thread.start()
-        except RuntimeError:  # no memory for its stack
-            self._thread = None
+            self._thread = SYSTEM.start(run, "swarm-beside")
+        except OutOfMemory:
+            self._is_running = False
             run()
             self._calls.get()
 
     def in_turn(self, call: Callable[[], None]) -> None:
         """Has something done by the thread that waits, at once if nothing runs beside it."""
-        if self._thread is None:
+        if not self._is_running:
             call()
             return
         done = threading.Event()
@@ -87,7 +92,7 @@ class Beside(Generic[Result]):
 
     def wait(self) -> None:
         """Returns when nothing runs any more; raises as `require_waiter`."""
-        if self._thread is None:
+        if not self._is_running:
             return
         self.require_waiter()
         while (call := self._calls.get()) is not None:
@@ -96,8 +101,9 @@ class Beside(Generic[Result]):
                 call()
             finally:
                 self._is_calling = False
+        assert self._thread is not None, "its owner has started it"
         self._thread.join()
-        self._thread = None
+        self._thread, self._is_running = None, False
 
     def result(self) -> Result:
         """What the last work has made; waits for it, and raises what it raised."""

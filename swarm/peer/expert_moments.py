@@ -46,6 +46,8 @@ class ExpertMoments:
 
     def __init__(self, model: LiveModel, exchange: MomentsExchange, status: PeerStatus) -> None:
         self.model, self.exchange, self.status = model, exchange, status
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before moments of the engine change: another thread may be reading them."""
         self._out: list[Moments] = []
         """All that was put out so far."""
         self._leaving: dict[int, tuple[PeerId, ...]] = {}
@@ -151,11 +153,6 @@ class ExpertMoments:
             self._steps = {expert: steps + 1 for expert, steps in self._steps.items()}
         self.install()
 
-    @property
-    def have_come(self) -> bool:
-        """Whether there are moments to be installed."""
-        return not self.exchange.arrivals.empty()
-
     def install(self) -> None:
         """Adds the moments that have come to those of the engine, of each expert once."""
         while True:
@@ -175,6 +172,7 @@ class ExpertMoments:
         if moments is None:
             self.status.took_moments(expert, None, arrival.reason)
             return
+        self.before_change()
         layout = layout_of_size(self.model.agreed.layout, expert, moments.num_bytes)
         assert layout is not None, "its size was checked before it was fetched"
         shapes = moments_shapes(self.model.agreed.layout, expert)

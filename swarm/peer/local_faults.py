@@ -6,8 +6,8 @@ import logging
 import os
 import resource
 import threading
-import time
 
+from swarm.background import SYSTEM, SupervisedThread, System
 from swarm.errors import OutOfMemory, StateError, SwarmError, no_access
 from swarm.network.patience import MENDED_BY, is_memory
 
@@ -52,7 +52,7 @@ class UnbornThreads:
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]
 
 
-def watch_for_unborn_threads() -> None:
+def watch_for_unborn_threads(system: System = SYSTEM) -> None:
     """Ends this process, as out of memory, when somebody waits for a thread that never begins.
 
     Nothing is lost with it that was not lost by a kill -9.
@@ -61,9 +61,10 @@ def watch_for_unborn_threads() -> None:
 
     def watch() -> None:
         while not (names := unborn.look()):
-            time.sleep(LOOK_S)
+            system.wait(watching.stopping, LOOK_S)
         fault = OutOfMemory(f"no memory for the thread {', '.join(names)}", hint=_REMEDY)
         logger.error("%s", fault)
         os._exit(fault.exit_code)
 
-    threading.Thread(target=watch, name="unborn-threads", daemon=True).start()
+    watching = SupervisedThread("unborn-threads", watch, system)
+    watching.start()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from swarm.background import SYSTEM, SupervisedThread, System
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.network.joining import publish_peer
@@ -22,6 +22,7 @@ from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (
     HEARTBEAT_S,
     MergeRecord,
+    PeerRecord,
     RunRecord,
     RunState,
     fitted,
@@ -35,6 +36,31 @@ logger = logging.getLogger(__name__)
 SOONEST_S = 1.0
 """Changes in quick succession share one publication."""
 PUBLISH_DEADLINE_S = 30.0
+THERE_S = 300.0
+"""One key of presence is read per beat, so each peer is seen every few minutes, see `Presence`."""
+MAX_THERE = 4096
+"""Peers whose rooms are remembered."""
+
+
+class RoomsThere:
+    """How many experts fit the machines of the peers that were heard of lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nobody was heard of yet; `clock` is in seconds."""
+        self._clock = clock
+        self._heard: dict[PeerId, tuple[float, int]] = {}
+
+    def note(self, present: Mapping[PeerId, PeerRecord]) -> None:
+        """Some peers of the run are there; the newest `MAX_THERE` count."""
+        now_s = self._clock()
+        new = {peer: (now_s, record.room) for peer, record in present.items()}
+        kept = {peer: said for peer, said in self._heard.items() if peer not in new}
+        self._heard = dict([*kept.items(), *new.items()][-MAX_THERE:])
+
+    def __call__(self) -> dict[PeerId, int]:
+        """The room of each that was heard of within `THERE_S`."""
+        since_s = self._clock() - THERE_S
+        return {peer: room for peer, (at_s, room) in self._heard.items() if at_s >= since_s}
 
 
 class Publisher:
@@ -47,8 +73,9 @@ class Publisher:
         run: RunRecord,
         state: StateDirectory,
         *,
-        on_present: Callable[[list[PeerId]], None],
+        on_present: Callable[[Mapping[PeerId, PeerRecord]], None],
         beside: Callable[[], Coroutine[Any, Any, None]],
+        system: System = SYSTEM,
     ) -> None:
         """Publishes nothing yet.
 
@@ -57,15 +84,20 @@ class Publisher:
             status: what there is to tell.
             run: what every member repeats of the run.
             state: remembers addresses.
-            on_present: told who is in the run, some of the peers at a time; see `Presence`.
+            on_present: given what peers of the run say, of some of them at a time; see `Presence`.
             beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
+            system: whose clock and threads it uses.
         """
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._presence, self._clock = Presence(node, run.run), OwnClock(node)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
+        self._presence, self._clock = Presence(node, run.run), OwnClock(node, self._members)
+        self._system = system
+        self._thread = SupervisedThread("publisher", self._loop, system)
+
+    def _members(self) -> Collection[PeerId]:
+        tip = self.status.manifest
+        return tip.members if tip else ()
 
     def start(self) -> None:
         """Begins to publish."""
@@ -73,9 +105,9 @@ class Publisher:
 
     def stop(self) -> None:
         """Publishes a last time and ends the thread."""
-        self._stopping.set()
+        self._thread.stopping.set()
         self.status.changed.set()
-        self._thread.join(PUBLISH_DEADLINE_S)
+        self._thread.stop(PUBLISH_DEADLINE_S)
 
     def announce_merge(self, tip: Manifest, donors: Sequence[Sequence[Sequence[int]]]) -> None:
         """Announces the donors of this peer's experts in the merge of a due tip.
@@ -99,10 +131,12 @@ class Publisher:
         self.status.changed.set()
 
     def _loop(self) -> None:
-        while not self._stopping.is_set():
-            self.status.changed.wait(HEARTBEAT_S)
+        is_last = False
+        while not is_last:
+            wait_s = 0.0 if self._thread.stopping.is_set() else HEARTBEAT_S
+            self._system.wait(self.status.changed, wait_s)
             self.status.changed.clear()
-            began_s = time.monotonic()
+            is_last, began_s = self._thread.stopping.is_set(), self._system.monotonic()
             try:
                 self.node.run(self._publish(), PUBLISH_DEADLINE_S)
                 self.node.run(self._beside(), PUBLISH_DEADLINE_S)
@@ -110,7 +144,8 @@ class Publisher:
                 self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
             except (SwarmError, TimeoutError, OSError) as error:
                 logger.warning("records were not published: %s", error)
-            self._stopping.wait(max(SOONEST_S - (time.monotonic() - began_s), 0.0))
+            soonest_s = began_s + SOONEST_S - self._system.monotonic()
+            self._system.wait(self._thread.stopping, max(soonest_s, 0.0))
 
     async def _publish(self) -> None:
         status, run, me = self.status, self.run.run, self.node.peer_id
@@ -122,7 +157,7 @@ class Publisher:
             await publish(self.node, merges_key(run, me), self._merge)
         if present := await self._presence.look():
             self.node.remember([a for record in present.values() for a in record.addresses])
-            self._on_present(sorted(present))
+            self._on_present(present)
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:

@@ -18,7 +18,7 @@ class StepProgress:
     """
 
     def __init__(
-        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepares.
 

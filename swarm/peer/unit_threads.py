@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from swarm.background import SYSTEM, Joinable
+from swarm.errors import OutOfMemory
 from swarm.experts import Slice
 
 WORTH_ELEMENTS = 2**22
@@ -96,13 +99,9 @@ class UnitThreads:
 ONE_THREAD = UnitThreads(1)
 
 
-def _started(run: Callable[[], None], number: int) -> list[threading.Thread]:
+def _started(run: Callable[[], None], number: int) -> list[Joinable]:
     started = []
-    for _ in range(number):
-        thread = threading.Thread(target=run, name="swarm-units", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no memory for its stack: the others do its work
-            break
-        started.append(thread)
+    with suppress(OutOfMemory):  # the others do its work
+        for _ in range(number):
+            started.append(SYSTEM.start(run, "swarm-units"))
     return started

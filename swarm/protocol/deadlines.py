@@ -51,14 +51,16 @@ class Timers:
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att of attempt 0, from when nobody is waited for any more: T_late, three times T_red, twice
-    T_vote. Attempts 1 and 2 may take twice and three times as long."""
+    """T_att of attempt 0, from when nobody is waited for any more. Attempts 1 and 2 may take twice
+    and three times as long."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
     """T_disc: a booting peer only listens."""
     reform_s: float = 60.0
     """T_reform: silence of a quorum after which the survivors go on alone; inf: never."""
+    fetch_s: float = 0.0
+    """A fetch without a new blob for so long is dropped, though never before T_reform / 2 [X2]."""
     leave_s: float = 30.0
     """A leaving peer goes at the latest after this."""
 
@@ -68,7 +70,7 @@ class Timers:
 
     def proposal_limit_s(self, attempt: int) -> float:
         """A proposal of which nothing new arrives for so long is in vain."""
-        return (3 * self.reduce_s + 2 * self.vote_s) * (1 + min(attempt, 2))
+        return (self.attempt_s - self.roster_late_s) * (1 + min(attempt, 2))
 
     @property
     def grace_s(self) -> float:
@@ -86,10 +88,15 @@ class Timers:
         return max(self.silence_s, min(phase_s / 2, HICCUP * self.silence_s))
 
     @cached_property
-    def patience_s(self) -> float:
-        """T_reform / 2: a fetch without progress is dropped, a gap between ticks is a pause."""
+    def pause_s(self) -> float:
+        """T_reform / 2: a longer gap between ticks means that the process stood still [B2]."""
         half = self.reform_s / 2
         return half if half < inf else max(PATIENCE_WITHOUT_REFORM_S, SAFETY * self.vote_s)
+
+    @cached_property
+    def patience_s(self) -> float:
+        """A fetch without a new blob for so long is dropped [X2]."""
+        return max(self.pause_s, self.fetch_s)
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,10 @@ def production_timers(
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
     T_red and T_vote are three times what the bytes take at the measured rate, and values that are
-    made of deltas on the disk; an attempt lasts as long as its phases together; T_reform is what
-    the whole model may take, at least 10 minutes, unless the run fixes it: T_reform / 2 without a
-    single new unit is then more than all of them take. No timer follows the length of rounds: they
-    would lengthen each other, a peer that starts again knows of none, and those that live are heard
-    every few seconds in rounds of any length.
+    made of deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
+    T_reform is no shorter, at least 10 minutes, unless the run fixes it. A fetch may bring the
+    whole model [X2]. No timer follows the length of rounds: they would lengthen each other, a peer
+    that starts again knows of none, and peers that live are heard every few seconds.
 
     Args:
         measured: sizes and rate.
@@ -148,20 +154,22 @@ def production_timers(
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
     # A reducer that was silent for half of T_red is left out: no sooner than any other peer [C4].
-    heard_s = 2 * silence_s
+    least_reduce_s = max(base.reduce_s, 2 * silence_s)
+    least_vote_s = max(base.vote_s, 2 * silence_s)
     reduce_s = _transfer_s(
-        "reducing", measured.reduce_bytes, measured, max(base.reduce_s, heard_s), reasons,
+        "reducing", measured.reduce_bytes, measured, least_reduce_s, reasons,
         made_bytes=measured.reduced_bytes,
     )  # fmt: skip
     vote_s = _transfer_s(
-        "voting", measured.proposal_bytes, measured, max(base.vote_s, heard_s), reasons,
+        "voting", measured.proposal_bytes, measured, least_vote_s, reasons,
         made_bytes=measured.proposed_bytes,
     )  # fmt: skip
     late_s = max(base.roster_late_s, HICCUP * silence_s)
-    attempt_s = max(base.attempt_s, late_s + 3 * reduce_s + 2 * vote_s)
+    phases_s = max(3 * least_reduce_s + 2 * least_vote_s, 2 * reduce_s + vote_s)
+    attempt_s = max(base.attempt_s, late_s + phases_s)
     reasons.append(
-        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster, "
-        f"3 x {reduce_s:.1f} for reducing, 2 x {vote_s:.1f} for voting"
+        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster and {phases_s:.1f} "
+        "for reducing and voting"
     )
     return AdaptedTimers(
         replace(
@@ -173,7 +181,8 @@ def production_timers(
             reduce_s=reduce_s,
             vote_s=vote_s,
             attempt_s=attempt_s,
-            reform_s=_reform_s(measured, base, reform_after_s, reasons),
+            fetch_s=_fetch_s(measured, reasons),
+            reform_s=_reform_s(attempt_s, reform_after_s, reasons),
         ),
         tuple(reasons),
     )
@@ -200,17 +209,21 @@ def _transfer_s(
     return seconds
 
 
-def _reform_s(measured: Measured, base: Timers, fixed_s: float | None, reasons: list[str]) -> float:
+def _reform_s(attempt_s: float, fixed_s: float | None, reasons: list[str]) -> float:
     if fixed_s is not None:
         reasons.append(f"a lost majority is given up after {fixed_s:.1f} s: set by the run")
         return fixed_s
-    whole_s = _transfer_s("the whole model", measured.model_bytes, measured, base.vote_s, reasons)
-    seconds = max(MIN_REFORM_S, whole_s)
+    seconds = max(MIN_REFORM_S, attempt_s)
     reasons.append(
-        f"a lost majority is given up after {seconds:.1f} s: {whole_s:.1f} s for the whole model, "
+        f"a lost majority is given up after {seconds:.1f} s: as long as an attempt may take, "
         f"at least {MIN_REFORM_S:.0f}"
     )
     return seconds
+
+
+def _fetch_s(measured: Measured, reasons: list[str]) -> float:
+    """Half of what the whole model may take: blobs that arrive together end together."""
+    return _transfer_s("the whole model", measured.model_bytes, measured, 0.0, reasons) / 2
 
 
 @dataclass(frozen=True)

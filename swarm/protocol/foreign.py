@@ -75,6 +75,7 @@ def _counts(manifest: Manifest) -> Iterator[int]:
     yield from manifest.owners
     yield from (member.silent for member in manifest.members.values())
     yield from (member.counted for member in manifest.members.values())
+    yield from (member.room for member in manifest.members.values())
     for entry in manifest.entries.values():
         yield from (entry.num_bytes, entry.version)
     for height, (num_members, _) in manifest.lineage:

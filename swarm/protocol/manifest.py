@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from swarm.canonical import canonical
 from swarm.config.explaining import refusal
 from swarm.errors import BadManifest
+from swarm.experts import expert_unit
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.invitation import Invitation, Used, as_plain
@@ -77,6 +78,8 @@ class Founding:
         return found | ({self.tokenizer.digest: self.tokenizer.num_bytes} if self.tokenizer else {})
 
 
+ALL_EXPERTS = 2**11
+"""The room of a machine that holds whatever a run has: no model has more experts."""
 SEASONED_ROUNDS = 50
 """A voter that so many rounds have counted is no longer young [R7]."""
 
@@ -98,6 +101,8 @@ class Member:
     """Whether it is an elector of the next round; a trainee is not."""
     invited: bool = False
     """Whether it came with an anchor's invitation, which makes it an anchor."""
+    room: int = ALL_EXPERTS
+    """How many experts fit its machine, by its own word [R4]; left out of the JSON if all do."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,12 @@ class Manifest:
         """Every blob that a member keeps for it."""
         return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
 
+    @property
+    def sizes(self) -> dict[Digest, int]:
+        """Bytes of every blob of the state: values, configuration and held-out tokens."""
+        values = {entry.digest: entry.num_bytes for entry in self.entries.values()}
+        return values | dict(self.founding.blobs)
+
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
         """The deltas by which this very manifest moved units; who voted for it has them [W6]."""
@@ -286,6 +297,11 @@ class Manifest:
     def code(self) -> Code:
         """Place in the total order of all manifests of a run: larger wins [F1]."""
         return self.head.code
+
+    @cached_property
+    def ownerless(self) -> frozenset[Unit]:
+        """Experts that wait for an owner: frozen, not due, and part of merges as ever [R4, U3]."""
+        return frozenset(expert_unit(expert) for expert, who in self.owners.items() if not who)
 
     @cached_property
     def voters(self) -> frozenset[PeerId]:
@@ -332,6 +348,8 @@ def _plain(
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
+    if isinstance(value, Member) and value.room == ALL_EXPERTS:
+        return {name: each for name, each in vars(value).items() if name != "room"}
     if isinstance(value, Entry) and value.coding == UNCODED:
         return {name: each for name, each in vars(value).items() if name != "coding"}
     if isinstance(value, (Invitation, Used)):

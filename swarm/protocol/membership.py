@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from swarm.protocol.invitation import Invitation, Used, invitation_problem, still_good, with_use
 from swarm.protocol.manifest import Digest, Manifest, Member, PeerId, turn
 from swarm.protocol.voting import Elect, counted, with_voters
+
+NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ def next_members(
     joiners: Mapping[PeerId, float],
     seed: str,
     silent_limit: int = 3,
-    capacities: Mapping[PeerId, float] | None = None,
+    capacities: Mapping[PeerId, float] = NOTHING_SAID,
+    rooms: Mapping[PeerId, int] = NOTHING_SAID,
     is_open: bool = True,
     invitations: Mapping[PeerId, Invitation] | None = None,
     run: str = "",
@@ -55,6 +60,7 @@ def next_members(
         seed: of that order.
         silent_limit: K; a member goes after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
+        rooms: likewise, and of joiners.
         is_open: whether strangers become members without an invitation.
         invitations: those that joiners have shown, signed by whom they name.
         run: its id, which invitations name.
@@ -64,15 +70,14 @@ def next_members(
         At least one member: when everybody would go and nobody joins, those that were to leave
         stay listed, since a manifest without members could never have a successor.
     """
-    members, reasons = _staying(
-        parent, {*heard, *contributors}, leaving, silent_limit, capacities or {}
-    )
+    present, said = {*heard, *contributors}, (capacities, rooms)
+    members, reasons = _staying(parent, present, leaving, silent_limit, said)
     members = {peer: counted(member, peer in contributors) for peer, member in members.items()}
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     guests = Guests.of(parent, invitations or {}, run=run, is_open=is_open)
     newcomers, reasons_of_guests = guests.taken_in({peer: joiners[peer] for peer in strangers})
-    members |= newcomers
+    members |= {peer: _fitted(member, rooms.get(peer)) for peer, member in newcomers.items()}
     if not members:
         return _unchanged(parent, heard)
     elected = elect(members, contributors, seed, is_open)
@@ -170,16 +175,22 @@ class Guests:
         return Member(1, capacity, counted=0, votes=False), f"{peer} joined as a trainee"
 
 
+def _fitted(member: Member, room: int | None) -> Member:
+    """The member with the room that it has declared, if it has."""
+    return member if room is None else replace(member, room=room)
+
+
 def _staying(
     parent: Manifest,
     present: Collection[PeerId],
     leaving: Collection[PeerId],
     silent_limit: int,
-    capacities: Mapping[PeerId, float],
+    declared: tuple[Mapping[PeerId, float], Mapping[PeerId, int]],
 ) -> tuple[dict[PeerId, Member], list[str]]:
     """The parent's members that neither left nor were silent for too long."""
     members: dict[PeerId, Member] = {}
     reasons = []
+    capacities, rooms = declared
     for peer, member in sorted(parent.members.items()):
         silent = 0 if peer in present else member.silent + 1
         if peer in leaving:
@@ -187,8 +198,11 @@ def _staying(
         elif silent > silent_limit:
             reasons.append(f"{peer} removed: silent for {silent} rounds, more than {silent_limit}")
         else:
-            declared = capacities.get(peer, member.capacity)
-            if declared != member.capacity:
-                reasons.append(f"{peer} has capacity {declared:g} now, had {member.capacity:g}")
-            members[peer] = replace(member, silent=silent, capacity=declared)
+            capacity = capacities.get(peer, member.capacity)
+            if capacity != member.capacity:
+                reasons.append(f"{peer} has capacity {capacity:g} now, had {member.capacity:g}")
+            known = replace(member, silent=silent, capacity=capacity)
+            members[peer] = now = _fitted(known, rooms.get(peer))
+            if now.room != member.room:
+                reasons.append(f"{peer} has room for {now.room} experts now, had {member.room}")
     return members, reasons

@@ -19,7 +19,7 @@ from swarm.canonical import canonical
 from swarm.experts import expert_of_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import ALL_EXPERTS, Digest, Manifest, PeerId, Unit
 from swarm.protocol.schemas import (
     BESIDE,
     MAX_HOLDERS,
@@ -35,6 +35,7 @@ from swarm.protocol.schemas import (
     NamedHead,
     OnWire,
     PeerText,
+    Room,
     RoundCount,
     Seconds,
     SignatureText,
@@ -145,6 +146,8 @@ class Declaration(OnWire):
     """Of its offer."""
     capacity: Capacity
     leave: bool
+    room: Room = ALL_EXPERTS
+    """Experts that fit its machine."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,11 @@ class Declared:
 class _Signed(Declaration):
     """How JSON has it: all in one."""
 
-    signature: Signature
+    signature: Signature = field(kw_only=True)
 
 
 def _declared(said: _Signed) -> Declared:
-    declaration = Declaration(said.offer, said.seconds, said.capacity, said.leave)
+    declaration = Declaration(said.offer, said.seconds, said.capacity, said.leave, said.room)
     return Declared(declaration, said.signature)
 
 
@@ -277,6 +280,8 @@ class Ready(OnWire):
     """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
     uplink_mbit: Uplink = 0
     """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
+    room: Room = ALL_EXPERTS
+    """How many experts fit the sender's machine, those that it owns included [R4]."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
     type: Literal["ready"] = field(default="ready", repr=False)
@@ -284,7 +289,8 @@ class Ready(OnWire):
     @cached_property
     def declared(self) -> Declared:
         """What of it others may be shown."""
-        return Declared(declaration_of(self.offer, self.capacity, self.leave), self.signature)
+        said = declaration_of(self.offer, self.capacity, self.leave, self.room)
+        return Declared(said, self.signature)
 
 
 @dataclass(frozen=True)
@@ -375,16 +381,18 @@ def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
     return f"swarm accept {run} {ballot.attempt} {ballot.convener} {digest}".encode()
 
 
-def declaration_of(offer: Offer | None, capacity: float, leave: bool) -> Declaration:
+def declaration_of(
+    offer: Offer | None, capacity: float, leave: bool, room: int = ALL_EXPERTS
+) -> Declaration:
     """What a peer declares with this offer."""
     seconds = float(offer.seconds) if offer else 0.0
-    return Declaration(offer.digest if offer else None, seconds, float(capacity), leave)
+    return Declaration(offer.digest if offer else None, seconds, float(capacity), leave, room)
 
 
 def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
     """The bytes that a peer signs with a READY; once for all that say the same on a tip."""
     what = f"{declared.offer or '-'} {declared.seconds!r} {declared.capacity!r} {declared.leave:d}"
-    return f"swarm ready {run} {tip} {what}".encode()
+    return f"swarm ready {run} {tip} {what} {declared.room}".encode()
 
 
 def reduced_statement(run: str, roster_id: Digest, results: Mapping[Unit, ReducedUnit]) -> bytes:

@@ -44,14 +44,14 @@ class Schedule:
         return max(self.shared_every, self.experts_every) if self.stagger else 1
 
     def due(self, tip: Manifest) -> Set[Unit]:
-        """Units that the training round after `tip` exchanges [U3]."""
+        """Units that the training round after `tip` exchanges [U3]: none without an owner."""
         number = tip.round + 1
         if not self.stagger:
             if number % self.experts_every == 0:
-                return tip.entries.keys()
+                return _with_owners(tip)
             return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
         if self.rounds is not None and number >= self.rounds:
-            return tip.entries.keys()
+            return _with_owners(tip)
         return _slice_after(_Case(self, tip))
 
     def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:
@@ -79,12 +79,19 @@ class Schedule:
             unit
             for unit, expert in numbered
             if expert is not None
+            and unit not in tip.ownerless
             and ((number - slots[expert]) % every == 0 or self._is_overdue(tip, unit))
         )
 
     def _is_overdue(self, tip: Manifest, unit: Unit) -> bool:
         """Whether an expert's slot has passed without it."""
         return tip.round + 1 - tip.entries[unit].version > self.experts_every
+
+
+def _with_owners(tip: Manifest) -> Set[Unit]:
+    """All parts of the shared tensors, and the experts that somebody trains."""
+    units = tip.entries.keys()
+    return units - tip.ownerless if tip.ownerless else units
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.config.explaining import refusal
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Head
+from swarm.protocol.manifest import ALL_EXPERTS, Head
 from swarm.protocol.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
@@ -78,6 +78,8 @@ Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}
 Capacity = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]
+Room = Annotated[int, Field(ge=0, le=ALL_EXPERTS)]
+"""Experts that fit a machine [R4]."""
 Seconds = Annotated[
     float, Field(ge=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]

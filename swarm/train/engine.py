@@ -143,7 +143,8 @@ class Engine(Protocol):
     def before_update(self, wait: Callable[[], None]) -> bool:
         """Has this called, by the thread that steps, before a step changes the first value.
 
-        Until then another thread may read values and states. What earlier steps have changed is
+        A skipped step calls it too, before it returns: the caller may change values then. Until
+        then another thread may read values and states. What earlier steps have changed is
         all there when this returns.
 
         Args:

@@ -117,6 +117,7 @@ class ResidentEngine:
         skipped = not self._guard.finite(means["loss"], norm)
         if skipped:
             optimizer.free_gradients()
+            self._wait()
         else:
             factors = clip_factors(norms, self._run.optimizer)
             for name, gradient in self._gradients_by_name().items():

@@ -73,6 +73,7 @@ class Chain:
         run: of all of it.
         manifests: that are agreed, in order.
         gone: rounds whose blobs nobody has any more.
+        brought: rounds that `bring` was called for.
         fetched: what `bring` had to fetch, a set of digests per call.
     """
 
@@ -81,6 +82,7 @@ class Chain:
     remote: BlobStore
     store: BlobStore = field(default_factory=BlobStore)
     gone: frozenset[int] = frozenset()
+    brought: list[int] = field(default_factory=list)
     fetched: list[set[str]] = field(default_factory=list)
     looks: int = 0
     pause_s: float = 5.0
@@ -95,7 +97,11 @@ class Chain:
         newest = self.manifests[at]
         return newest if newest.round >= least_round else None
 
-    def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+    def bytes_here(self, manifest: Manifest) -> int:
+        return sum(self.store.bytes_here(*each) for each in manifest.sizes.items())
+
+    def bring(self, manifest: Manifest, form: Form, within_s: float) -> ExportFacts:
+        self.brought.append(manifest.round)
         if manifest.round in self.gone:
             raise NobodyReachable(f"round {manifest.round} is nowhere")
         missing = {digest for digest in manifest.blobs if not self.store.has(digest)}

@@ -10,9 +10,8 @@ import pytest
 from peers.exporting import FETCHING, _fetched_beside
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
-from swarm.export import fetching
 from swarm.export.facts import Form
-from swarm.export.fetching import EMPTY_TURNS, FromPeers
+from swarm.export.fetching import EMPTY_TURNS, MAX_NAMES, FromPeers
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Seen
@@ -20,6 +19,7 @@ from swarm.protocol.digests import PIECE_BYTES, piece_index
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
 from tests.export.models import after, found, toy_run
+from tests.fake_time import Time
 from tests.peer_records import peer_record
 
 RUN = toy_run()
@@ -84,20 +84,14 @@ class Swarm:
             self.store.put(bytes(content))
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(fetching.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(fetching.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
-
-
-@pytest.fixture
-def swarm(clock: None) -> Swarm:
-    return Swarm()
-
-
 def source(swarm: Swarm) -> FromPeers:
-    return FromPeers(swarm, swarm.store, None)  # type: ignore[arg-type]
+    time = Time()
+    return FromPeers(swarm, swarm.store, None, clock=time, sleep=time.sleep)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def swarm() -> Swarm:
+    return Swarm()
 
 
 def test_a_run_that_gathers_is_waited_for_but_not_for_ever(swarm: Swarm) -> None:
@@ -165,7 +159,6 @@ class Thin(Swarm):
         super().fetch_model(manifest, *args, **kwargs)
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_blob_that_comes_piece_by_piece_is_not_given_up() -> None:
     thin = Thin(bytes(6 * PIECE_BYTES + 1))
     source(thin).bring(thin.manifest, Form())
@@ -187,7 +180,6 @@ class Dying(Swarm):
         raise NobodyReachable("the model: no answer within 60 s")
 
 
-@pytest.mark.usefixtures("clock")
 def test_what_came_in_a_turn_survives_a_kill(tmp_path: Path) -> None:
     dying = Dying()
     dying.store = BlobStore(tmp_path)
@@ -233,3 +225,12 @@ def test_of_its_own_round_a_model_has_only_its_own_loss(swarm: Swarm) -> None:
     swarm.remote.put(swarm.manifest.encoded)
     facts = peers.bring(swarm.manifest, Form())
     assert facts.losses == ((2, 3.25),) and facts.val_loss is None
+
+
+def test_names_of_peers_that_come_and_go_are_bounded(swarm: Swarm) -> None:
+    """Anybody may publish a record, and an exporter follows a run for weeks."""
+    peers = source(swarm)
+    for number in range(0, 2 * MAX_NAMES, 512):
+        swarm.states = {f"Qm{number + i}": PeerState.TRAINING for i in range(512)}
+        peers._look()
+    assert len(peers._names) == MAX_NAMES and f"Qm{2 * MAX_NAMES - 1}" in peers._names

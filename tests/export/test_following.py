@@ -17,20 +17,8 @@ from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerRecord, PeerState
 from tests.export.models import Chain, after, found, toy_run
+from tests.fake_time import Time
 from tests.peer_records import peer_record
-
-
-class Time:
-    """A clock that sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def chain_of(rounds: int, *, each: int = 1) -> Chain:
@@ -166,7 +154,92 @@ def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) 
     chain.gone = frozenset({2})
     said = follow(chain, tmp_path)
     assert rounds_in(tmp_path) == [3, 4]
-    assert said[0].startswith("round 2 cannot be had any more: round 2 is nowhere")
+    assert said[0].startswith("round 2 does not come: round 2 is nowhere; it is tried again")
+
+
+class Losing(Chain):
+    """Manifests come at their times; an attempt for a lost one takes five minutes."""
+
+    time: Time
+    at_s: dict[int, float]
+
+    def newest(self, least_round: int) -> Manifest | None:
+        agreed = [m for m in self.manifests if self.at_s.get(m.round, 0.0) <= self.time()]
+        return agreed[-1] if agreed[-1].round >= least_round else None
+
+    def bring(self, manifest: Manifest, form: Form, within_s: float) -> ExportFacts:
+        if manifest.round in self.gone:
+            self.time.sleep(300.0)
+        return super().bring(manifest, form, within_s)
+
+
+def losing(folder: Path, at_h: dict[int, float], gone: set[int]) -> tuple[Losing, Follower, list]:
+    chain, said = chain_of(max(at_h)), list[str]()
+    slow = Losing(chain.run, chain.manifests, chain.remote, gone=frozenset(gone))
+    slow.time, slow.at_s = Time(), {number: hours * 3600 for number, hours in at_h.items()}
+    manager = ExportManager(folder, 9)
+    follower = Follower(slow, manager, 2, Form(), say=said.append, sleep=slow.time.sleep,
+                        clock=slow.time)  # fmt: skip
+    return slow, follower, said
+
+
+def test_a_model_that_nobody_has_any_more_is_given_up_once_and_the_next_one_is_exported(
+    tmp_path: Path,
+) -> None:
+    """Each attempt has its own time limits; that no attempt is the last is decided here."""
+    at_h = {1: 0.0, 2: 0.0, 3: 20.0, 4: 20.5}
+    chain, follower, said = losing(tmp_path, at_h, {2})
+    follower.follow()
+    follower.manager.close()
+    assert rounds_in(tmp_path) == [3, 4]
+    assert 3 <= chain.brought.count(2) <= 12
+    (given_up,) = [line for line in said if line.startswith("round 2 is given up")]
+    assert "nothing of it came for 1." in given_up and given_up.endswith("round 2 is nowhere")
+    assert said.index(given_up) < 100, "about an hour, a line a minute"
+
+
+def test_the_last_model_of_a_run_that_nobody_has_ends_the_export(tmp_path: Path) -> None:
+    chain, follower, _ = losing(tmp_path, {1: 0.0, 2: 0.0}, {2})
+    with pytest.raises(NobodyReachable, match=r"round 2 is the run's last, .* is given up"):
+        follower.follow()
+    follower.manager.close()
+    assert 3600 <= chain.time() < 3 * 3600
+
+
+def test_a_run_of_which_no_model_can_be_fetched_is_given_up(tmp_path: Path) -> None:
+    """Each round loses the same blob, and no model is the last to be tried."""
+    at_h = {number: number * 2.5 for number in range(40)}
+    chain, follower, _ = losing(tmp_path, at_h, set(range(40)))
+    with pytest.raises(NobodyReachable, match=r"waited 7\d\.\d h for round 2: round \d+ "):
+        follower.follow()
+    follower.manager.close()
+    assert len(chain.brought) < 1000
+
+
+def test_a_model_that_comes_too_slowly_has_a_day_whatever_the_number_of_attempts(
+    tmp_path: Path,
+) -> None:
+    limits = list[float]()
+
+    class Trickling(Losing):
+        def bytes_here(self, manifest: Manifest) -> int:
+            return len(self.brought)
+
+        def bring(self, manifest: Manifest, form: Form, within_s: float) -> ExportFacts:
+            limits.append(within_s)
+            self.time.sleep(3000.0 if manifest.round in self.gone else 0.0)
+            return super().bring(manifest, form, within_s)
+
+    chain, follower, said = losing(tmp_path, {1: 0.0, 2: 0.0, 3: 60.0}, {2})
+    slow = Trickling(chain.run, chain.manifests, chain.remote, gone=chain.gone)
+    slow.time, slow.at_s = chain.time, chain.at_s
+    follower.source = slow
+    with pytest.raises(NobodyReachable, match=r"waited 24\.\d h for round 2: round 2 is given up"):
+        follower.follow()
+    follower.manager.close()
+    assert limits[0] == 24 * 3600 and limits[1] < 24 * 3600 - 3000
+    (given_up,) = [line for line in said if line.startswith("round 2 is given up")]
+    assert "it is not whole after 24." in given_up
 
 
 def test_each_export_is_told_of_and_an_error_of_that_does_not_end_it(tmp_path: Path) -> None:
@@ -212,7 +285,7 @@ def test_a_run_that_is_gone_is_given_up_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(NobodyReachable, match=r"waited 30 min for round 2: no answer .*start ag"):
         follower.follow()
     manager.close()
-    assert LOST_S < time.now_s < LOST_S + 10 < STILL_S
+    assert LOST_S < time.now_s <= LOST_S + 10 < STILL_S
     assert said == 30 * ["waiting for round 2: no answer within 30 s"]
 
 

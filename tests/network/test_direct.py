@@ -26,6 +26,7 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.handshake import NONCE_BYTES, admit, introduce
 from swarm.network.identity import load_or_create_identity
 from swarm.network.ledger import Ledger
+from swarm.network.line_bytes import LineBytes
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.streams import receive_into
@@ -49,6 +50,12 @@ def fetched(node: Node, source: Node, content: bytes) -> bytes | None:
     node.run(Downloads(node, store).fetch([want]), WAIT_S)
     got = store.get(want.digest)
     return None if got is None else bytes(got)
+
+
+def ways_of(folder: Path, control: Any) -> Direct:
+    """The real class of a peer that is reached through nothing but this control path."""
+    me = load_or_create_identity(folder / "me.key")
+    return Direct(me, control, lambda: None, direct_door.Door(me, Traffic(), Ledger(), {}))
 
 
 @pytest.fixture
@@ -80,9 +87,9 @@ def test_the_next_fetch_takes_a_connection_that_is_there(
 ) -> None:
     opened, real = [], direct.connect
 
-    async def counted(host: str, port: int) -> socket.socket:
+    async def counted(line: LineBytes, host: str, port: int) -> socket.socket:
         opened.append(port)
-        return await real(host, port)
+        return await real(line, host, port)
 
     monkeypatch.setattr(direct, "connect", counted)
     content, other = some_bytes(1000), some_bytes(1000, seed=1)
@@ -218,6 +225,58 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
+def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
+    """Weeks of looks without effect: a pair of which neither side can be dialled."""
+    num_failures = 5_000
+
+    class Nowhere:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            raise NoRoute(peer_id)
+
+    async def run() -> None:
+        ways, way = ways_of(tmp_path, Nowhere()), None
+        for _ in range(num_failures):
+            with pytest.raises(NoRoute):
+                await ways.open_stream("hidden", PROTOCOL, 5.0)
+            way = ways._ways["hidden"]
+            assert way.not_before_s <= time.monotonic() + direct.LONGEST_PAUSE_S
+            way.not_before_s = 0.0  # as if the pause had passed
+        assert way is not None and way.failures == num_failures
+
+    asyncio.run(run())
+
+
+def test_a_search_that_fails_by_a_fault_here_is_a_failure_with_a_pause(tmp_path: Path) -> None:
+    class Faulty:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            raise OverflowError("a bug")
+
+    async def run() -> None:
+        ways = ways_of(tmp_path, Faulty())
+        for why in ("looked for in vain", "a short while ago"):
+            with pytest.raises(NoRoute, match=why):
+                await ways.open_stream("other", PROTOCOL, 5.0)
+
+    asyncio.run(run())
+
+
+def test_a_search_that_is_cancelled_does_not_cancel_those_that_wait(tmp_path: Path) -> None:
+    class Slow:
+        async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+    async def run() -> None:
+        ways = ways_of(tmp_path, Slow())
+        waiting = asyncio.create_task(ways.open_stream("other", PROTOCOL, 5.0))
+        await asyncio.sleep(0.01)
+        await ways.door.tasks.stop()
+        with pytest.raises(NoRoute):
+            await waiting
+
+    asyncio.run(run())
+
+
 def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -228,9 +287,7 @@ def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_f
             raise NoRoute(peer_id)
 
     async def run() -> None:
-        me = load_or_create_identity(tmp_path / "me.key")
-        door = direct_door.Door(me, Traffic(), Ledger(), {})
-        ways = Direct(me, Nowhere(), lambda: None, door)
+        ways = ways_of(tmp_path, Nowhere())
         slow = asyncio.create_task(ways.open_stream("slow", PROTOCOL, 5.0))
         await asyncio.sleep(0)
         for number in range(500):
@@ -294,7 +351,7 @@ def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> 
     """What comes of talking to a peer's door from outside."""
 
     async def run() -> Any:
-        connection = await connect("127.0.0.1", node._ways.direct.door.port)
+        connection = await connect(node.traffic.line, "127.0.0.1", node._ways.direct.door.port)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await talk(connection)

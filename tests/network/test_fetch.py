@@ -13,6 +13,7 @@ import pytest
 
 from swarm.codecs import Content
 from swarm.errors import BadBlob, NobodyReachable, NoRoute, StateError
+from swarm.network import fetch as fetch_module
 from swarm.network import packs
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL
@@ -549,3 +550,77 @@ def test_members_have_their_bytes_before_strangers_have_theirs(peers, tmp_path):
 
 def server_bytes(node) -> int:
     return node.traffic.blob_bytes_sent
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OverflowError("int too large to convert to float"),
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        asyncio.CancelledError("something that it waited for"),
+    ],
+)
+def test_a_fault_that_is_met_with_one_source_costs_no_blob_of_the_others(
+    swarm, monkeypatch, caplog, fault
+):
+    (source, _), (server, _), client = swarm
+    blobs = [content(seed, 100_000) for seed in range(4)]
+    wants = [Want(source.put(b), len(b), ("faulty", server.peer_id)) for b in blobs]
+    opens, store, fetched = client.open_stream, BlobStore(), Fetched()
+
+    async def open_stream(peer: str, *rest: object) -> socket.socket:
+        if peer == "faulty":
+            raise fault
+        return await opens(peer, *rest)
+
+    monkeypatch.setattr(client, "open_stream", open_stream)
+    downloads = Downloads(client, store)
+    client.run(fetched.fetch(downloads, wants), WAIT_S)
+    assert sorted(fetched.arrived) == sorted(want.digest for want in wants)
+    assert {(peer, why) for _, peer, why in fetched.failures} == {("faulty", "own_fault")}
+    assert "a stream of faulty failed by a fault of this peer" in caplog.text
+    assert type(fault).__name__ in caplog.text, "with its traceback"
+
+
+def test_a_fault_while_pieces_are_handed_out_costs_no_blob(swarm, monkeypatch, caplog):
+    (source, _), (server, _), client = swarm
+    want = Want(source.put(bytes(1000)), 1000, (server.peer_id,))
+    downloads, faults = Downloads(client, BlobStore()), [MemoryError(), RuntimeError("a bug")]
+    assign, serve = downloads._sourcing.assign, downloads._serve_queue
+
+    def failing_once(*arguments):
+        if faults:
+            raise faults.pop()
+        return assign(*arguments)
+
+    def failing_for_one(peer):
+        if peer == "a":
+            raise ZeroDivisionError("a bug")
+        serve(peer)
+
+    monkeypatch.setattr(fetch_module, "PUMP_AGAIN_S", 0.01)
+    monkeypatch.setattr(downloads._sourcing, "assign", failing_once)
+    monkeypatch.setattr(downloads, "_serve_queue", failing_for_one)
+    other = Want(source.put(bytes(2000)), 2000, ("a", server.peer_id))
+    client.run(Fetched().fetch(downloads, [want, other]), WAIT_S)
+    assert caplog.text.count("pieces could not be asked for") == 2
+    assert "a stream of a failed by a fault of this peer" in caplog.text
+
+
+def test_a_caller_that_cannot_hear_of_failures_ends_alone(swarm):
+    stores, servers, client = swarm
+    digest = stores[1].put(bytes(1000))
+    want = Want(digest, 1000, tuple(server.peer_id for server in servers))
+
+    def deaf(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def both() -> list[BaseException | None]:
+        calls = (downloads.fetch([want], on_failure=hears) for hears in (deaf, lambda *_: None))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    downloads = Downloads(client, BlobStore())
+    fault, none = client.run(both(), WAIT_S)
+    assert isinstance(fault, ZeroDivisionError) and none is None
+    assert downloads.store.has(digest)

@@ -1,5 +1,6 @@
 """Work beside the steps: nothing it reads changes, and what it has to change is done in turn."""
 
+import math
 import threading
 from contextlib import closing
 
@@ -145,6 +146,19 @@ def test_no_value_changes_before_a_step_was_let_through(make):
     assert same(seen[0], before)
     assert not same(engine.read(names), before)
     engine.close()
+
+
+@pytest.mark.parametrize("make", [new_engine, new_streaming])
+def test_a_skipped_step_waits_too_as_values_may_change_once_it_has_returned(make):
+    run, seen = tiny_run(), []
+    engine, names = make(run, owned=[0, 1]), all_names(run)
+    engine.write({names[0]: engine.read(names[:1])[names[0]] * math.nan})
+    before = engine.read(names)
+    assert engine.before_update(lambda: seen.append(engine.read(names)))
+    assert engine.step(batch(run, 0), lr=1e-2).skipped
+    engine.close()
+    assert len(seen) == 1
+    assert same(seen[0], before)
 
 
 def test_a_streaming_engine_is_read_while_layers_pass_and_has_finished_its_updates(monkeypatch):

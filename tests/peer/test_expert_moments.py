@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,35 @@ def test_moments_that_come_late_end_where_they_would_have_been(
     expected = in_time.model.engine.read_moments(expert_shapes(RUN.model, expert))
     assert_near(other.model.engine.read_moments(expert_shapes(RUN.model, expert)), expected)
     assert "4 steps late" in other.status.taken[0][2]
+
+
+def test_moments_are_added_once_nothing_reads_the_engine_any_more(
+    me: Side, store: BlobStore, founded: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a private state is written while steps are taken, and one of them is skipped."""
+    names, may_read = list(expert_shapes(RUN.model, mine(me))), threading.Event()
+    me.train(3)
+    manifest = after_round(me, store, owner="other")
+    me.move_to(manifest)
+    process = Process(store, tmp_path, founded, manifest, founded)
+    other, making = process.side, process.trainer.making
+    other.move_to(manifest)
+    before, wait = other.model.engine.read_moments(names), making.wait
+
+    def read() -> dict[str, torch.Tensor]:
+        assert may_read.wait(30.0)
+        return other.model.engine.read_moments(names)
+
+    def waiting() -> None:
+        may_read.set()
+        wait()
+
+    monkeypatch.setattr(making, "wait", waiting)
+    making.begin(read)
+    other.exchange.deliver(*handed(me))
+    other.moments.on_step(skipped=True)
+    assert same(making.result(), before)
+    assert not same(other.model.engine.read_moments(names), before)
 
 
 def test_masters_of_another_value_are_not_taken(me: Side, other: Side, store: BlobStore) -> None:

@@ -55,7 +55,7 @@ class Peer:
             store_value=lambda value: (store_content(store, value), value.num_bytes),
             expect=lambda _, seconds: self.expected.append(seconds),
         )
-        nothing = SimpleNamespace(have_come=False, install=lambda: None, on_step=lambda **_: None)
+        nothing = SimpleNamespace(install=lambda: None, on_step=lambda **_: None)
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
             phases=PhaseMeter(),

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,20 @@ def test_a_state_that_was_written_beside_steps_is_not_written_again(
         saved = load_newest(life.directory.private_path)
         assert saved
         assert saved.state.engine.updates == life.model.engine.state_dict().updates
+
+
+def test_experts_that_leave_after_a_private_state_was_written_leave_no_memory_taken(
+    uncollected: None, crashed: tuple[Life, Any]
+) -> None:
+    """Adopting the experts of a lost peer had held masters and moments of before as well."""
+    engine = cast(Any, crashed[0].model.engine)
+    stacks = {n: p for n, p in engine._model.trained_parameters().items() if ".owned." in n}
+    moments = [each for name in stacks for each in engine._optimizer._moments[name].parts.values()]
+    before = [weakref.ref(each) for each in [*stacks.values(), *moments]]
+    del stacks, moments
+    engine.own(range(RUN.model.num_experts))
+    assert len(before) == 3 * 3 * RUN.model.num_hidden_layers
+    assert not [each for each in before if each() is not None]
 
 
 def test_a_unit_that_begins_anew_while_the_state_is_written_leaves_it_readable(

@@ -94,9 +94,7 @@ class Leaver(Life):
 def _no_moments() -> SimpleNamespace:
     def nothing(*_: object, **__: object) -> None: ...
 
-    return SimpleNamespace(
-        have_come=False, install=nothing, on_step=nothing, adopted=nothing, before_adopt=nothing
-    )
+    return SimpleNamespace(install=nothing, on_step=nothing, adopted=nothing, before_adopt=nothing)
 
 
 def _node() -> Node:

@@ -97,7 +97,7 @@ def test_training_goes_on_where_the_disk_is_full_and_one_warning_says_so(
     observer = Drawn(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert draw_fifty_steps(observer) < 1
-        observer._thread.join(10)
+        assert observer._thread.stop(10)
         assert draw_fifty_steps(observer) < 1, "with nobody that takes anything from the queue"
     begin_s = time.monotonic()
     observer.close()

@@ -18,6 +18,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Effect, Event, Record, Topic
 from swarm.protocol.manifest import (
+    ALL_EXPERTS,
     FOUNDING_GENERATION,
     Entry,
     Founding,
@@ -154,8 +155,11 @@ class Pump:
         timers: Timers | None = None,
         tick_s: float = 0.5,
         uplinks: Mapping[PeerId, int] | None = None,
+        rooms: Mapping[PeerId, int] | None = None,
     ) -> None:
         self.rules = rules
+        self.rooms = dict(rooms or {})
+        """How many experts fit each machine; all where it is not said. Peers say what is here."""
         self.uplinks = uplinks or {}
         """What peers say of their lines, in Mbit/s; bytes take no time all the same."""
         self.timers = timers or Timers()
@@ -207,6 +211,7 @@ class Pump:
             random=random.Random(peer),
             chain=Chain.of(record, links),
             uplink_of=lambda: self.uplinks.get(peer, 0),
+            room_of=lambda: self.rooms.get(peer, ALL_EXPERTS),
         )
 
     def boot(self, peer: PeerId) -> None:

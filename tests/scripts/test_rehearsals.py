@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import multiprocessing
 import os
 import select
@@ -196,3 +197,14 @@ def test_busy_processes_end_with_a_script_that_is_killed() -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(busy, signal.SIGKILL)
+
+
+@pytest.mark.exhaustive
+def test_a_swarm_of_minutes_ends_with_a_verdict_on_what_it_holds(tmp_path: Path) -> None:
+    words = ["--hours", "0.01", "--json", "--state-dir", str(tmp_path)]
+    found = subprocess.run(
+        [sys.executable, SCRIPTS / "endurance.py", *words], capture_output=True, check=False
+    )
+    verdict = json.loads(found.stdout)
+    assert (verdict["stopped_early"], verdict["divergences"]) == ("", 0)
+    assert verdict["rounds"] > 5

@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -439,6 +440,27 @@ def test_what_could_not_be_finished_is_removed(path, monkeypatch, name):
     assert load_private(path).round == 1
 
 
+@pytest.mark.parametrize("end", ["finished", "given up", "refused"])
+def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollected, end):
+    """The engine owns other experts next; the values of before would be the most of a process."""
+    tensor = torch.arange(1000.0)
+    state, found = state_of(EngineState({"a": tensor}, (), 0, 0, 0)), weakref.ref(tensor)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Saving(path, state.engine, state.rng) as begun:
+        if end == "finished":
+            save_private(path, state, begun)
+        elif end == "refused":
+            monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+            monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
+            with pytest.raises(StateError, match="No space left"):
+                save_private(path, state, begun)
+    del tensor, state, begun
+    assert found() is None
+
+
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     """A disk that stands still stops the hashing after as many chunks as may wait."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
@@ -463,6 +485,33 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
         assert len(hashed) <= hashed_file.CHUNKS_AHEAD + 1
         go_on.set()
         save_private(path, state, begun)
+    assert_equal(load_private(path), state)
+
+
+@pytest.mark.parametrize("call", ["open", "fdatasync"])
+def test_a_disk_that_does_not_answer_is_given_up(path, monkeypatch, caplog, call):
+    answers = threading.Event()
+
+    class Hanging(type(path)):
+        def open(self, *arguments):
+            if call == "open":
+                answers.wait(60)
+            return super().open(*arguments)
+
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(checkpoint.os, "fdatasync", lambda _: answers.wait(60))
+    for name, seconds in (("STALLED_S", 0.05), ("LOOK_S", 0.01), ("END_S", 0.1)):
+        monkeypatch.setattr(hashed_file, name, seconds)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+    refused = pytest.raises(StateError, match=r"the disk has not answered for")
+    with Saving(Hanging(path), state.engine, state.rng) as begun, refused:
+        save_private(path, state, begun)
+    assert "a disk may not answer: swarm-private" in caplog.text
+    monkeypatch.undo()
+    save_private(path, state)
+    answers.set()  # what it writes now is in no file of that name
+    begun._file._pool.shutdown()
     assert_equal(load_private(path), state)
 
 

@@ -126,6 +126,12 @@ class Node(Ports):
 
     # ------------------------------------------------------------ life
 
+    @property
+    def room(self) -> int:
+        """Experts that fit the machine, since its last start."""
+        rooms = self.character.rooms
+        return rooms[min(self._boots, len(rooms)) - 1]
+
     def boot(self) -> None:
         """Starts the process from the disk."""
         assert not self.is_up and not self.has_left
@@ -152,6 +158,7 @@ class Node(Ports):
             random=Random(world.random.getrandbits(32)),
             sign=partial(sign, self.me),
             uplink_of=lambda: self.character.uplink,
+            room_of=lambda: self.room,
             fetches_ahead=True,
             chain=Chain.of(self.disk.record, self.disk.links),
         )
@@ -224,12 +231,12 @@ class Node(Ports):
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s = machine.listened_at, machine.timers.patience_s
+        before, pause_s = machine.listened_at, machine.timers.pause_s
         gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
-        if (machine.listened_at != before) != (gap_s > patience_s):
-            why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
+        if (machine.listened_at != before) != (gap_s > pause_s):
+            why = f"{self.me} after {gap_s:.3f} s without an event (limit {pause_s:.1f})"
             raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
         return effects
 
@@ -271,7 +278,7 @@ class Node(Ports):
 
     def _tick(self) -> None:
         now, timers = self.world.now, self.world.timers
-        if now - self._last_tick > timers.patience_s:  # [B2]
+        if now - self._last_tick > timers.pause_s:  # [B2]
             self._heard.clear()
         self._last_tick = now
         self.after(timers.tick_s, self._tick)

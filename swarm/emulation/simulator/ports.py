@@ -90,12 +90,14 @@ class Ports:
         return is_flowing and self.world.tested.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A whole transfer is done."""
-        self._pace.fetched(num_bytes, seconds)
+        """A whole transfer is done, whose bytes flowed for so long."""
+        self._pace.fetched(num_bytes, seconds, self.clock_s())
 
     def measured(self) -> Measured:
         """What its timers are adapted from."""
-        return self._pace.measured(self.machine.rules.may_be_renewed(self.machine.tip))
+        return self._pace.measured(
+            self.machine.rules.may_be_renewed(self.machine.tip), self.clock_s()
+        )
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""

@@ -39,7 +39,7 @@ class StreamingShell(FetchingShell, Protocol):
         """Whether to wait on for what has not come yet."""
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """Hears that a whole transfer is done."""
+        """Hears that a whole transfer is done, whose bytes flowed for so long."""
 
 
 class StreamingFetcher(Fetcher):
@@ -49,6 +49,8 @@ class StreamingFetcher(Fetcher):
         super().__init__(shell)
         self._peer = shell
         self.num_incoming = 0
+        self._flowing_s = self._changed_s = 0.0
+        """Seconds in which something came, up to the last change of `num_incoming`; and when."""
         self._flows: dict[tuple[PeerId, int], deque[Digest]] = {}
         """What is still to be sent to whom, by the number of the question."""
         self._is_sending = False
@@ -59,7 +61,7 @@ class StreamingFetcher(Fetcher):
 
     def start(self, fetch: Fetch) -> None:
         """Begins a transfer; the one of the same purpose ends."""
-        self._began[fetch.purpose] = self._peer.clock_s()
+        self._began[fetch.purpose] = self._flowed_s()
         self._bytes[fetch.purpose] = 0
         super().start(fetch)
 
@@ -77,7 +79,16 @@ class StreamingFetcher(Fetcher):
         received = sum(sizes.get(digest, 0) for digest in data.found)
         self._bytes[purpose] = self._bytes.get(purpose, 0) + received
         if received and self._running.get(purpose) == {}:
-            self._peer.fetched(self._bytes[purpose], self._peer.clock_s() - self._began[purpose])
+            self._peer.fetched(self._bytes[purpose], self._flowed_s() - self._began[purpose])
+
+    def flow(self, change: int) -> None:
+        """So many more peers send to this one; fewer if negative."""
+        self._flowing_s, self._changed_s = self._flowed_s(), self._peer.clock_s()
+        self.num_incoming += change
+
+    def _flowed_s(self) -> float:
+        now_s = self._peer.clock_s()
+        return self._flowing_s + (now_s - self._changed_s if self.num_incoming else 0.0)
 
     def is_waiting_for(self, number: int, digest: Digest) -> int | None:
         """Size of a blob that was asked for under this number; None if nobody waits for it."""
@@ -132,14 +143,14 @@ class StreamingFetcher(Fetcher):
                 queue.popleft()
                 continue
             self._is_sending = True
-            theirs.num_incoming += 1
+            theirs.flow(1)
             rate = min(self._peer.rates()[0], receiver.rates()[1] / theirs.num_incoming)
             seconds = 0.0 if rate == inf else size / rate
             self._peer.after(seconds, self._sent, key, queue[0], theirs)
 
     def _sent(self, key: tuple[PeerId, int], digest: Digest, theirs: StreamingFetcher) -> None:
         self._is_sending = False
-        theirs.num_incoming -= 1
+        theirs.flow(-1)
         receiver = self._peer.peer(key[0])
         if receiver is None or receiver.fetcher is not theirs or digest not in self._peer.disk:
             self._flows.pop(key, None)

@@ -6,10 +6,20 @@ quorum has judged it, and here only that is judged which follows from parent and
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 from swarm.protocol.dealing import Book, book_of
-from swarm.protocol.manifest import SEASONED_ROUNDS, UNCODED, Entry, Kind, Manifest, PeerId, Unit
+from swarm.protocol.manifest import (
+    ALL_EXPERTS,
+    SEASONED_ROUNDS,
+    UNCODED,
+    Entry,
+    Kind,
+    Manifest,
+    PeerId,
+    Unit,
+)
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -187,7 +197,7 @@ def _move_problem(unit: Unit, entry: Entry, parent: Manifest, rules: Rules) -> s
 
 
 def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why there are no voters, or not min(R, N) owners of every expert; None if there are."""
+    """Why there are no voters, or an expert lacks owners that have room; None if neither is so."""
     if not manifest.voters:
         return "nobody has a vote in it"
     for peer, member in manifest.members.items():
@@ -195,15 +205,26 @@ def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
             return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
         if not 0 <= member.counted <= SEASONED_ROUNDS:
             return f"member {peer} was counted in {member.counted} rounds"
+        if not 0 <= member.room <= ALL_EXPERTS:
+            return f"member {peer} has room for {member.room} experts"
         if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
             return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))
     if sorted(manifest.owners) != list(range(rules.num_experts)):
         return "it does not name the owners of every expert"
+    free = _with_room(manifest)
     for expert, owners in manifest.owners.items():
-        if len(owners) != wanted or list(owners) != sorted(set(owners) & manifest.members.keys()):
+        if list(owners) != sorted(set(owners) & manifest.members.keys()) or len(owners) > wanted:
             return f"expert {expert} has not {wanted} owners among the members"
+        if len(owners) < wanted and (able := sorted(free - set(owners))):
+            return f"expert {expert} has {len(owners)} owners of {wanted}: {able[0]} has room"
     return None
+
+
+def _with_room(manifest: Manifest) -> set[PeerId]:
+    """Members whose machines hold more experts than they own."""
+    load = Counter(peer for owners in manifest.owners.values() for peer in owners)
+    return {peer for peer, member in manifest.members.items() if load[peer] < member.room}
 
 
 def reform_problem(manifest: Manifest, rules: Rules) -> str | None:

@@ -34,6 +34,8 @@ class Attendance:
     """Capacity of each stranger that asked to join."""
     capacities: Mapping[PeerId, float] = field(default_factory=dict)
     """What members that were heard declare now."""
+    rooms: Mapping[PeerId, int] = field(default_factory=dict)
+    """Of both, as they declare it."""
     invitations: Mapping[PeerId, Invitation] = field(default_factory=dict)
     """What strangers have shown; whoever it names has signed it."""
 
@@ -94,6 +96,7 @@ def members_after(
         leaving=attendance.leaving,
         joiners=attendance.joiners,
         capacities=attendance.capacities,
+        rooms=attendance.rooms,
         seed=tip.digest,
         silent_limit=rules.silent_rounds,
         is_open=rules.is_open,
@@ -116,6 +119,7 @@ def owners_after(
         _capacities(members),
         [peer for peer in contributors if peer in members],
         stale=stale_experts(entries, tip.round + 1, rules),
+        rooms=rules.rooms_of(members),
         silent=[
             peer for peer, member in members.items() if member.silent > rules.owner_silent_rounds
         ],
@@ -215,6 +219,7 @@ def compose_reform(
         _capacities(members),
         contributors,
         stale=(),
+        rooms=rules.rooms_of(members),
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
@@ -250,7 +255,8 @@ def compose_reform(
 def _survivor(tip: Manifest, peer: PeerId, member: Member, *, votes: bool) -> Member:
     """A member of a reform, with what is known of it."""
     before = tip.members.get(peer, Member(0, member.capacity, counted=0))
-    return replace(before, silent=member.silent, capacity=member.capacity, votes=votes)
+    declared = replace(before, capacity=member.capacity, room=member.room)
+    return replace(declared, silent=member.silent, votes=votes)
 
 
 def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:

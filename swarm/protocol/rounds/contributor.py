@@ -92,8 +92,8 @@ class Contributor(Role):
 
     def ready(self, ballot: Ballot) -> Ready:
         """This peer's answer; a refusal (higher ballot) has the same content."""
-        work, is_leaving = self.work, self.life.is_leaving
-        declaration = declaration_of(work.offer, self.peer.capacity, is_leaving)
+        work, is_leaving, room = self.work, self.life.is_leaving, self.peer.room_of()
+        declaration = declaration_of(work.offer, self.peer.capacity, is_leaving, room)
         return Ready(
             ballot,
             work.offer,
@@ -108,6 +108,7 @@ class Contributor(Role):
             None if self.standing.is_member else self.peer.invitation,
             None if work.stalls_at is None else max(0.0, work.stalls_at - self.now),
             self.peer.uplink_of(),
+            room,
             self._signed_declaration(declaration),
         )
 

@@ -187,6 +187,7 @@ def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attend
             if peer not in members and not each.leave
         },
         capacities={peer: each.capacity for peer, each in members.items()},
+        rooms={peer: each.room for peer, each in said.items()},
         invitations=brought.invitations,
     )
 

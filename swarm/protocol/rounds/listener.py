@@ -112,4 +112,4 @@ class Listener(Role):
 
     def was_paused(self) -> bool:
         """Whether nothing happened for so long that this process must have stood still [B2]."""
-        return self.now - self.life.event_at > self.timers.patience_s
+        return self.now - self.life.event_at > self.timers.pause_s

@@ -47,7 +47,7 @@ from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.parts import Parts, made
 from swarm.protocol.rounds.phases import CampaignInfo, Phase, campaign_info, phase_of
 from swarm.protocol.rounds.rules import Randomness, Rules
-from swarm.protocol.rounds.state import Life, Peer, Sign, Work, unsigned
+from swarm.protocol.rounds.state import Life, Peer, Sign, Work, room_for_all, unsigned
 from swarm.protocol.trust import Chain, Foothold
 
 
@@ -77,6 +77,7 @@ class RoundMachine:
         sign: Sign = unsigned,
         is_dialable: bool = True,
         uplink_of: Callable[[], int] = int,
+        room_of: Callable[[], int] = room_for_all,
         fetches_ahead: bool = False,
         chain: Chain | None = None,
         invitation: Invitation | None = None,
@@ -91,6 +92,7 @@ class RoundMachine:
             sign=sign,
             is_dialable=is_dialable,
             uplink_of=uplink_of,
+            room_of=room_of,
             fetches_ahead=fetches_ahead,
             invitation=invitation,
         )
@@ -144,7 +146,7 @@ class RoundMachine:
             self._out.explain(
                 Topic.TAKEOVER,
                 f"nothing happened for {now - self._life.event_at:.1f} s (limit "
-                f"{self.timers.patience_s:.1f}): listens before it goes on",
+                f"{self.timers.pause_s:.1f}): listens before it goes on",
             )
             self._listener.listen()
         self._life.event_at = now
@@ -178,7 +180,7 @@ class RoundMachine:
         elif isinstance(event, NotMade):
             self._blobs.note_not_made(event)
         elif isinstance(event, Undeliverable):
-            self._contacts.gone.add(event.peer)
+            self._contacts.note_gone(event.peer)
         elif isinstance(event, UnitReduced):
             self._reducer.on_unit_reduced(event)
         elif isinstance(event, MergeComputed):

@@ -18,9 +18,9 @@ from swarm.protocol.rounds.rules import Rules
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
     """Why these cannot be the members after a round; None when they can [R1, R2, R7, R8].
 
-    Silence counts on or begins anew, a capacity changes only when its member was heard, nobody goes
-    unless it was silent for too long or has signed a wish to, not too many come, and nobody votes
-    that has not earned it.
+    Silence counts on or begins anew, capacity and room change only when their member was heard,
+    nobody goes unless it was silent for too long or has signed a wish to, not too many come, and
+    nobody votes that has not earned it.
     """
     gone = parent.members.keys() - manifest.members.keys()
     unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
@@ -62,6 +62,11 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
                 if peer not in parent.members
             },
             capacities={peer: manifest.members[peer].capacity for peer in heard},
+            rooms={
+                peer: member.room
+                for peer, member in manifest.members.items()
+                if peer in heard or peer not in parent.members
+            },
             invitations=manifest.invited,
         )
         yield members_after(parent, manifest.contributors, attendance, rules)
@@ -89,5 +94,6 @@ def ownership_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str
     ).owners
     for expert, owners in manifest.owners.items():
         if owners != expected[expert]:
-            return f"expert {expert} goes to {', '.join(owners)}, not {', '.join(expected[expert])}"
+            wrong, right = (", ".join(each) or "nobody" for each in (owners, expected[expert]))
+            return f"expert {expert} goes to {wrong}, not {right}"
     return None

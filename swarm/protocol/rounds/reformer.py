@@ -99,7 +99,7 @@ class Reformer(Role):
         since = self.now - self.timers.reform_s / 2
         heard = [peer for peer, at in self.contacts.heard.items() if at > since]
         heard = [peer for peer in heard if self._may_survive(peer)]
-        members = {peer: Member(0, self._capacity_of(peer)) for peer in sorted([self.me, *heard])}
+        members = {peer: self._as_it_is(peer) for peer in sorted([self.me, *heard])}
         nonce = self.peer.random.getrandbits(128)
         generation = self._new_generation(nonce)
         manifest = compose_reform(self.tip, members, generation, self.rules)
@@ -126,10 +126,12 @@ class Reformer(Role):
     def _new_generation(self, nonce: int) -> str:
         return new_generation(self.tip, self.me, nonce)
 
-    def _capacity_of(self, peer: PeerId) -> float:
+    def _as_it_is(self, peer: PeerId) -> Member:
+        """A survivor with its capacity and room, as far as they are known."""
         if peer == self.me:
-            return self.peer.capacity
+            return Member(0, self.peer.capacity, room=self.peer.room_of())
         if peer in self.tip.members:
-            return self.tip.members[peer].capacity
+            known = self.tip.members[peer]
+            return Member(0, known.capacity, room=known.room)
         ready = self.contacts.readies.get(peer)
-        return ready.capacity if ready else 1.0
+        return Member(0, ready.capacity, room=ready.room) if ready else Member(0, 1.0)

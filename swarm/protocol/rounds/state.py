@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect, Reason, Send, Topic
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import UNSIGNED, Declaration, Header, Message, Offer, Signature
 from swarm.protocol.rounds.rules import Randomness, Rules
 
@@ -20,6 +20,11 @@ Sign = Callable[[bytes], Signature]
 def unsigned(_: bytes) -> Signature:
     """For peers that trust each other, as in a simulation."""
     return UNSIGNED
+
+
+def room_for_all() -> int:
+    """The room of a machine that holds every expert."""
+    return ALL_EXPERTS
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,6 +43,8 @@ class Peer:
     is_dialable: bool = True
     uplink_of: Callable[[], int] = int
     """Mbit/s that its line carries away from it, as it was measured; 0: not known [D3]."""
+    room_of: Callable[[], int] = room_for_all
+    """Experts that fit its machine, those that it owns included [R4]."""
     fetches_ahead: bool = False
     """Whether it fetches what a roster has of one writer before that is proposed [D2]."""
     invitation: Invitation | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from swarm.background import SYSTEM, Joinable
 from swarm.train.engine import EngineState
 from swarm.train.parallel.exchange import Message, controls_of, masks_of
 from swarm.train.parallel.ranks import Ranks
@@ -70,10 +71,9 @@ class BegunStep:
         self._stood_s = 0.0
         self._answer: Message | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Joinable | None = None
         if is_beside and engine.before_update(self._hold):
-            self._thread = threading.Thread(target=self._run, name="swarm-step", daemon=True)
-            self._thread.start()
+            self._thread = SYSTEM.start(self._run, "swarm-step")
 
     @property
     def stands(self) -> bool:

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import torch
 
-from swarm.errors import BadMessage, ConfigError, WorkersFailed
+from swarm.background import SYSTEM, SupervisedThread, System
+from swarm.errors import BadMessage, ConfigError, OutOfMemory, WorkersFailed
 from swarm.train.parallel.exchange import Closed, Message, opened
 from swarm.train.parallel.handshake import Refused, admit
 from swarm.train.parallel.members import Lost, Member
@@ -100,6 +102,7 @@ class Nodes:
         device: str,
         wait_s: float,
         remaining_s: Callable[[], float] = lambda: inf,
+        system: System = SYSTEM,
     ) -> None:
         """Begins to listen.
 
@@ -111,6 +114,7 @@ class Nodes:
             wait_s: how long `called` waits for all of them.
             remaining_s: seconds that it may wait at most from now on; 0 or less once a peer that
                 was asked to leave has to go.
+            system: whose threads it uses.
 
         Raises:
             ConfigError: nobody can listen there.
@@ -123,7 +127,8 @@ class Nodes:
         self._waiting: list[_Waiting] = []
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._refusals, self._complained_s = 0, float("-inf")
-        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+        self._system, self._thread = system, SupervisedThread("nodes", self._listen, system)
+        self._thread.start()
 
     def called(self) -> Called:
         """Waits until enough nodes are there, and takes them out of the waiting ones.
@@ -178,6 +183,7 @@ class Nodes:
 
     def close(self) -> None:
         """Stops listening and lets the nodes go."""
+        self._thread.stopping.set()
         with contextlib.suppress(OSError):  # it is closed already
             # A thread in accept() holds the socket open until it is shut down.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -234,8 +240,15 @@ class Nodes:
             if not self._strangers.acquire(blocking=False):
                 end.close()
                 continue
-            name = f"{address[0]}:{address[1]}"
-            threading.Thread(target=self._let_in, args=(end, name), daemon=True).start()
+            self._begin_to_let_in(end, f"{address[0]}:{address[1]}")
+
+    def _begin_to_let_in(self, end: socket.socket, name: str) -> None:
+        try:
+            self._system.start(partial(self._let_in, end, name), "nodes-handshake")
+        except OutOfMemory as error:
+            self._strangers.release()
+            end.close()
+            self._complain(name, error)
 
     def _let_in(self, end: socket.socket, name: str) -> None:
         try:
@@ -248,6 +261,9 @@ class Nodes:
         except (Refused, Closed, BadMessage, OSError) as error:
             end.close()
             self._complain(name, error)
+        except Exception:
+            end.close()
+            logger.exception("a node at %s was not let in by a fault of this peer", name)
         else:
             with self._changed:
                 self._forget_closed()

@@ -14,9 +14,9 @@ import queue
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swarm.background import SYSTEM
 from swarm.config import RunConfig
 from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
@@ -347,7 +348,7 @@ class _ToController(logging.Handler):
 def serve(channel: Channel) -> None:
     """Answers messages for ever; the process ends when the controller does."""
     inbox: queue.SimpleQueue[tuple[Message, OpenFile | None]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
+    SYSTEM.start(partial(_listen, channel, inbox), "swarm-listen")
     worker = Worker()
     while True:
         message, file = inbox.get()
@@ -359,7 +360,11 @@ def serve(channel: Channel) -> None:
 
 
 def _listen(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
-    """Reads until the socket is closed, then ends the process, whatever that computes."""
+    """Reads until the socket is closed, then ends the process, whatever that computes.
+
+    A message half read cannot be read on, so any fault ends it too. The channel is the main
+    thread's to write to: the traceback goes to the controller's standard error.
+    """
     try:
         while True:
             while (found := channel.take()) is not None:
@@ -367,6 +372,9 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
             channel.receive()
     except Closed:
         os._exit(0)
+    except BaseException:  # noqa: BLE001 - whatever it is, nobody else can end this process
+        traceback.print_exc()
+        os._exit(1)
 
 
 def main() -> None:

@@ -229,8 +229,8 @@ class StreamingEngine:
             routed.add(losses)
         loss, norm = _mean_terms(found), total_norm(norms).item()
         finite = self._guard.finite(loss["loss"], norm)
+        self._wait()
         if finite:
-            self._wait()
             self._updates += 1
             if not self._early:
                 factors = clip_factors(norms, self._run.optimizer)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from swarm.background import SupervisedThread
 from swarm.train.adam_moments import Piece, Update
 from swarm.train.guard import norm_of
 from swarm.train.streaming.arena import HostMemory, Packing
@@ -93,13 +94,16 @@ class HostOptimizer:
     """
 
     def __init__(self, num_threads: int, begin: Callable[[], None]) -> None:
-        """Starts the threads; `begin` is called first by the one that waits for gradients."""
+        """Starts the threads; `begin` is called by the one that waits for gradients, at the first.
+
+        Where that fails, so does the update; the next one tries it again.
+        """
         self._jobs: list[_Job] = []
-        self._begin = begin
+        self._begin, self._has_begun = begin, False
         self._changed = threading.Condition()
         self._closed = self.failed = False
         self._pool = ThreadPoolExecutor(num_threads, "swarm-update", _one_thread)
-        self._thread = threading.Thread(target=self._work, name="swarm-host", daemon=True)
+        self._thread = SupervisedThread("swarm-host", self._work)
         self._thread.start()
 
     def submit(self, offload: GradientOffload, factors: Factors, update: Update) -> None:
@@ -123,11 +127,10 @@ class HostOptimizer:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.stop(None)
         self._pool.shutdown()
 
     def _work(self) -> None:
-        self._begin()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
@@ -135,6 +138,9 @@ class HostOptimizer:
                     return
                 job = heapq.heappop(self._jobs)
             try:
+                if not self._has_begun:
+                    self._begin()
+                    self._has_begun = True
                 updated = self._update(job)
                 job.offload.unit.finish()
                 job.done.set_result(updated)
