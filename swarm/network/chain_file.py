@@ -40,11 +40,13 @@ class Kept:
         links: all that are whole, as they were written.
         torn: digests of links that are behind a damaged line.
         has_beginning: whether the first line is whole.
+        has_end: whether the last line is.
     """
 
     links: tuple[Link, ...] = ()
     torn: frozenset[Digest] = frozenset()
     has_beginning: bool = False
+    has_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class ChainFile:
                 torn.add(link.head.digest)
             links.append(link)
             is_torn = False
-        return Kept(tuple(links), frozenset(torn), has_beginning and bool(links))
+        return Kept(tuple(links), frozenset(torn), has_beginning and bool(links), not is_torn)
 
     def _read(self, holding: bytes) -> Iterator[Link | None]:
         """The links; None in the place of a damaged line, or of the rest if it cannot be read."""

@@ -123,9 +123,11 @@ class RecordFile:
         """
         kept = self.chain.read_kept()
         links, torn = kept.links, kept.torn
-        if founding and not kept.has_beginning and founding.digest != record.tip.digest:
+        if not kept.has_end:
+            torn |= {record.tip.head.digest}
+        if founding and not kept.has_beginning and founding.digest != record.tip.head.digest:
             logger.warning("%s lacks its beginning; members are asked", self.chain.path.name)
-            links, torn = (Link(founding), *links), torn or frozenset([record.tip.digest])
+            links = (Link(founding), *links)
         chain = Chain.of(record, links, torn)
         if len(links) > 2 * len(chain.links) + RECENT or not self.chain.path.exists():
             self.chain.rewrite(lambda: chain.links)

@@ -23,7 +23,7 @@ from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
 from swarm.protocol.schemas import MAX_LINKS, CodeText, OnWire, parse
-from swarm.protocol.trust import Chain, Sound, counted, is_parent, step_problem
+from swarm.protocol.trust import Chain, Sound, closed, counted, is_parent, step_problem
 
 MAX_PAGE_BYTES = 900_000
 """Of one answer over the control path; some 20 links at 256 members."""
@@ -121,25 +121,24 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
             wrong signatures have been dropped from them.
     """
     first, *links = path
-    links = [link for link in links if link.head.code < chain.tip.code]
     at = chain.num_behind(first.head.code)
-    if not links or not at or chain.links[at - 1].head.digest != first.head.digest:
+    is_mine = at and chain.links[at - 1].head.digest == first.head.digest
+    if not links or not is_mine or first.head.digest == chain.tip.digest:
         return chain, f"nothing follows from height {first.head.height}"
-    further = bisect_right(chain.links, links[-1].head.code, key=lambda link: link.head.code)
+    tip = chain.tip
+    links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
+    newest = links[-1] if links else first
+    further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
     replaced = {link.head.digest for link in chain.links[at : further + 1]}
     if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
         return chain, f"no gap is after height {first.head.height}"
-    after = _whole(chain.links[further - 1], chain.links[further])
-    steps = (chain.links[at - 1], *links, after)
-    for before, link in pairwise(steps):
+    kept, rest = chain.links[:at], chain.links[further:]
+    if rest:
+        links.append(_whole(chain.links[further - 1], rest[0]))
+    for before, link in pairwise([kept[-1], *links]):
         if problem := step_problem(before.head, link):
             return chain, problem
-    if is_parent(links[-1].head, after.head):
-        after = replace(after, parent=None, alike=False)
-    if is_parent(first.head, links[0].head):
-        links[0] = replace(links[0], parent=None, alike=False)
-    put = (*chain.links[:at], *links, after, *chain.links[further + 1 :])
-    return Chain(put, chain.torn - replaced), None
+    return Chain((*kept, *closed(kept, links), *rest[1:]), chain.torn - replaced), None
 
 
 def _is_gap(chain: Chain, before: Link, after: Link) -> bool:

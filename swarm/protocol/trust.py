@@ -8,6 +8,9 @@ head that a person named. From there it walks along *links*, a head with its cer
 - heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
 - a reform of the trusted head itself: signed by voters of it that have left for it.
 
+A chain keeps those links that lead on from each head behind its tip (`pruned`), so its length
+follows the turnover of voters.
+
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
 trusted electorate share a voter, and a voter signs one manifest a height; the
 parent's quorum has then decided no other chain than the one that the trusted members are on. The
@@ -362,11 +365,14 @@ class Chain:
             ):
                 behind[_code(link)] = link
         kept = sorted(behind.values(), key=_code)
-        if not kept or kept[-1].head.digest != tip.digest:
+        if kept and kept[-1].head.digest == tip.digest:
+            shown = [replace(kept[-1], parent=kept[-1].parent or (parent and parent.head))]
+            kept[-1:] = closed(kept[:-1], shown)
+        else:
             if record.certificate is None or parent is None:
                 return Chain((Link(tip),))
             kept = kept or [Link(parent.head)]
-            kept += _closed(kept, [Link(tip, record.certificate, parent.head)])
+            kept += closed(kept, [Link(tip, record.certificate, parent.head)])
         return Chain(pruned(kept, RECENT), frozenset(torn))
 
     @property
@@ -422,7 +428,7 @@ class Chain:
         for footing in reversed(self._footings):
             rest = [each for each in after if _code(each) > footing.code > _code(path[0])]
             if rest and step_problem(footing, rest[0]) is None:
-                return (Link(footing), *_closed([Link(footing)], rest))
+                return (Link(footing), *closed([Link(footing)], rest))
         return path
 
     def _place(self, code: Code) -> int:
@@ -439,8 +445,8 @@ class Chain:
         begin = min(end, self._place(new[0].head.code))
         between = [link for link in self.links[begin:end] if link.head.digest not in known]
         kept = self.links[:begin]
-        links = (*kept, *_closed(kept, sorted([*between, *new], key=_code)))
-        begin = min(begin, _open_from(links))
+        links = (*kept, *closed(kept, sorted([*between, *new], key=_code)))
+        begin = _open_from(links, begin - RECENT - 1)
         return replace(self, links=(*links[:begin], *pruned(links[begin:], RECENT)))
 
     def beyond(self, other: Chain) -> tuple[Link, ...]:
@@ -479,25 +485,25 @@ class Chain:
         return next((at for at in back if self.links[at].head.digest == since), None)
 
 
-def _open_from(links: Sequence[Link]) -> int:
-    """From which link on the voters of all heads are known; those before it are settled."""
-    at = len(links) - 1
+def _open_from(links: Sequence[Link], at: int) -> int:
+    """From which link on the voters of all heads up to another are known; before it is settled."""
+    at = max(at, 0)
     while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
         at -= 1
     return at
 
 
-def _closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
+def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
     """New links, without the parents' heads that are the links before them, but for reforms'."""
     before = kept[-1].head if kept else None
-    closed = []
+    lone = []
     for link in new:
         if before and link.parent and link.parent.digest == before.digest:
             parent = link.parent if link.head.kind is Kind.REFORM else None
             link = replace(link, parent=parent, alike=False)
-        closed.append(link)
+        lone.append(link)
         before = link.head
-    return closed
+    return lone
 
 
 def _code(link: Link) -> Code:
