@@ -7,6 +7,7 @@ bounded has reached its bound by then, and what grows with time has doubled.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import tracemalloc
 from collections import deque
@@ -30,6 +31,8 @@ SLACK_BLOCKS = 20_000
 SLACK_FILE_BYTES = 16 * 1024
 """Likewise of files of one kind."""
 SAMPLES = 48
+FAILED = "%s failed; it begins again in %g s"
+"""What `swarm.background` says of supervised work."""
 MAX_DEPTH = 14
 
 
@@ -83,6 +86,8 @@ class Audit:
     rates: list[Rate] = field(default_factory=list)
     quiet: list[tuple[float, float]] = field(default_factory=list)
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    failures: int = 0
+    """Of supervised work, that the scenario causes."""
     facts: list[str] = field(default_factory=list)
     """Faults that a scenario itself has found."""
 
@@ -128,6 +133,7 @@ class Audit:
             *self.facts,
             *self._growing(),
             *self._rare(),
+            *self._failing(),
             *(f"thread {name} ended with {e!r}" for name, e in self.world.threads.crashed),
             *(f"nobody saw: {failure}" for failure in dict.fromkeys(self.world.loop.failures)),
         ]
@@ -136,6 +142,11 @@ class Audit:
         """Raises Broken if something was not as it has to be."""
         if problems := self.problems():
             raise Broken("; ".join(problems))
+
+    def _failing(self) -> Iterator[str]:
+        failed = self.world.said.counts[logging.ERROR, FAILED]
+        if failed > self.failures:
+            yield f"supervised work failed {failed} times, {self.failures} were meant"
 
     def _growing(self) -> Iterator[str]:
         if len(self.samples) < 8:

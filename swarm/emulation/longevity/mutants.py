@@ -80,7 +80,7 @@ def _lowest(recent: Any, _: float) -> float | None:
 
 def _added_to_the_best(recent: Any, value: float, at_s: float) -> None:
     recent.best = max(value, getattr(recent, "best", value))
-    recent.newest.append(Dated(value, at_s))
+    recent.newest = (*recent.newest, Dated(value, at_s))[-recent._kept :]
 
 
 def _only_higher(known: Any, mbit: float) -> None:

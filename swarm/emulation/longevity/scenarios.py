@@ -107,6 +107,7 @@ def publishing(world: World, scale: Scale) -> Audit:
     audit = Audit(
         world, subject.parts, {"state": world.folder / "state"},
         allowed=list(history_of(scale)), quiet=[(b - 60.0, e + 60.0) for b, e in disturbed],
+        failures=8,
     )  # fmt: skip
     mine, written = subject.node.identity.public_key, [0]
     audit.rate(

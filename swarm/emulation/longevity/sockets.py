@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from swarm.emulation.longevity.kernel import Clock, Parked, Threads, VirtualLoop, running_world
 from swarm.network import tcp_info
@@ -315,6 +315,15 @@ class VirtualSocket:
     def getsockname(self) -> tuple[str, int]:
         """As `socket.getsockname`."""
         return self.machine.host, 0
+
+    def connect(self, _: object) -> None:
+        """Of a datagram socket, which learns the address of its route so; TCP connects in a loop."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def fileno(self) -> int:
         """It has no descriptor."""

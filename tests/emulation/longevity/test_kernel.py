@@ -10,17 +10,7 @@ from swarm.background import SupervisedThread
 from swarm.emulation.longevity import kernel
 from swarm.emulation.longevity.kernel import Stuck, VirtualLoopThread
 from swarm.emulation.longevity.ports import reached_past
-from swarm.emulation.longevity.world import World, world
-
-
-def run(months: World, *work) -> list:
-    results: list = []
-
-    def main() -> None:
-        results.extend(each() for each in work)
-
-    months.run(main)
-    return results
+from swarm.emulation.longevity.world import world
 
 
 def test_weeks_of_sleep_take_no_time_and_threads_wake_in_the_order_of_their_timers() -> None:
@@ -38,7 +28,6 @@ def test_weeks_of_sleep_take_no_time_and_threads_wake_in_the_order_of_their_time
             ]
             for thread in threads:
                 thread.start()
-            assert not threads[0].is_alive() or True
             for thread in threads:
                 thread.join()
             assert not any(thread.is_alive() for thread in threads)

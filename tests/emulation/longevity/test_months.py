@@ -1,5 +1,6 @@
 """A short month of each group of classes is sound, and its audit sees what is not."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ class Grown:
             num_timers=0, helpers=0, failures=[], forget_cancelled=lambda: None
         )
         self.internet: Any = SimpleNamespace(open_sockets=set())
+        self.said: Any = SimpleNamespace(counts=Counter())
 
     def audited(self, sizes: list[int], *allowed: Allowed) -> list[str]:
         lines, world = Lines(), self
