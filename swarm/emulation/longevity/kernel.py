@@ -62,6 +62,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         now_s: seconds since the month began.
     """
 
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
@@ -247,7 +249,8 @@ class VirtualThread:
         daemon: bool | None = None,
     ) -> None:
         self._target, self._args, self._kwargs = target, args, kwargs or {}
-        self.name, self.daemon, self.ident = name or "thread", bool(daemon), None
+        self.name, self.daemon = name or "thread", bool(daemon)
+        self.ident: int | None = None
         self._threads: Threads | None = None
         self._joining: list[Parked] = []
         self._has_ended = False
@@ -489,7 +492,7 @@ def wait(
     fs: Iterable[VirtualFuture], timeout: float | None = None, return_when: str = ALL_COMPLETED
 ) -> concurrent.futures._base.DoneAndNotDoneFutures[Any]:
     """As `concurrent.futures.wait`."""
-    futures, loop = set(fs), running_world()
+    futures, loop = set[concurrent.futures.Future[Any]](fs), running_world()
     end_s = None if timeout is None else loop.time() + timeout
     while True:
         done = {future for future in futures if future.done()}

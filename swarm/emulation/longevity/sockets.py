@@ -317,7 +317,7 @@ class VirtualSocket:
         return self.machine.host, 0
 
     def connect(self, _: object) -> None:
-        """Of a datagram socket, which learns the address of its route so; TCP connects in a loop."""
+        """Of a datagram socket, which learns its address so; nothing is sent."""
 
     def __enter__(self) -> Self:
         return self
