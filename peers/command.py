@@ -50,6 +50,8 @@ class Program(click.Command):
         for group in sorted(groups, key=lambda name: (name == "Other", name != "Options")):
             with formatter.section(group):
                 formatter.write_dl(groups[group])
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
         if twin := next((p.envvar for p in self.params if p.envvar), None):
             formatter.write_paragraph()
             flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()

@@ -59,6 +59,8 @@ _COLUMN = option(
 class Programs(Program, click.Group):
     """Several commands with one way of ending."""
 
+    command_class = Program
+
 
 @click.group("swarm-data", cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
 @version_option("swarm-data")

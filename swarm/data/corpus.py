@@ -23,6 +23,7 @@ from typing import ClassVar, NamedTuple
 from blake3 import blake3
 
 from swarm.data.documents import TEXT, file_documents
+from swarm.data.file_digests import FileDigests
 from swarm.data.input_files import SUFFIXES, kind_of, suffix_of
 from swarm.data.tally import HIDDEN, NO_SUFFIX, Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
@@ -84,33 +85,29 @@ class Corpus:
         """Token ids of each document, closed."""
         return tokenizer.encoded(documents)
 
-    def fingerprint(self) -> str:
-        """Digest of the list of files with their sizes and times of change (ns).
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
+        """Digest of the names and contents of the files, wherever they lie.
 
-        Cheap: reads no content. Equal fingerprints mean that a cache of the corpus still holds.
+        Reads them, a second or so a GB, but for those whose digests are known. Equal fingerprints
+        mean that a cache of the corpus still holds.
 
         Raises:
             DataError: a file of the list is gone.
         """
-        listed = fingerprint_of(self.root, self.files)
+        listed = fingerprint_of(self.root, self.files, digests)
         said = json.dumps([listed, self.unlisted, self.column])
         return blake3(said.encode()).hexdigest()
 
 
-def fingerprint_of(root: Path, files: Iterable[str]) -> str:
-    """Digest of files with their sizes and times of change (ns).
+def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None = None) -> str:
+    """Digest of the names and contents of files.
 
     Raises:
         DataError: one of them is gone.
     """
-    listed = []
-    for file in files:
-        try:
-            status = (root / file).stat()
-        except OSError as error:
-            raise DataError(f"{root / file}: {error.strerror}") from error
-        listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return blake3(json.dumps([str(root), listed]).encode()).hexdigest()
+    names = list(files)
+    listed = list(zip(names, (digests or FileDigests()).of(root, names), strict=True))
+    return blake3(json.dumps(listed).encode()).hexdigest()
 
 
 def size_of(root: Path, files: Iterable[str]) -> int:

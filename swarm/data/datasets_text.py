@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from swarm.data.corpus import printable_name
 from swarm.data.documents import TEXT, row_documents
+from swarm.data.file_digests import FileDigests
 from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
@@ -52,7 +53,7 @@ class DatasetText:
         """How large it is cannot be known."""
         return ()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, _: FileDigests | None = None) -> str:
         """See `Source`: what `datasets` knows of its files without reading them.
 
         Raises:

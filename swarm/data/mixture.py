@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from swarm.data.corpus import Corpus, folder_corpus, printable_name
 from swarm.data.documents import TEXT
+from swarm.data.file_digests import FileDigests
 from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
@@ -51,9 +52,10 @@ class Mixture:
         pairs = zip(self.mixture, self.parts, strict=True)
         return tuple((f"{f}/{path}", kind) for (f, _), part in pairs for path, kind in part.unread)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
         """See `Source`."""
-        said = [self.mixture, [part.fingerprint() for part in self.parts]]
+        digests = digests or FileDigests()
+        said = [self.mixture, [part.fingerprint(digests) for part in self.parts]]
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from swarm.data.corpus import fingerprint_of, list_files, printable_name, size_of
+from swarm.data.file_digests import FileDigests
 from swarm.data.input_files import Kind, kind_of
 from swarm.data.tally import HIDDEN, Tally
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
@@ -57,9 +58,9 @@ class ReadyTokens:
     unread: tuple[tuple[str, str], ...] = ()
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
         """See `Source`."""
-        said = [fingerprint_of(self.root, self.files), self.end_of_text]
+        said = [fingerprint_of(self.root, self.files, digests), self.end_of_text]
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:

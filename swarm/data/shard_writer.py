@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Split, size_of
+from swarm.data.file_digests import FileDigests
 from swarm.data.packing import GROUP_TOKENS, packed
 from swarm.data.repetition import is_repetitive
 from swarm.data.tally import Tally
@@ -56,8 +57,8 @@ class Source(Protocol):
     def mixture(self) -> tuple[tuple[str, float], ...]:
         """Folders and their weights; empty where the text is not mixed."""
 
-    def fingerprint(self) -> str:
-        """Equal while no file has changed."""
+    def fingerprint(self, digests: FileDigests | None = None, /) -> str:
+        """Equal while the content of no file has changed; `digests` are those that are known."""
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """All documents in order; the tally counts files, and what is skipped."""
@@ -196,6 +197,7 @@ def write_shards(
     drop_repetition: bool = False,
     pack: int | None = None,
     held_out: Iterable[bytes] | None = None,
+    digests: FileDigests | None = None,
 ) -> None:
     """Makes the shards of a text, or goes on with them; says how far it is.
 
@@ -209,6 +211,7 @@ def write_shards(
         pack: tokens of the sequences into which whole documents are put, see `swarm.data.packing`;
             None leaves them in their order.
         held_out: held-out documents to keep as text; None where the text stays at hand.
+        digests: of the source's files, as far as they are known.
 
     Raises:
         DataError: no document is left for training, a file cannot be read, or the folder holds
@@ -216,7 +219,7 @@ def write_shards(
         TokenizerError: the tokenizer cannot be run.
     """
     options = [shard_tokens, drop_copies, drop_repetition, *([pack] if pack else [])]
-    named = [FORMAT, tokenizer.name, *options, source.fingerprint()]
+    named = [FORMAT, tokenizer.name, *options, source.fingerprint(digests)]
     finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
     one_pass = Pass(source, finished.digest())
     dtype = token_dtype(tokenizer.num_ids)

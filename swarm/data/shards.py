@@ -24,6 +24,7 @@ from blake3 import blake3
 from swarm import durable
 from swarm.data.corpus import Corpus, printable_name
 from swarm.data.documents import file_documents
+from swarm.data.file_digests import FileDigests
 from swarm.data.mixture import Mixture, Shares
 from swarm.data.shard_writer import (
     FORMAT,
@@ -41,6 +42,11 @@ from swarm.errors import DataError
 from swarm.progress import Reporter
 
 logger = logging.getLogger(__name__)
+
+ORIGIN = "origin"
+"""File of a cache that names its text, its tokenizer and the size of its shards."""
+KEPT_CACHES = 3
+"""Caches of tokens in one folder, that in use included."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,14 @@ def open_shards(
 ) -> Shards:
     """The training documents of a corpus (held-out ones are left out) as shards.
 
-    A cache is found by the fingerprint of the corpus and the tokenizer's name; one that is torn or
-    was changed is built anew, which gives the same tokens. Every byte of it is checked: about 0.4 s
-    per GB. It is written beside its place and renamed, so it is there whole or not at all; what a
-    kill left there is gone on with, or removed once another corpus is opened. Caches of other
-    corpora stay, since a person may go back to one. A second process waits for the first.
+    A cache is found by the content of the corpus and the tokenizer's name; one that is torn or was
+    changed is built again, which gives the same tokens. Every byte of it is checked: about 0.4 s
+    per GB. It is written next to its place and renamed, so it is there whole or not at all; the
+    next start continues what a kill left there, unless another corpus is opened.
+
+    The cache of a text that has changed since is removed. Of other texts and tokenizers the newest
+    stay, `KEPT_CACHES` in all, since a person may return to one. A second process waits for the
+    first.
 
     Args:
         corpus: its documents.
@@ -89,30 +98,74 @@ def open_shards(
         DataError: no document is left for training, or a file cannot be read.
         TokenizerError: the tokenizer cannot be run.
     """
-    named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint()])
-    folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
-    new = durable.beside(folder)
     with _locked(cache):
+        digests = FileDigests(cache.with_name(f"{cache.name}.digests"))
+        named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint(digests)])
+        folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
+        new, origin = durable.beside(folder), [str(corpus.root), tokenizer.name, shard_tokens]
         for unfinished in cache.glob("corpus-*.*"):
             if unfinished != new:
                 shutil.rmtree(unfinished)
         if folder.is_dir():
             try:
-                return _with_unread(open_folder(folder), corpus)
+                shards = open_folder(folder)
+                _tidy(cache, folder, origin)
+                return _with_unread(shards, corpus)
             except Torn as torn:
-                logger.warning("building %s anew: %s", folder.name, torn)
+                logger.warning("building %s again: %s", folder.name, torn)
                 shutil.rmtree(folder)
         new.mkdir(exist_ok=True)
         try:
-            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens)
+            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens, digests=digests)
         except DataError:
             shutil.rmtree(new)
             raise
         new.rename(folder)
+        _tidy(cache, folder, origin)
         try:
             return open_folder(folder)
         except Torn as torn:
             raise DataError(f"{folder}: just built and already torn: {torn}") from torn
+
+
+def _tidy(cache: Path, used: Path, origin: list[Any]) -> None:
+    """Notes that a cache is in use, and removes those that it replaces or that are too many.
+
+    A process that has mapped the files of a removed one keeps their content.
+    """
+    try:
+        _remove_old(cache, used, origin)
+    except OSError as error:
+        logger.warning("tokens of other texts stay in %s: %s", cache, error.strerror)
+
+
+def _remove_old(cache: Path, used: Path, origin: list[Any]) -> None:
+    durable.write_file(used / ORIGIN, json.dumps(origin).encode())
+    others = [path for path in cache.glob("corpus-*") if path != used and path.is_dir()]
+    others.sort(key=_used_s, reverse=True)
+    replaced = {path for path in others if _origin_of(path) == origin}
+    kept = [path for path in others if path not in replaced][: KEPT_CACHES - 1]
+    for path in others:
+        if path not in kept:
+            why = "its text has changed" if path in replaced else "others were used since"
+            size = sum(file.stat().st_size for file in path.iterdir())
+            logger.info("removing tokens of %s (%.1f MB): %s", path.name, size / 1e6, why)
+            shutil.rmtree(path)
+
+
+def _origin_of(cache: Path) -> list[Any] | None:
+    """Text, tokenizer and size of shards of a cache; None if it does not say."""
+    try:
+        found = json.loads((cache / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _used_s(cache: Path) -> float:
+    """When a cache was used last."""
+    path = cache / ORIGIN
+    return (path if path.exists() else cache).stat().st_mtime
 
 
 def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:

@@ -107,6 +107,7 @@ class PeerJson(TypedDict):
     addresses: list[str]
     state: str
     capacity: float
+    room: int
     generation: str
     height: int
     round: int

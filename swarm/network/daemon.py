@@ -210,21 +210,23 @@ def host_of_default_route() -> str | None:
         return None
 
 
-def dialable(visible: Sequence[str], preferred: str | None = None) -> tuple[str, ...]:
+def dialable(
+    visible: Sequence[str], preferred: str | None = None, *, says: bool = True
+) -> tuple[str, ...]:
     """The addresses to hand out, in the order in which joiners should try them.
 
     Public ones come first, then the preferred host, then the others in their order: a machine with
     containers has addresses that nobody outside can dial.
 
     Loopback only if there is nothing else. Of more than a record may have, as of a machine with
-    many container networks, the last private ones are left out.
+    many container networks, the last private ones are left out, and it `says` so.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
     ordered = sorted(
         outside or known, key=lambda text: (_is_private(text), text.split("/")[2] != preferred)
     )
-    if left_out := len(ordered[MAX_ADDRESSES:]):
+    if says and (left_out := len(ordered[MAX_ADDRESSES:])):
         logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
     return tuple(ordered[:MAX_ADDRESSES])
 

@@ -23,6 +23,7 @@ from swarm.network.daemon import (
     end_daemon,
     host_of_default_route,
     is_identity_taken,
+    is_loopback,
     is_unanswered,
     listen_addresses,
     probe,
@@ -166,14 +167,31 @@ async def open_substrate(
             client_mode=opening.network.client_mode,
             must_reach=must_reach,
         )
-        addresses: tuple[str, ...] = ()
-        if not opening.network.client_mode:
-            visible = await p2p.get_visible_maddrs(latest=True)
-            addresses = dialable([str(address) for address in visible], host_of_default_route())
+        addresses = () if opening.network.client_mode else await visible_addresses(p2p)
     except BaseException:
         await end_daemon(p2p, opening.traffic.line)
         raise
     return Substrate(p2p, dht, addresses, opening.traffic.line)
+
+
+async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
+    """The addresses that a daemon has now, to be handed out; `says` which are left out."""
+    visible = await p2p.get_visible_maddrs(latest=True)
+    texts = [str(address) for address in visible]
+    return dialable(texts, host_of_default_route(), says=says)
+
+
+def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
+    """The addresses to be handed out from now on: those of the port that this peer listens on.
+
+    A machine that has none for a while, as when its network is down, keeps those it had.
+    """
+    if not before:
+        return ()
+    port = Address.parse(before[0]).port
+    found = tuple(text for text in now if Address.parse(text).port == port)
+    is_cut_off = all(map(is_loopback, found)) and not all(map(is_loopback, before))
+    return tuple(before) if is_cut_off else found
 
 
 async def _enter(

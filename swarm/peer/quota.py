@@ -21,7 +21,7 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import DataQuotaSpent
 from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
 from swarm.network.node import Node
-from swarm.network.steady_clock import SteadyClock
+from swarm.network.steady_clock import dht_clock
 from swarm.network.traffic import Traffic
 from swarm.peer.leaving import Stop
 from swarm.peer.state_directory import StateDirectory
@@ -137,11 +137,11 @@ class DataQuota:
             count: of the month so far.
             quota_bytes: of a month.
             reserve_bytes: with which the peer can still leave in order.
-            clock: seconds since 1970, by default by the time that has passed since now: a wall
+            clock: seconds since 1970, by default by the clock of records: a wall
                 clock that jumps would begin a month.
         """
         self.count, self.reserve_bytes = count, reserve_bytes
-        self._quota, self._clock = quota_bytes, clock or SteadyClock()
+        self._quota, self._clock = quota_bytes, clock or dht_clock()
         self._before, self._warned = 0, 0.0
         self._marks = deque([(self._clock(), 0)], maxlen=MARKS)
         """Moments of the last day, and the bytes that had been moved then."""

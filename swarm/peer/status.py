@@ -81,6 +81,8 @@ class PeerStatus:
         self.manifest: Manifest | None = None
         self._applied: dict[str, object] = {}
         """What the newest `applied` line of this life says and the next one need not repeat."""
+        self._begins_file = False
+        """Whether the next line of the history is the first of its file."""
         self.validation: ValidationRecord | None = None
         self.tokens = self.tokens_lost = self.skipped = 0
         self.tokens_per_s = 0.0
@@ -345,14 +347,16 @@ class PeerStatus:
 
     def _event_of_manifest(self, **fields: object) -> None:
         if self._event("applied", **abridged(fields, self._applied)):
-            self._applied = {name: fields[name] for name in UNCHANGED}
+            self._applied = {} if self._begins_file else {name: fields[name] for name in UNCHANGED}
 
     def _event(self, kind: str, /, **fields: object) -> bool:
         """Whether the line is written."""
         if not self.directory:
             return False
         try:
-            self.directory.append_event(kind, **fields)
+            self._begins_file = self.directory.append_event(kind, **fields)
+            if self._begins_file:
+                self._applied = {}
         except OSError as error:  # history is for people; training does not wait for it
             logger.error("event %s was not written: %s", kind, error)
             return False

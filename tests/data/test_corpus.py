@@ -1,6 +1,7 @@
 import json
 import os
 import platform
+import shutil
 import sysconfig
 
 import pytest
@@ -71,18 +72,21 @@ def test_a_folder_without_text_is_an_error_that_names_the_kinds(tmp_path):
         open_corpus(str(tmp_path))
 
 
-def test_the_fingerprint_moves_with_names_sizes_and_times(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    seen = {folder_corpus(tmp_path).fingerprint()}
-    assert folder_corpus(tmp_path).fingerprint() in seen
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    (tmp_path / "a.txt").write_text("ab")
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    assert len(seen) == 4
+def test_the_fingerprint_moves_with_names_and_contents_and_with_nothing_else(tmp_path):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    seen = {folder_corpus(folder).fingerprint()}
+    os.utime(folder / "a.txt", ns=(1, 1))
+    (folder / "a.txt").chmod(0o600)
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    assert {folder_corpus(tmp_path / each).fingerprint() for each in ("one", "elsewhere")} == seen
+    (folder / "a.txt").write_text("b")
+    os.utime(folder / "a.txt", ns=(1, 1))
+    seen.add(folder_corpus(folder).fingerprint())
+    (folder / "a.txt").rename(folder / "b.txt")
+    seen.add(folder_corpus(folder).fingerprint())
+    assert len(seen) == 3
 
 
 def test_a_file_that_vanished_is_skipped_and_the_fingerprint_an_error(tmp_path):

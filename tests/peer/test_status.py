@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from swarm import durable
 from swarm.data.held_out import HeldOut
 from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.throttle import Throttle
 from swarm.network.traffic import Traffic
+from swarm.peer import state_directory
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
@@ -165,6 +167,29 @@ def test_a_round_s_event_says_how_much_of_it_was_training(status: PeerStatus) ->
     assert (last["steps"], last["training_s"], last["wait_s"]) == (3, 0.5, 0.25)
     status.applied(report(successor(successor(TIP)), None))
     assert (events(status)[-1]["steps"], events(status)[-1]["training_s"]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("most_bytes", [900, 1300, 1700])
+def test_each_file_of_a_bounded_history_is_whole_by_itself(
+    status: PeerStatus, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """The lines that a line leaves out something for go with the file before."""
+    monkeypatch.setattr(state_directory, "MAX_EVENTS_BYTES", most_bytes)
+    watch(status)
+    tip, seen = TIP, set[int]()
+    for number in range(12):
+        tip = successor(tip)
+        status.applied(report(tip))
+        if number % 3 == 0:
+            status.waits("a reason")
+        assert status.directory is not None
+        path = status.directory.events_path
+        for file in (durable.older(path), path):
+            reader = EventReader()
+            for line in file.read_text().splitlines() if file.exists() else ():
+                _, _, event = reader.parse(line)
+                seen.add(getattr(event, "round", 0))
+    assert seen >= set(range(TIP.round + 1, tip.round + 1))
 
 
 def test_a_round_s_bytes_are_those_since_the_manifest_before(

@@ -408,6 +408,10 @@ def test_the_help_of_each_program_fits_a_terminal_and_names_no_variable_at_each_
         text = command.get_help(context)
         assert [line for line in text.splitlines() if len(line) > 80] == []
         assert "env var" not in text
+        for below in getattr(command, "commands", {}):
+            assert f"  {below} " in text
+        if any(parameter.envvar for parameter in command.params):
+            assert " is SWARM_" in " ".join(text.split())
 
 
 def test_the_options_of_a_peer_are_in_groups_and_show_their_defaults() -> None:

@@ -50,7 +50,7 @@ CAUGHT = {
     "rolled_back_votes": "F:11",
     "lost_record_votes": "F:219",
     "members_alone_abstain": "F:21",
-    "failed_sync_awaited": "F:3",
+    "failed_sync_awaited": "F:1",
     "four_are_a_quorum": "G:5",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
