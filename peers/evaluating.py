@@ -87,7 +87,8 @@ class Evaluator:
                 click.echo(f"{name}: no score: {printable(str(error))}")
                 continue
             for score in measured:
-                click.echo(f"{name}: {score.metric} {score.value:.4f} of {score.samples} samples")
+                number = "an unknown number of" if score.samples is None else score.samples
+                click.echo(f"{name}: {score.metric} {score.value:.4f} of {number} samples")
             told = [*told, *measured]
             self._keep(facts, measured, told, observer)
 

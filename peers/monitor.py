@@ -188,7 +188,8 @@ def _line(snapshot: Snapshot) -> str:
     loss = bits = "none"
     if snapshot.losses:
         loss = f"{snapshot.losses[-1][1]:.4f}"
-        bits = f"{snapshot.losses[-1][1] * (snapshot.bits_per_byte_of_nat or 0):.4f}"
+        if snapshot.bits_per_byte_of_nat is not None:
+            bits = f"{snapshot.losses[-1][1] * snapshot.bits_per_byte_of_nat:.4f}"
     speaking = snapshot.speaking
     equal = sum(row.record.manifest_digest == snapshot.manifest_digest for row in speaking)
     return (

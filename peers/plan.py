@@ -110,10 +110,10 @@ def main(
     """What a run costs a peer, and which engine runs it on this machine or a described one.
 
     \b
-    This machine:  swarm-plan --run configs/runs/spes_2b.toml
-    Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
-    A link:        swarm-plan --run configs/runs/spes_7b.toml --link 100/20mbit,100ms
-    Many GPUs:     swarm-plan --run configs/runs/spes_7b.toml --gpus 8x80GB --bus nvlink
+    This machine:  swarm-plan --run spes_2b
+    Another one:   swarm-plan --run spes_2b --gpu 24GB --host 64GB --disk 500GB
+    A link:        swarm-plan --run spes_7b --link 100/20mbit,100ms
+    Many GPUs:     swarm-plan --run spes_7b --gpus 8x80GB --bus nvlink
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
     phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
@@ -122,7 +122,7 @@ def main(
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:
-        click.echo(as_toml(run))
+        click.echo(as_toml(run if given.print_config == "run" else config))
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))

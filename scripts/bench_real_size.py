@@ -67,6 +67,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1536, help="hidden size (default: 1536)")
     parser.add_argument("--inner", type=int, default=7680, help="inner size of an expert")
     parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument(
+        "--kill", type=int, choices=(0, 1), default=1, help="which of the first two"
+    )
     add_common(parser)
     return parser.parse_args()
 
@@ -152,7 +155,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         settings = overrides(arguments)
-        self.say = say
+        self.say, self.kills = say, int(arguments.kill)
         self.run = parse_config(
             RunConfig, RUN_FILE.read_text(), source=str(RUN_FILE), overrides=settings
         )
@@ -192,23 +195,24 @@ class Bench:
         """Everything in its order; returns the figures of the export."""
         swarm = self.swarm
         swarm.start()
-        first, second = swarm.peers
+        first = swarm.peers[0]
         self.wait(lambda: self.rounds(first) >= 1, "first round", START_S + ROUND_S)
         self.wait(lambda: self.has_merged(first), "a merge")
         self.wait(lambda: self.rounds(first) >= FOUNDERS_ROUNDS, "third round")
-        third = swarm.add(["--initial-peers", first.join_address()])
+        victim, stays = swarm.peers[self.kills], swarm.peers[1 - self.kills]
+        third = swarm.add(["--initial-peers", stays.join_address()])
         self.wait(lambda: self.counted(third), "a joiner that was counted", 2 * ROUND_S)
-        lost = set(applied(second.events())[-1]["owned"])
-        second.kill()
-        self.say(f"killed peer 1, which owned {sorted(lost)}")
-        self.wait(lambda: self.adopted(lost, (first, third)), "its experts adopted", 4 * ROUND_S)
-        exported = self.export(first)
+        lost = set(applied(victim.events())[-1]["owned"])
+        victim.kill()
+        self.say(f"killed peer {victim.index}, which owned {sorted(lost)}")
+        self.wait(lambda: self.adopted(lost, (stays, third)), "its experts adopted", 4 * ROUND_S)
+        exported = self.export(stays)
         self.say("exported")
         third.send(signal.SIGTERM)
         third.wait(300.0)
         self.say("left")
-        first.send(signal.SIGTERM)
-        first.wait(300.0)
+        stays.send(signal.SIGTERM)
+        stays.wait(300.0)
         for peer in swarm.peers:
             self.lives[peer.index].take(peer.events())
         return exported
@@ -270,10 +274,10 @@ def traffic(bench: Bench) -> dict[str, Any]:
         if event["round"] <= FOUNDERS_ROUNDS and len(event["contributors"]) == 2
     ]
     sent = [event["blob_bytes_sent"] for event in rounds]
-    mean = sum(sent) / max(len(sent), 1)
+    mean = sum(sent) / len(sent) if sent else None
     formula = bytes_sent_per_peer_per_round(bench.run, 2)
     return {
-        "sent_megabytes": round(mean / 1e6, 1),
+        "sent_megabytes": None if mean is None else round(mean / 1e6, 1),
         "formula_megabytes": round(formula / 1e6, 1),
         "rounds": len(sent) // 2,
     }

@@ -64,9 +64,9 @@ def verdict_of(runner: FaultRunner) -> dict[str, object]:
     histories = [peer.events() for peer in runner.swarm.peers]
     whole = summary(runner.swarm)
     quiet = quiet_rounds(runner.happened, histories)
-    usual_s = statistics.median(r.seconds for r in quiet) if quiet else 0.0
+    usual_s = statistics.median(r.seconds for r in quiet) if quiet else None
     hit = [found for fault in runner.happened if (found := rounds_hit(fault, histories))]
-    extra = [sum(r.seconds - usual_s for r in rounds) for rounds in hit]
+    extra = [sum(r.seconds - usual_s for r in rounds) for rounds in hit if usual_s is not None]
     return {
         "peers": whole["peers"],
         "kills": len(runner.happened),

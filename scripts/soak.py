@@ -131,14 +131,15 @@ def verdict_of(
     step_tokens = load_run(RUN_FILE).train.batch_tokens
     found = goodput(faults, histories, WARM_UP_ROUNDS, step_tokens / STEP_S)
     divergences = sum(count > 1 for count in whole["digests_per_height"])
-    failed = divergences or runner.hangs or runner.ended or found.share < least_goodput
+    is_low = found.share is None or found.share < least_goodput
+    failed = divergences or runner.hangs or runner.ended or is_low
     return {
         **whole,
         "passed": not failed,
         "divergences": divergences,
         "hangs": runner.hangs,
         "ended": runner.ended,
-        "goodput": round(found.share, 4),
+        "goodput": None if found.share is None else round(found.share, 4),
         "committed_tokens": found.committed_tokens,
         "possible_tokens": round(found.possible_tokens),
         "peer_tokens_per_s": round(found.tokens_per_s, 2),

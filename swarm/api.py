@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.config import PeerConfig, RunConfig, parse_config
-from swarm.errors import SwarmError
-from swarm.experts import all_shapes
+from swarm.errors import BadBlob, SwarmError
+from swarm.experts import all_shapes, lacking
 from swarm.model.initialise import initial_tensors
 from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
@@ -108,10 +108,15 @@ def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> 
         weights: by Hugging Face name, as `load_export` gives; None for those of the run's seed.
 
     Raises:
-        BadBlob: the weights are not those of this model.
+        BadBlob: the weights are not those of this model: a tensor is missing, is no tensor of the
+            model, or has another shape.
     """
+    if weights is None:
+        weights = initial_tensors(run, all_shapes(run.model))
+    elif missing := lacking(run.model, weights.keys()):
+        raise BadBlob("missing", missing)
     model = Transformer(run.model, owned=range(run.model.num_experts))
-    model.write(weights if weights is not None else initial_tensors(run, all_shapes(run.model)))
+    model.write(weights)
     return model
 
 

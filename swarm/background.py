@@ -13,12 +13,17 @@ a simulation in virtual time, gives others.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from swarm.errors import OutOfMemory
 from swarm.protocol.backoff import backoff_s
@@ -29,6 +34,11 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """A body that has worked for so long since its last failure begins with the first pause again."""
 
+END_S = 5.0
+"""How long the threads of a pool are waited for at its end: they may wait for a disk for ever."""
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Body = Callable[[], object]
 AsyncBody = Callable[[], Coroutine[Any, Any, None]]
 OnFailure = Callable[[BaseException], None]
@@ -124,19 +134,185 @@ class SupervisedThread:
         return True
 
     def _run(self) -> None:
-        failures = 0
+        supervised(f"the thread {self.name}", self._body, self.stopping, system=self._system)
+
+
+class _Work:
+    """The queue of a pool and the state of its threads; these keep no pool alive."""
+
+    def __init__(self, name: str, begin: Callable[[], object] | None) -> None:
+        self.name, self.begin = name, begin
+        self.changed = threading.Condition()
+        self.queue = deque[tuple[Future[Any], partial[Any]]]()
+        self.idle, self.is_ended = 0, False
+        self.threads: list[Joinable] = []
+        self.running: dict[int, str] = {}
+        """What each thread does now."""
+
+    def end(self, *, cancels: bool = False) -> None:
+        """Takes nothing any more; threads end with what is queued, or without it."""
+        with self.changed:
+            self.is_ended = True
+            dropped = list(self.queue) if cancels else []
+            if cancels:
+                self.queue.clear()
+            self.changed.notify_all()
+        for future, _ in dropped:
+            future.cancel()
+
+    def start_one(self, system: System) -> None:
+        """Starts a thread; one that fails between two calls begins again."""
+        run = partial(supervised, f"a thread of {self.name}", self.run, threading.Event())
+        self.threads.append(system.start(run, self.name))
+
+    def run(self) -> None:
+        """The body of a thread."""
+        me, failure = threading.get_ident(), None
+        try:
+            if self.begin is not None:
+                self.begin()
+        except BaseException as error:  # noqa: BLE001 - it is raised where results are wanted
+            failure = error
         while True:
-            is_last, began_s = self.stopping.is_set(), self._system.monotonic()
-            try:
-                self._body()
-                return
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it must not end here
-                failures = _failures(failures, self._system.monotonic() - began_s)
-                pause_s = _pause_s(failures)
-                _log_rest(f"the thread {self.name}", error, pause_s)
-            if is_last:
-                return
-            self._system.wait(self.stopping, pause_s)
+            with self.changed:
+                self.idle += 1
+                try:
+                    self.changed.wait_for(lambda: self.queue or self.is_ended)
+                finally:
+                    self.idle -= 1
+                if not self.queue:
+                    return
+                call = self.queue[0][1]  # it stays there until nothing can fail any more
+                self.running[me] = getattr(call.func, "__qualname__", str(call.func))
+                future, call = self.queue.popleft()
+            _answer(future, call, failure)
+            del future, call  # nothing is held while the thread waits
+            with self.changed:
+                del self.running[me]
+
+    def has_ended(self, end_s: float) -> bool:
+        """Whether all threads have ended by a time of the monotonic clock; waits until then."""
+        for thread in self.threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
+
+    def hanging(self) -> str:
+        """What has not ended, for the log."""
+        with self.changed:
+            return f"{self.name} ({', '.join(sorted(self.running.values())) or 'starting'})"
+
+
+class Helpers(ThreadPoolExecutor):
+    """A pool of daemon threads whose end is bounded.
+
+    A thread that waits for a disk may wait for ever. `ThreadPoolExecutor` would join it when the
+    pool is shut down, and once more when the process ends; this pool logs what hangs and leaves it
+    alone. When the process ends, queued work is done as far as it takes `END_S`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        *,
+        begin: Callable[[], object] | None = None,
+        are_started: bool = False,
+        system: System = SYSTEM,
+    ) -> None:
+        """Makes the pool.
+
+        Args:
+            name: of the threads, in the log too.
+            number: of threads, at most.
+            begin: called first by each thread.
+            are_started: whether all threads start now, not as they are needed.
+            system: of this process.
+
+        Raises:
+            OutOfMemory: a thread was to be started, and there is no memory for it.
+        """
+        super().__init__(number, name)  # starts no thread: its `submit` is never called
+        self._number, self._system = number, system
+        self._shared = _Work(name, begin)
+        _AT_WORK.add(self._shared)
+        weakref.finalize(self, self._shared.end)
+        for _ in range(number if are_started else 0):
+            self._shared.start_one(system)
+
+    def submit(
+        self, fn: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
+    ) -> Future[Result]:
+        """Has a thread call a function; returns its future result.
+
+        Raises:
+            OutOfMemory: the pool has no thread, and there is no memory for one.
+            RuntimeError: the pool has ended.
+        """
+        future, shared = Future[Result](), self._shared
+        with shared.changed:
+            if shared.is_ended:
+                raise RuntimeError(f"{shared.name} takes no work any more")
+            if len(shared.queue) >= shared.idle and len(shared.threads) < self._number:
+                self._start_one()
+            shared.queue.append((future, partial(fn, *args, **kwargs)))
+            shared.changed.notify()
+        return future
+
+    def _start_one(self) -> None:
+        shared = self._shared
+        try:
+            shared.start_one(self._system)
+        except OutOfMemory:
+            if not shared.threads:  # those that are there do the work
+                raise
+
+    def end(self, timeout_s: float = END_S, *, cancels: bool = True) -> bool:
+        """Waits so long for what runs, and returns whether that has ended; logs what has not.
+
+        Queued work is dropped, or with `cancels` off done as well.
+        """
+        self._shared.end(cancels=cancels)
+        return _all_ended([self._shared], timeout_s)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes no work any more; see `end`, which is bounded."""
+        self._shared.end(cancels=cancel_futures)
+        for thread in self._shared.threads if wait else ():
+            thread.join()
+
+
+def _answer(future: Future[Any], call: Callable[[], Any], failure: BaseException | None) -> None:
+    """Gives a future the result of a call, or its error."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        if failure is not None:
+            raise failure
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted
+        future.set_exception(error)
+        del future, call  # the traceback refers to this frame
+
+
+_AT_WORK = weakref.WeakSet[_Work]()
+
+
+@atexit.register
+def _end_with_process() -> None:
+    pools = [work for work in _AT_WORK if work.running or work.queue]
+    for work in pools:
+        work.end()
+    _all_ended(pools, END_S)
+
+
+def _all_ended(pools: Iterable[_Work], timeout_s: float) -> bool:
+    end_s = time.monotonic() + timeout_s
+    hanging = [work.hanging() for work in pools if not work.has_ended(end_s)]
+    if hanging:
+        logger.error(
+            "not ended within %g s, a disk may not answer: %s", timeout_s, "; ".join(hanging)
+        )
+    return not hanging
 
 
 class Tasks:
@@ -167,7 +343,7 @@ class Tasks:
 
     def supervise(self, body: AsyncBody) -> None:
         """Runs work that lives as long as its owner: after a failure it rests and begins again."""
-        self.spawn(supervised(f"a task of {self._owner}", body))
+        self.spawn(supervised_async(f"a task of {self._owner}", body))
 
     async def stop(self) -> None:
         """Cancels all and returns once they have ended."""
@@ -191,8 +367,42 @@ class Tasks:
             self._on_failure(error)
 
 
-async def supervised(who: str, body: AsyncBody) -> None:
-    """Awaits a body until it returns; see the module. Only being cancelled ends it before.
+def supervised(
+    who: str,
+    body: Body,
+    stopping: threading.Event,
+    *,
+    ends: tuple[type[BaseException], ...] = (),
+    system: System = SYSTEM,
+) -> None:
+    """Calls a body in this thread until it returns; see the module.
+
+    Args:
+        who: is named in the log when the body fails.
+        body: returns once `stopping` is set.
+        stopping: ends a rest; the body is then called once more, to finish.
+        ends: exceptions that are raised, because they are expected and say why the work is over.
+        system: of this process.
+    """
+    failures = 0
+    while True:
+        is_last, began_s = stopping.is_set(), system.monotonic()
+        try:
+            body()
+            return
+        except ends:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is logged, whatever it is
+            failures = _failures(failures, system.monotonic() - began_s)
+            pause_s = _pause_s(failures)
+            _log_rest(who, error, pause_s)
+        if is_last:
+            return
+        system.wait(stopping, pause_s)
+
+
+async def supervised_async(who: str, body: AsyncBody) -> None:
+    """Awaits a body in this task until it returns; only being cancelled ends it before.
 
     Args:
         who: is named in the log when the body fails.

@@ -9,7 +9,7 @@ model without QK-norm alone is exported under Mixtral's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm.config import Codec, Coding, ModelConfig, OuterConfig
@@ -173,6 +173,15 @@ def all_shapes(model: ModelConfig) -> dict[str, Shape]:
     for expert in range(model.num_experts):
         shapes |= expert_shapes(model, expert)
     return shapes
+
+
+def lacking(model: ModelConfig, names: Collection[str]) -> str | None:
+    """Says which tensors of the model are missing, a few by name; None if none is."""
+    missing = [name for name in all_shapes(model) if name not in names]
+    if not missing:
+        return None
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return f"tensors of the model are missing: {', '.join(missing[:3])}{more}"
 
 
 def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -1,13 +1,14 @@
 """What `import swarm` gives: files by name, models, exports, and words about each name."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import swarm
-from swarm.errors import ConfigError, CorruptState, StateError
+from swarm.errors import BadBlob, ConfigError, CorruptState, StateError
 from swarm.experts import all_shapes
 from swarm.model.huggingface import save_model
 from swarm.model.initialise import initial_tensors
@@ -74,6 +75,19 @@ def test_a_model_has_the_weights_of_the_seed_or_those_that_are_given(tmp_path: P
     assert torch.equal(swarm.build_model(DEMO, weights).read([name])[name], initial + 1)
     tokens_BT1 = torch.zeros(1, 9, dtype=torch.long)
     assert seeded(tokens_BT1).shape == (1, 9, 260)
+
+
+def test_weights_that_are_not_the_whole_model_are_refused() -> None:
+    """What nobody has written is whatever the memory held before."""
+    weights = _all_initial()
+    missing = list(all_shapes(DEMO.model))[:4]
+    for name in missing:
+        del weights[name]
+    said = f"missing: .*{re.escape(missing[0])}.* and 1 more"
+    with pytest.raises(BadBlob, match=said):
+        swarm.build_model(DEMO, weights)
+    with pytest.raises(BadBlob, match="missing"):
+        swarm.build_model(DEMO, {})
 
 
 def test_an_export_of_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:

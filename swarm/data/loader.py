@@ -6,13 +6,14 @@ corpus. Legend: B sequences, T tokens that a sequence predicts.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swarm.background import END_S, Helpers
 from swarm.config import RunConfig
 from swarm.data.shards import Shards
 from swarm.data.streams import samples_at, windows_of
@@ -68,7 +69,7 @@ class Loader:
                 hint="every peer of a run reads the same text: name the founder's (--corpus)",
             )
         require_a_batch(shards, run)
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._reader = Helpers("loader", 1)
         self._ahead: Wanted | None = None
         self._future: Future[torch.Tensor] | None = None
 
@@ -112,8 +113,8 @@ class Loader:
         return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
 
     def close(self) -> None:
-        """Stops the thread; a batch that it is reading is finished first."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        """Stops the thread; one that the disk does not answer is logged and left alone."""
+        self._reader.end(END_S)
 
     def __enter__(self) -> Self:
         return self

@@ -218,9 +218,9 @@ class Goodput:
     tokens_per_s: float
 
     @property
-    def share(self) -> float:
-        """Committed over possible tokens."""
-        return self.committed_tokens / self.possible_tokens if self.possible_tokens else 0.0
+    def share(self) -> float | None:
+        """Committed over possible tokens; None where the pace of a peer was never seen."""
+        return self.committed_tokens / self.possible_tokens if self.possible_tokens else None
 
 
 def goodput(

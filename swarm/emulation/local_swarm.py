@@ -216,7 +216,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
         "manifest_digests": sorted(chain),
         "tokens_total": max((event["tokens"] for event in last), default=0),
         "tokens_lost": sum(tokens_lost(events) for events in histories),
-        "bytes_sent_per_peer_per_round": round(sent / max(len(histories) * rounds, 1)),
+        "bytes_sent_per_peer_per_round": round(sent / len(histories) / rounds) if rounds else None,
         "merges": max((len(applied(events, "merge")) for events in histories), default=0),
         "digests_per_height": [len(found) for found in digests_by_height(histories).values()],
         "seconds": round(time.monotonic() - swarm.started_s, 1),

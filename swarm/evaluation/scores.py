@@ -25,13 +25,13 @@ class Measured:
         task: what was measured, such as `swarm_held_out` or `arc_easy`.
         metric: how, such as `bits_per_byte` or `acc`.
         value: finite.
-        samples: documents or questions behind it, at least 1.
+        samples: documents or questions behind it; None: not known.
     """
 
     task: str
     metric: str
     value: float
-    samples: int
+    samples: int | None
 
 
 def append_scores(
@@ -60,12 +60,12 @@ def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> S
     """What can be published of the figures: the first ones, under names that records may have.
 
     A value that is not finite or beyond `MAX_REAL`, as a perplexity may be, is left out: readers
-    would refuse the whole record for it.
+    would refuse the whole record for it. So is one of an unknown number of samples, and of none.
     """
     scores = [
         Score(digest, round_, _name(figure.task), _name(figure.metric), figure.value, count)
         for figure in measured
-        if abs(figure.value) <= MAX_REAL and (count := figure.samples) > 0
+        if abs(figure.value) <= MAX_REAL and (count := figure.samples)
     ]
     return ScoreRecord(tuple(scores[:MAX_SCORES])) if scores else None
 

@@ -108,9 +108,7 @@ def measured_of(name: str, results: Mapping[str, Any]) -> list[Measured]:
     Raises:
         TaskFailed: there are none.
     """
-    counts = results.get("n-samples", {})
-    parts = [name, *results.get("group_subtasks", {}).get(name, ())]
-    samples = sum(int(counts[part]["effective"]) for part in parts if part in counts)
+    samples = _samples_of(name, results)
     figures = results.get("results", {}).get(name, {}) | results.get("groups", {}).get(name, {})
     found = []
     for key, value in figures.items():
@@ -118,10 +116,23 @@ def measured_of(name: str, results: Mapping[str, Any]) -> list[Measured]:
         if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         metric = metric if chosen == "none" else key
-        found.append(Measured(name, metric, float(value), max(samples, 1)))
+        found.append(Measured(name, metric, float(value), samples))
     if not found:
         raise TaskFailed(f"{name}: the harness gave no figure")
     return found
+
+
+def _samples_of(name: str, results: Mapping[str, Any]) -> int | None:
+    """Questions behind a task, or a group of tasks and groups; None: some were not counted."""
+    groups, counts = results.get("group_subtasks", {}), results.get("n-samples", {})
+    tasks, seen, ahead = set[str](), set[str](), [name]
+    while ahead:
+        part = ahead.pop()
+        if part not in seen:
+            seen.add(part)
+            ahead += groups.get(part, ())
+            tasks |= set() if groups.get(part) else {part}
+    return sum(int(counts[task]["effective"]) for task in tasks) if tasks <= counts.keys() else None
 
 
 def _run(line: Sequence[str], deadline_s: float) -> str:

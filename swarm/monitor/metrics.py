@@ -224,9 +224,9 @@ RTT = Metric(
 RATE = Metric(
     "line",
     "Mbit/s",
-    "what a peer measured before it joined; down: its slowest recent fetch of over 1 MiB instead, "
-    "once there is one",
-    "not known of a peer that was there at the founding, before its first long fetch",
+    "up: by a peer's tests of the last day, and what others took; down: the lower quartile of its "
+    "last fetches of over 1 MiB, while bytes came, or what it measured before it joined",
+    "not known before a first test, or a first long fetch",
 )
 ENGINE = Metric(
     "engine",
@@ -304,12 +304,17 @@ def swarm_tokens_per_s(snapshot: Snapshot) -> float:
     return sum(record.tokens_per_s for record in rows if record.state not in idle)
 
 
-def bytes_per_round(snapshot: Snapshot) -> tuple[float, float]:
-    """Blob bytes (sent, received) in the last round, mean over the peers that speak for the run."""
+def bytes_per_round(snapshot: Snapshot) -> tuple[float, float] | None:
+    """Blob bytes (sent, received) in the last round, mean over the peers that speak for the run.
+
+    None if there is no such peer.
+    """
     rows = [row.record for row in snapshot.speaking]
+    if not rows:
+        return None
     sent = sum(record.round_blob_bytes_sent for record in rows)
     received = sum(record.round_blob_bytes_received for record in rows)
-    return sent / max(len(rows), 1), received / max(len(rows), 1)
+    return sent / len(rows), received / len(rows)
 
 
 def glossary() -> str:

@@ -212,11 +212,12 @@ def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> l
 
 def facts(snapshot: Snapshot, width: int) -> list[Text]:
     """Traffic, merges and refusals, the most telling first."""
-    sent, received = metrics.bytes_per_round(snapshot)
+    a_round = metrics.bytes_per_round(snapshot)
+    sent, received = ("–", "–") if a_round is None else (f"{amount(each)}B" for each in a_round)
     rows = [row.record for row in snapshot.speaking]
     control = sum(row.control_bytes_sent for row in rows)
     lines = [
-        Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
+        Text.assemble(("a round  ", "dim"), f"{sent} out, {received} in, mean"),
         Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
     if snapshot.losses and snapshot.bits_per_byte_of_nat:

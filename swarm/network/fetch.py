@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from swarm.background import is_cancelled
+from swarm.background import Helpers, is_cancelled
 from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
@@ -74,7 +73,7 @@ class Downloads:
         self._flows_per_peer = flows_per_peer
         limits = limits or Limits()
         self._ahead_bytes = limits.bytes_per_peer // flows_per_peer
-        self._threads = ThreadPoolExecutor(FLOWS, thread_name_prefix="swarm-receive")
+        self._threads = Helpers("swarm-receive", FLOWS)
         self._sourcing: Sourcing[Piece] = Sourcing(limits)
         self._downloads: dict[tuple[str, int, bool], Incoming] = {}
         self._queues: dict[str, deque[Piece]] = {}

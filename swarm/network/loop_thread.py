@@ -8,10 +8,9 @@ import logging
 import sys
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from swarm.background import SupervisedThread
+from swarm.background import Helpers, SupervisedThread
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +19,6 @@ SWITCH_INTERVAL_S = 0.0002
 """Python's default of 5 ms lets a training thread starve the network; measured: x1.0-1.3 on step
 time at 12.5 MB/s with this value."""
 HELPERS = 6
-HELPERS_START_S = 30.0
 
 
 class LoopThread:
@@ -93,18 +91,13 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
 
 
-def started_pool(name: str, helpers: int) -> ThreadPoolExecutor:
+def started_pool(name: str, helpers: int) -> Helpers:
     """Helpers that run already.
 
     One that cannot be started when memory is short would leave its work in the queue, where it is
     done later although the caller was told that it failed: an old record could follow a new one.
     """
-    pool = ThreadPoolExecutor(helpers, name)
-    all_run = threading.Barrier(helpers + 1, timeout=HELPERS_START_S)
-    for _ in range(helpers):
-        pool.submit(all_run.wait)
-    all_run.wait()
-    return pool
+    return Helpers(name, helpers, are_started=True)
 
 
 async def _cancel_others() -> None:

@@ -83,7 +83,14 @@ class Starter:
     def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
         self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
         self.node, self.state, self.config = host.node, host.state, host.config
-        self.text = RunText(self.config.corpus.folder, self.state.data_path, say=observer.on_notice)
+        corpus = self.config.corpus
+        self.text = RunText(
+            corpus.folder,
+            self.state.data_path,
+            say=observer.on_notice,
+            follow_links=corpus.follow_links,
+            list_skipped=corpus.list_skipped,
+        )
 
     def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
         """What this peer says about itself in a run."""

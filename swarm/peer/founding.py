@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from swarm.background import supervised
+from swarm.background import supervised_async
 from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Ite
         return
     announcing = partial(keep_gathering, starter.node, gathering, starter.status(run).record)
     task = asyncio.run_coroutine_threadsafe(
-        supervised("announcing the run", announcing), starter.node.loop
+        supervised_async("announcing the run", announcing), starter.node.loop
     )
     try:
         yield

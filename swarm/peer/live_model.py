@@ -30,6 +30,7 @@ from swarm.codecs import (
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.deltas.units import Delta
+from swarm.errors import ConfigError
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.network.blobs import BlobStore
@@ -364,9 +365,21 @@ def initial_contents(
     """The value of every unit before the first step: by the run's seed, or of given weights.
 
     Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
+
+    Raises:
+        ConfigError: while a content is read: a given tensor is of another shape.
     """
-    seeded = cut_from(lambda name: initial_tensors(run, [name])[name])
-    whole = cut_from(weights.__getitem__) if weights else seeded
+
+    def value(name: str) -> Tensor:
+        if weights is None:
+            return initial_tensors(run, [name])[name]
+        tensor = weights[name]
+        if tuple(tensor.shape) != layout.shapes[name]:
+            have, should = tuple(tensor.shape), layout.shapes[name]
+            raise ConfigError(f"the weights are of another model: {name} is {have}, not {should}")
+        return tensor
+
+    whole = cut_from(value)
     for unit in layout.units:
         yield unit.unit, encoded(unit, whole)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from swarm.background import SYSTEM, SupervisedThread, System
@@ -91,9 +91,13 @@ class Publisher:
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._presence, self._clock = Presence(node, run.run), OwnClock(node)
+        self._presence, self._clock = Presence(node, run.run), OwnClock(node, self._members)
         self._system = system
         self._thread = SupervisedThread("publisher", self._loop, system)
+
+    def _members(self) -> Collection[PeerId]:
+        tip = self.status.manifest
+        return tip.members if tip else ()
 
     def start(self) -> None:
         """Begins to publish."""

@@ -13,6 +13,7 @@ from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer, require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import ConfigError
+from swarm.experts import lacking
 from swarm.model.pretrained import Checkpoint, open_checkpoint
 
 
@@ -52,8 +53,8 @@ def founders_weights(
         weights: what a script gives in place of it.
 
     Raises:
-        ConfigError: the run wants given weights and there are none, or the other way round; or the
-            checkpoint is of another model, see `open_checkpoint`.
+        ConfigError: the run wants given weights and there are none, or the other way round; or
+            some are missing; or the checkpoint is of another model, see `open_checkpoint`.
         CorruptState: the checkpoint is damaged.
     """
     is_given = folder is not None or weights is not None
@@ -67,6 +68,8 @@ def founders_weights(
             'weights were given, and the run has run.initial = "seed"',
             hint="--set run.initial=given",
         )
+    if weights is not None and (missing := lacking(run.model, weights.keys())):
+        raise ConfigError(missing, hint="give every tensor, as swarm.load_export does")
     return open_checkpoint(folder, run) if folder else weights
 
 

@@ -7,22 +7,25 @@ writing its format is the short part.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from swarm import durable
+from swarm.background import Helpers
 from swarm.train.tensor_file import OpenFile, Place, bytes_of, forms_of
 
 LENGTH_BYTES = 8
@@ -33,6 +36,12 @@ HASHED_BYTES = 64 * 2**20
 """Read and hashed at once: enough for all cores."""
 FLUSH_BYTES = 256 * 2**20
 """Written at once, before the disk is made to keep up: the last fsync shall be short."""
+STALLED_S = 120.0
+"""A disk that takes longer for `FLUSH_BYTES` is broken."""
+LOOK_S = 1.0
+END_S = 10.0
+"""How long threads are waited for that were given up."""
+Result = TypeVar("Result")
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -74,7 +83,9 @@ class HashedFile:
         self._chunks = SimpleQueue[bytes | memoryview | None]()
         self._room = threading.Semaphore(CHUNKS_AHEAD)
         self._given_up = False
-        self._pool = ThreadPoolExecutor(2, "swarm-private")
+        self._in_disk_since_s: float | None = None
+        """Since when the thread that writes has waited for the disk; None while it does not."""
+        self._pool = Helpers("swarm-private", 2)
         self._written: Future[BinaryIO] | None = self._pool.submit(self._write)
         self._hashed: Future[None] | None = self._pool.submit(self._hash, groups)
 
@@ -86,12 +97,14 @@ class HashedFile:
             seal: whether the digest of everything before is written at the end.
 
         Raises:
-            OSError: the disk refused, now or while the tensors were written.
+            OSError: the disk refused, now or while the tensors were written, or has not answered
+                for `STALLED_S`.
             Exception: what asking for tensors has raised.
         """
         assert self._hashed is not None and self._written is not None, "it was given up"
-        self._hashed.result()
-        with self._written.result() as file:
+        written = self._written
+        self._once_done(self._hashed)
+        with self._once_done(written) as file:
             for chunk in trailer():
                 self._digest.update(chunk)
                 file.write(chunk)
@@ -103,13 +116,29 @@ class HashedFile:
             return Written(file.tell(), digest)
 
     def give_up(self) -> None:
-        """Returns when nothing is written any more; after `finish` nothing but that is done."""
+        """Returns when nothing is written any more; after `finish` nothing but that is done.
+
+        A thread that the disk does not answer is logged and left alone. It may write once more into
+        the file that it has open, so the caller removes that instead of writing it again.
+        """
         self._given_up = True
-        self._pool.shutdown()
+        self._room.release()  # for the thread that hashes
+        if not self._pool.end(END_S, cancels=False):
+            self._hashed = None
+            return
         if self._written is not None and self._written.exception() is None:
             self._written.result().close()
         # The tracebacks of their errors hold tensors.
         self._written = self._hashed = None
+
+    def _once_done(self, future: Future[Result]) -> Result:
+        """The result of a thread, unless the disk has not answered for `STALLED_S`."""
+        while not wait([future], LOOK_S).done:
+            began_s = self._in_disk_since_s
+            if began_s is not None and time.monotonic() - began_s > STALLED_S:
+                text = f"the disk has not answered for {STALLED_S:.0f} s"
+                raise OSError(errno.ETIMEDOUT, text)
+        return future.result()
 
     def _hash(self, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
         try:
@@ -124,15 +153,14 @@ class HashedFile:
 
     def _write(self) -> BinaryIO:
         try:
+            self._in_disk_since_s = time.monotonic()
             durable.make_folder(self._path.parent)
             file = self._path.open("wb")
+            self._in_disk_since_s = None
             try:
                 self._write_chunks(file)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    file.close()
-                with contextlib.suppress(OSError):  # others wait for the room that it takes
-                    os.truncate(self._path, 0)
+                _emptied(file)
                 raise
             return file
         finally:
@@ -143,10 +171,24 @@ class HashedFile:
         unflushed = 0
         while (chunk := self._chunks.get()) is not None:
             self._room.release()
+            self._in_disk_since_s = time.monotonic()
             unflushed += file.write(chunk)
             if unflushed >= FLUSH_BYTES:
                 os.fdatasync(file.fileno())
                 unflushed = 0
+            self._in_disk_since_s = None
+
+
+def _emptied(file: BinaryIO) -> None:
+    """Gives back the room of a file, for which others wait; its name may be another's by now."""
+    descriptor = os.dup(file.fileno())
+    try:
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
 
 def encoded(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

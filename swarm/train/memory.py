@@ -90,6 +90,19 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
     return 4 * sizes_of(model, num_owned).layer_owned
 
 
+def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
+    """Bytes beside `Need.device_state` while a resident engine exchanges its experts.
+
+    The masters of before live until the last layer has its new ones, so that an engine that lacks
+    memory for these can step down; the frozen experts of one layer exist twice. A step needs as
+    much for its gradients.
+    """
+    owned = sizes_of(run.model, -(-num_owned // options.ep), options.tp).layer_owned
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    layers = -(-run.model.num_hidden_layers // options.pp)
+    return layers * MASTER * owned + frozen
+
+
 def evaluation_bytes(
     run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 1
 ) -> float:

@@ -16,6 +16,7 @@ from swarm.train.memory import (
     evaluation_bytes,
     expert_matrix_bytes,
     largest_tensor_bytes,
+    moving_bytes,
     need_of,
     owned_layer_bytes,
 )
@@ -53,7 +54,8 @@ class HostPeaks:
         offering: own values and the private state go to the disk.
         averaging: means of others' values, blobs that arrive.
         merging: the merge of similar experts, computed while nothing is trained.
-        adopting: agreed values come into the engine, with moments of experts that are new.
+        adopting: agreed values come into the engine, with moments of experts that are new; the
+            most where all experts are exchanged for others.
         validating: the held-out loss of the agreed values.
         leaving: moments go to the disk for their next owners.
         exporting: swarm-export; no engine.
@@ -103,7 +105,9 @@ def host_peaks(
     # The mean of n: a chunk of each, their sum in fp32 twice where they are weighted, the result.
     mean = chunk * (4 * num_peers + 4 + 4 + 4)
     # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
-    aside = owned_layer_bytes(run.model, num_owned) if options.kind is EngineKind.RESIDENT else 0
+    is_resident = options.kind is EngineKind.RESIDENT
+    aside = owned_layer_bytes(run.model, num_owned) if is_resident else 0
+    moving = moving_bytes(run, num_owned, options) if is_resident and on_host else 0
     evaluating = (evaluation_bytes(run, num_owned, options) + aside if on_host else 0) + matrix
     largest = largest_tensor_bytes(run.model)
     shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
@@ -114,7 +118,7 @@ def host_peaks(
         offering=rest + offer,
         averaging=rest + mean,
         merging=rest + max(donors, (16 + 2 * 4) * chunk),
-        adopting=rest + max(matrix, 24 * chunk) + 6 * matrix,
+        adopting=rest + max(moving, max(matrix, 24 * chunk) + 6 * matrix),
         validating=rest + evaluating,
         leaving=rest + 3 * matrix,
         exporting=PROCESS_BYTES + SLACK_BYTES + largest + 2 * max(shard, largest),

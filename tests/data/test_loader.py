@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
+from swarm.data import loader as loader_module
 from swarm.data.corpus import folder_corpus, is_held_out
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
@@ -198,6 +199,25 @@ def test_an_error_in_the_thread_reaches_the_caller(monkeypatch):
         loader.batch(TEXT, 1, 4 * LENGTH)
         with pytest.raises(OSError, match="disk gone"):
             loader.batch(TEXT, 2, 4 * LENGTH)
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(monkeypatch, caplog):
+    """The deadline had raised, and leaving had joined the very thread that hangs."""
+    began, answers = threading.Event(), threading.Event()
+    hanging = Loader(numbered_shards(1000, 500), run_of())
+    monkeypatch.setattr(loader_module, "_READ_DEADLINE_S", 0.05)
+    monkeypatch.setattr(loader_module, "END_S", 0.05)
+    monkeypatch.setattr(Loader, "read", lambda *_: began.set() or answers.wait())
+    with pytest.raises(DataError, match="no batch within"):
+        hanging.batch(TEXT, 0, 4 * LENGTH)
+    assert began.wait(30.0)
+    leaver = threading.Thread(target=hanging.close, daemon=True)
+    leaver.start()
+    leaver.join(30.0)
+    has_left = not leaver.is_alive()
+    answers.set()
+    assert has_left
+    assert "a disk may not answer: loader" in caplog.text
 
 
 def test_closing_ends_the_thread():

@@ -49,6 +49,12 @@ def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) ->
         peers.append(LocalPeer(index, folder, [], {}))
     swarm = LocalSwarm(tmp_path, Path("run.toml"), 2, peers=peers)
     assert summary(swarm)["bytes_sent_per_peer_per_round"] == 100
+    for peer in peers:
+        text = json.dumps(STARTED) + "\n"
+        (peer.folder / "runs" / "r" / "events.jsonl").write_text(text)
+        peer._events.clear()
+        peer._events_read = None
+    assert summary(swarm)["bytes_sent_per_peer_per_round"] is None, "without a round"
 
 
 @contextmanager

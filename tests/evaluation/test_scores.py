@@ -3,12 +3,13 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarm.errors import ConfigError
 from swarm.evaluation import tasks
-from swarm.evaluation.scores import Measured, append_scores, newest_scores, score_record
+from swarm.evaluation.scores import FILE, Measured, append_scores, newest_scores, score_record
 from swarm.evaluation.tasks import SPES, TaskFailed, measured_of, run_task, shots_of
 from swarm.protocol.records import MAX_SCORES, ScoreRecord, decode_record, encode_record
 
@@ -109,6 +110,29 @@ def test_figures_come_from_what_the_harness_writes() -> None:
     assert measured_of("gsm8k", found) == [Measured("gsm8k", "exact_match,strict-match", 0.1, 9)]
     with pytest.raises(TaskFailed, match="no figure"):
         measured_of("sciq", found)
+
+
+def test_a_group_of_groups_has_the_samples_of_all_of_its_tasks() -> None:
+    """MMLU is one, and was published as of one sample; a task may be in two of its groups."""
+    found: dict[str, Any] = {
+        "results": {"mmlu": {"acc,none": 0.3}},
+        "group_subtasks": {
+            "mmlu": ["stem", "humanities"], "stem": ["maths", "physics"],
+            "humanities": ["law", "maths"], "law": [],
+        },
+        "n-samples": {n: {"effective": k} for n, k in (("maths", 4), ("physics", 2), ("law", 1))},
+    }  # fmt: skip
+    assert measured_of("mmlu", found) == [Measured("mmlu", "acc", 0.3, 7)]
+    del found["n-samples"]["physics"]
+    assert measured_of("mmlu", found) == [Measured("mmlu", "acc", 0.3, None)]
+
+
+def test_a_score_of_an_unknown_number_of_samples_is_kept_and_not_published(tmp_path: Path) -> None:
+    figures = [Measured("mmlu", "acc", 0.3, None), Measured("sciq", "acc", 0.5, 10)]
+    append_scores(tmp_path / FILE, DIGEST, 3, 5.0, figures)
+    record = newest_scores(tmp_path / FILE)
+    assert record and [score.task for score in record.scores] == ["sciq"]
+    assert record == score_record(DIGEST, 3, figures)
 
 
 def test_a_task_that_fails_says_the_harness_last_word(

@@ -306,6 +306,21 @@ def test_a_run_says_whether_its_weights_are_given(qwen: Path) -> None:
         founders_weights(seeded, None, {"model.norm.weight": torch.ones(32)})
 
 
+def test_given_weights_are_those_of_the_whole_model(qwen: Path) -> None:
+    """A script may hand in any; no weights at all had founded a run of those of its seed."""
+    run = of_checkpoint(qwen)
+    weights = dict(founders_weights(run, qwen) or {})
+    assert founders_weights(run, None, weights) is weights
+    name, layout = "model.norm.weight", layout_of(run)
+    for given in ({}, {n: tensor for n, tensor in weights.items() if n != name}):
+        with pytest.raises(ConfigError, match=r"missing: .*swarm\.load_export"):
+            founders_weights(run, None, given)
+    cut = {**weights, name: weights[name][:-1]}
+    with pytest.raises(ConfigError, match=rf"another model: {name}"):
+        for _, content in initial_contents(run, layout, cut):
+            content.whole()
+
+
 def test_rounding_by_the_wire_is_said_where_there_is_any(qwen: Path, tmp_path: Path) -> None:
     run = of_checkpoint(qwen)
     rounded = with_wire(run, experts="bf16")

@@ -39,3 +39,5 @@ def test_bytes_per_round_are_the_mean_over_peers(
     }
     snapshot = snapshot_of(make_sighting(peers=peers))
     assert snapshot and metrics.bytes_per_round(snapshot) == (200.0, 20.0)
+    nobody = snapshot_of(make_sighting(peers={}))
+    assert nobody and metrics.bytes_per_round(nobody) is None, "not known is not nothing"

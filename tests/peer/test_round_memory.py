@@ -7,6 +7,7 @@ all experts are 12.9 GB, a chunk of `CHUNK_ELEMENTS` is 2 to 4 MB.
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.train.allocations import LiveBytes
 from swarm.train.engine import Engine
+from swarm.train.memory import moving_bytes
 from swarm.train.options import EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
@@ -177,6 +179,15 @@ def test_adopting_and_rebasing_hold_a_matrix(
         live, lambda: adopt_into(model, manifest, previous=founded.digest, offers=offers)
     )
     assert peak <= 4 * MATRIX + 6 * 4 * CHUNK
+
+
+def test_experts_that_are_exchanged_hold_their_masters_twice(live: LiveBytes) -> None:
+    engine = new_engine(RUN, [0, 1, 2, 3], frozen="bf16")
+    planned = moving_bytes(RUN, 4, replace(EngineOptions.of(RUN), frozen="bf16"))
+    for others in ([4, 5, 6, 7], [4, 5, 6, 1]):
+        assert peak_of(live, partial(engine.own, others)) <= planned
+    assert peak_of(live, partial(engine.own, [4, 5])) <= planned
+    assert planned < 1.1 * LAYERS * 4 * 3 * MATRIX * 4
 
 
 @pytest.mark.parametrize("make", [new_engine, new_streaming])

@@ -295,6 +295,13 @@ def test_the_glossary_needs_no_network() -> None:
     assert code == 0 and "tokens/s (tokens per second): " in out
 
 
+def test_a_line_has_no_bits_per_byte_where_their_size_is_not_known(watch: Watch) -> None:
+    known = replace(watch.look(), losses=((1, 2.0),), bits_per_byte_of_nat=0.5)
+    assert _line(known).endswith("val_loss=2.0000 bits_per_byte=1.0000")
+    unknown = replace(known, bits_per_byte_of_nat=None)
+    assert _line(unknown).endswith("val_loss=2.0000 bits_per_byte=none")
+
+
 def test_a_line_counts_no_strangers(guest: Guest, watch: Watch) -> None:
     before = _line(watch.look())
     assert " peers=1 equal=1 " in before

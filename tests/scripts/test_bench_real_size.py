@@ -1,13 +1,19 @@
 """The measurement at real size: what it starts beside its peers ends, in time or by force."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarm.errors import SwarmError
+from tests.scripts.conftest import SCRIPTS
+
+SMALLER = ["--hidden", "576", "--inner", "2880"]
+"""82 M parameters, of which the old state of four experts is a quarter of a founder's plan."""
 
 
 @pytest.fixture
@@ -70,3 +76,16 @@ def test_an_interrupted_wait_ends_the_program_first(
     (process,) = started
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+@pytest.mark.scenario
+@pytest.mark.exhaustive
+def test_no_phase_takes_more_than_its_plan_where_an_owner_was_lost(tmp_path: Path) -> None:
+    """From 58b6bf03 to e78d3a3e the founder held the state of before it adopted as well."""
+    command = [sys.executable, str(SCRIPTS / "bench_real_size.py"), "--json", *SMALLER]
+    done = subprocess.run(
+        [*command, "--state-dir", str(tmp_path)], stdout=subprocess.PIPE, timeout=3600, check=False
+    )
+    verdict = json.loads(done.stdout)
+    assert verdict["above_plan"] == [], verdict["phases"]
+    assert done.returncode == 0

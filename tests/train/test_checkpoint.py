@@ -488,6 +488,33 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     assert_equal(load_private(path), state)
 
 
+@pytest.mark.parametrize("call", ["open", "fdatasync"])
+def test_a_disk_that_does_not_answer_is_given_up(path, monkeypatch, caplog, call):
+    answers = threading.Event()
+
+    class Hanging(type(path)):
+        def open(self, *arguments):
+            if call == "open":
+                answers.wait(60)
+            return super().open(*arguments)
+
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(checkpoint.os, "fdatasync", lambda _: answers.wait(60))
+    for name, seconds in (("STALLED_S", 0.05), ("LOOK_S", 0.01), ("END_S", 0.1)):
+        monkeypatch.setattr(hashed_file, name, seconds)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+    refused = pytest.raises(StateError, match=r"the disk has not answered for")
+    with Saving(Hanging(path), state.engine, state.rng) as begun, refused:
+        save_private(path, state, begun)
+    assert "a disk may not answer: swarm-private" in caplog.text
+    monkeypatch.undo()
+    save_private(path, state)
+    answers.set()  # what it writes now is in no file of that name
+    begun._file._pool.shutdown()
+    assert_equal(load_private(path), state)
+
+
 def test_what_is_carried_is_saved_where_there_is_any(path):
     plain = small_state()
     save_private(path, plain)

@@ -5,7 +5,6 @@ import { amount, called, keysOf, loss, ranges, shown, speaking } from "./text.js
 
 export function drawPeers(state) {
   const keys = keysOf(state.peers);
-  const base = state.step ?? 0;
   fill(
     "peers",
     [
@@ -13,7 +12,7 @@ export function drawPeers(state) {
       { title: "peer", kind: "name", cell: (p) => element("span", { title: shown(p.peer_id) }, called(p)) },
       { title: "state", live: true, cell: (p) => shown(p.state).replace("_", " ") },
       { title: "last round", help: "whether its work is in the newest round", cell: counted },
-      { title: "steps", live: true, right: true, help: "local steps since its tip", cell: (p) => String(Math.max(p.step - base, 0)) },
+      { title: "steps", live: true, right: true, help: "local steps since its tip", cell: (p) => (state.step === null ? "–" : String(Math.max(p.step - state.step, 0))) },
       { title: "vote", live: true, help: "or how many of 10 rounds have counted it", cell: vote },
       { title: "tip", kind: "mono", cell: (p) => element("span", { class: `tip ${p.agreement}`, title: p.agreement }, shown(p.manifest_digest.slice(0, 8))) },
       { title: "round", right: true, cell: (p) => String(p.round) },

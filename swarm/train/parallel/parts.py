@@ -8,11 +8,11 @@ into the controller's own file.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
 
+from swarm.background import Helpers
 from swarm.train.hashed_file import HashedFile
 from swarm.train.parallel.exchange import Message
 from swarm.train.tensor_file import Form, LazyTensors, Place
@@ -77,7 +77,7 @@ class PartSaving:
         """Begins; nothing is written where there are no tensors."""
         self.stem, self._name = stem, path.name
         self._file = HashedFile(path, lambda: [tensors]) if tensors else None
-        self._pool = ThreadPoolExecutor(1, "swarm-part")
+        self._pool = Helpers("swarm-part", 1)
         self._done = self._pool.submit(self._finish)
 
     def answer(self) -> Message:
@@ -90,10 +90,10 @@ class PartSaving:
             return {"is": "refused", "errno": error.errno, "text": error.strerror or str(error)}
 
     def give_up(self) -> None:
-        """Returns when nothing is read or written any more."""
+        """Returns when nothing is read any more; see `HashedFile.give_up`."""
         if self._file is not None:
             self._file.give_up()
-        self._pool.shutdown()
+        self._pool.end()
 
     def _finish(self) -> list[object] | None:
         if self._file is None:

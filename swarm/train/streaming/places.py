@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from swarm.background import Helpers
 from swarm.config import RunConfig
+from swarm.errors import StateError
 from swarm.model.frozen import FrozenFormat
 from swarm.model.moe import Storage
 from swarm.model.transformer import DecoderLayer
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.units import FrozenUnit, HostUnit, frozen_packing, stacks_of
+
+READ_S = 120.0
+"""A disk that takes longer for a layer's frozen experts is broken."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Places:
         self._own = {f"layer.{layer}": new_place() for layer in range(resident_layers)}
         num_shared = min(2, num_layers - resident_layers)
         self._shared = [new_place() for _ in range(num_shared)]
-        self._fetcher = ThreadPoolExecutor(1, "swarm-fetch", bus.enter)
+        self._fetcher = Helpers("swarm-fetch", 1, begin=bus.enter)
         self._staging: list[Arena] = []
 
     def add(self, name: str, place: Place) -> None:
@@ -164,8 +169,17 @@ class Places:
         place.free = self._bus.mark()
 
     def close(self) -> None:
-        """Ends the thread and gives up the staging memory."""
-        self._fetcher.shutdown()
+        """Ends the thread and gives up the staging memory.
+
+        Raises:
+            StateError: the disk with the frozen experts has not answered for `READ_S`. Nothing that
+                the thread reads or fills may be given up then.
+        """
+        if not self._fetcher.end(READ_S):
+            raise StateError(
+                f"the disk with the frozen experts has not answered for {READ_S:.0f} s",
+                hint="see what the system says of the disk, then start again",
+            )
         for arena in self._staging:
             arena.close()
 
