@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "swarm.codings": BASE,
     "swarm.deltas": BASE | {"swarm.codecs", "swarm.codings"},
     "swarm.model": BASE | DURABLE | {"swarm.codings"},
-    "swarm.data": BASE | DURABLE | {"swarm.progress"},
+    "swarm.data": BASE | DURABLE | BACKGROUND | {"swarm.progress"},
     "swarm.evaluation": PROTOCOL | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.train": BASE | DURABLE | BACKGROUND | {"swarm.model", "swarm.data"},
     "swarm.network": PROTOCOL | DURABLE | BACKGROUND | {"swarm.codecs", "swarm.deltas"},
