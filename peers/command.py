@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, shortened
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
 from swarm.version import __version__
@@ -25,8 +25,39 @@ TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
 
 
+class GroupedOption(click.Option):
+    """An option that the help text shows under a heading.
+
+    Attributes:
+        group: the heading; "Options" for those of one program alone.
+    """
+
+    def __init__(self, *arguments: Any, group: str = "Options", **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.group = group
+
+
 class Program(click.Command):
     """A command whose errors are one line and an exit code."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """All options under the headings of their groups, then how to set them elsewhere."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                group = getattr(parameter, "group", "Other")
+                groups.setdefault(group, []).append(record)
+        for group in sorted(groups, key=lambda name: (name == "Other", name != "Options")):
+            with formatter.section(group):
+                formatter.write_dl(groups[group])
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+        if twin := next((p.envvar for p in self.params if p.envvar), None):
+            formatter.write_paragraph()
+            flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()
+            formatter.write_text(
+                f"The environment sets any option, too: {flag} is {twin}. The command line wins."
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Lets several values follow one flag."""
@@ -63,7 +94,7 @@ class Program(click.Command):
         sys.exit(code if isinstance(code, int) else 0)
 
     def _fail(self, message: str, exit_code: int) -> NoReturn:
-        line = printable(" ".join(message.split()))
+        line = printable(shortened(" ".join(message.split())))
         click.echo(f"{self.name}: {click.style('error', fg='red')}: {line}", err=True)
         sys.exit(exit_code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,26 +17,34 @@ from peers.options import OPTIONS, Program, option, version_option
 from peers.program_log import configure_logging
 from swarm import durable
 from swarm.config import RunConfig, parse_config
-from swarm.data.corpus import Corpus, Split, open_corpus, size_of
+from swarm.data.corpus import listed_corpus, open_corpus
 from swarm.data.datasets_text import DatasetText
 from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, whole_held_out
 from swarm.data.mixture import open_mixture
 from swarm.data.ready import ReadyTokens, ready_tokens
-from swarm.data.shard_writer import HEADER, SHARD_TOKENS, Source, write_shards
-from swarm.data.shards import Prepared, Shards, open_prepared
+from swarm.data.shard_writer import (
+    HEADER,
+    SHARD_TOKENS,
+    Contents,
+    Pass,
+    Source,
+    write_shards,
+)
+from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
 from swarm.data.tokenizer_file import FILE, open_tokenizer
 from swarm.data.training import train_tokenizer
 from swarm.errors import DataError
-from swarm.progress import reading
+from swarm.protocol.printable import printable
 from swarm.run_files import read_text
 
 MODEL_MAX_LENGTH = 2**20
 """What a tokenizer says of models that have none yet."""
 _CORPUS = (
-    "Folder of .txt, .md, .py, .jsonl and .parquet files; by default the Python standard library."
+    "Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files; by default the Python "
+    "standard library."
 )
 _RUNS = "runs"
 """In a peer's state directory."""
@@ -43,12 +52,14 @@ _COLUMN = option(
     "--column",
     default=TEXT,
     show_default=True,
-    help="Where .parquet rows and .jsonl lines have their text.",
+    help="Where .parquet rows and JSON objects have their text.",
 )
 
 
 class Programs(Program, click.Group):
     """Several commands with one way of ending."""
+
+    command_class = Program
 
 
 @click.group("swarm-data", cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,29 +80,45 @@ def main(log_format: str, log_level: str | None) -> None:
 @main.command("train-tokenizer")
 @option("--corpus", metavar="FOLDER", help=_CORPUS)
 @_COLUMN
+@OPTIONS["follow_links"]
+@OPTIONS["list_skipped"]
 @option("--vocab-size", type=click.IntRange(min=1), required=True, help="Ids, at most.")
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
-def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
+def train(
+    *,
+    corpus: str | None,
+    column: str,
+    follow_links: bool | None,
+    list_skipped: bool | None,
+    vocab_size: int,
+    out: Path,
+) -> None:
     """Makes a byte-level BPE tokenizer of the documents that are trained on.
 
     Equal text gives an equal file. Memory is that of the text's different words: a sample of some
     gigabytes is enough for any vocabulary.
     """
     require_folder(out)
-    text = open_corpus(corpus, column)
-    made = train_tokenizer(_training_documents(text), vocab_size)
+    one_pass = Pass(open_corpus(corpus, column, follow_links=bool(follow_links)))
+    made = train_tokenizer(one_pass.training_documents(), vocab_size)
+    contents = one_pass.contents()
+    if not contents.documents:
+        raise one_pass.no_text()
     durable.make_folder(out)
     made.save(out, model_max_length=MODEL_MAX_LENGTH)
     fewer = (
         "" if made.num_ids == vocab_size else f", since the text has no more than {made.num_ids}"
     )
-    click.echo(f"{out / FILE}: {made.name}, {made.num_ids:,} ids{fewer}")
+    click.echo(printable(f"{out / FILE}: {made.name}, {made.num_ids:,} ids{fewer}"))
+    _say_read(contents, list_skipped)
 
 
 @main.command("tokenize")
 @OPTIONS["run"]
 @option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files are tokens already.")
 @_COLUMN
+@OPTIONS["follow_links"]
+@OPTIONS["list_skipped"]
 @option(
     "--tokenizer",
     type=click.Path(path_type=Path),
@@ -133,6 +160,8 @@ def tokenise(
     split: str,
     corpus: str | None,
     column: str,
+    follow_links: bool | None,
+    list_skipped: bool | None,
     tokenizer: Path | None,
     out: Path,
     shard_tokens: int,
@@ -154,7 +183,7 @@ def tokenise(
     source = (
         DatasetText(dataset, dataset_config, split, column)
         if dataset
-        else _source(run, corpus, column, used, input_end_of_text)
+        else _source(run, corpus, column, used, input_end_of_text, follow_links=bool(follow_links))
     )
     if (out / HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
@@ -169,24 +198,36 @@ def tokenise(
         pack=pack,
         held_out=_held_out(source, used),
     )
-    _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
+    prepared = open_prepared(out)
+    _show(prepared, prepared.open(used), as_json=False, list_skipped=list_skipped)
 
 
 @main.command("info")
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @OPTIONS["initial_peers"]
 @option("--run-id", help="Which run, where there are several.")
+@_COLUMN
+@OPTIONS["follow_links"]
+@OPTIONS["list_skipped"]
 @OPTIONS["as_json"]
 def info(
-    folder: Path | None, initial_peers: tuple[str, ...], run_id: str | None, as_json: bool
+    *,
+    folder: Path | None,
+    initial_peers: tuple[str, ...],
+    run_id: str | None,
+    column: str,
+    follow_links: bool | None,
+    list_skipped: bool | None,
+    as_json: bool,
 ) -> None:
-    """Says what a folder of shards, or of a tokenizer, holds, or how much of its text a run read.
+    """Says what a folder of text, shards or a tokenizer holds, or how much a run has read.
 
     For the second name the state directory of a peer that is not running, or --initial-peers.
     """
     if (folder is None) == (not initial_peers):
         raise click.UsageError("name a folder, or --initial-peers ADDRESS (SWARM_INITIAL_PEERS)")
-    if folder is None or (folder.expanduser() / _RUNS).is_dir():
+    folder = folder.expanduser().absolute() if folder else None
+    if folder is None or (folder / _RUNS).is_dir():
         from peers.text_coverage import coverage  # loads torch and hivemind: not for --help
 
         _say(coverage(folder, initial_peers, run_id), as_json)
@@ -204,8 +245,19 @@ def info(
             as_json,
         )
         return
-    prepared = open_prepared(folder.absolute())
-    _show(prepared, prepared.opened(), as_json=as_json)
+    if is_prepared(folder):
+        prepared = open_prepared(folder)
+        _show(prepared, prepared.opened(), as_json=as_json, list_skipped=list_skipped)
+        return
+    text = listed_corpus(folder, column, follow_links=bool(follow_links))
+    one_pass = Pass(text)
+    deque(one_pass.training_documents(), maxlen=0)
+    contents = one_pass.contents()
+    figures = _shown(contents, as_json)
+    del figures["digest"]  # of tokens, which there are none of yet
+    _say({"text": text.name, **figures}, as_json)
+    if not as_json:
+        _say_read(contents, list_skipped)
 
 
 @main.command("verify")
@@ -249,20 +301,18 @@ def _source(
     column: str,
     tokenizer: Tokenizer,
     input_end_of_text: int | None,
+    *,
+    follow_links: bool,
 ) -> Source:
     if run:
         config = parse_config(RunConfig, read_text(run, "runs"), source=str(run))
         if config.data.mixture:
-            return open_mixture(corpus, config.data.mixture, column)
-    ready = ready_tokens(Path(corpus), tokenizer, input_end_of_text) if corpus else None
-    return ready or open_corpus(corpus, column)
-
-
-def _training_documents(corpus: Corpus) -> Iterator[bytes]:
-    split, num_bytes = Split.of(corpus.documents()), size_of(corpus.root, corpus.files)
-    for content in reading(corpus.name, num_bytes, corpus.documents()):
-        if not split.holds_out(content):
-            yield content
+            return open_mixture(corpus, config.data.mixture, column, follow_links=follow_links)
+    if corpus and (
+        ready := ready_tokens(Path(corpus), tokenizer, input_end_of_text, follow_links=follow_links)
+    ):
+        return ready
+    return open_corpus(corpus, column, follow_links=follow_links)
 
 
 def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
@@ -281,7 +331,7 @@ def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
         yield text
 
 
-def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
+def _show(prepared: Prepared, shards: Shards, *, as_json: bool, list_skipped: bool | None) -> None:
     found: dict[str, Any] = {
         "text": prepared.name,
         "mixture": [list(share) for share in prepared.mixture],
@@ -289,10 +339,27 @@ def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
         **({"packed_into": prepared.pack} if prepared.pack else {}),
         "shards": len(shards.arrays),
         "tokens": shards.num_tokens,
-        **asdict(shards.contents),
+        **_shown(shards.contents, as_json),
     }
     per_token = shards.contents.training_bytes / max(shards.num_tokens, 1)
     _say(found | {"bytes_per_token": round(per_token, 3)}, as_json)
+    if not as_json:
+        _say_read(shards.contents, list_skipped)
+
+
+def _shown(contents: Contents, as_json: bool) -> dict[str, Any]:
+    """The figures of a text; for programs also what was not read, by reason and by name."""
+    found = asdict(contents)
+    if not as_json:
+        for name in ("skipped", "unread", "skipped_names", "unread_names"):
+            del found[name]
+    return found
+
+
+def _say_read(contents: Contents, list_skipped: bool | None) -> None:
+    """A line on what was read and what was not, and every name of it where it is asked for."""
+    for line in (contents.summary(), *(contents.tally.names() if list_skipped else ())):
+        click.echo(printable(line))
 
 
 def _say(found: dict[str, Any], as_json: bool) -> None:
@@ -301,7 +368,7 @@ def _say(found: dict[str, Any], as_json: bool) -> None:
         return
     for key, value in found.items():
         shown = f"{value:,}" if isinstance(value, int) else value
-        click.echo(f"{key.replace('_', ' '):>20}  {shown}")
+        click.echo(printable(f"{key.replace('_', ' '):>20}  {shown}"))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def main(context: click.Context, given: Options) -> None:
     was asked.
     """
     if given.print_config:
-        click.echo(in_effect(given))
+        click.echo(in_effect(given, given.print_config))
         return
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding

@@ -93,11 +93,11 @@ class Emulation(Printed):
         """Looks up what the drill says, as long as the process lives."""
 
         def refresh() -> None:
-            while not SYSTEM.wait(thread.stopping, REFRESH_S):
+            while not SYSTEM.wait(self.following.stopping, REFRESH_S):
                 self.controls = self.folder.controls(self.peer)
 
-        thread = SupervisedThread("emulation", refresh)
-        thread.start()
+        self.following = SupervisedThread("emulation", refresh)
+        self.following.start()
 
     def clock(self) -> float:
         """Seconds since 1970 by this peer's wall clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ import click
 
 from peers.evaluating import Evaluator, add_task, say_command
 from peers.options import Options
+from swarm.background import supervised
 from swarm.config.amounts import size_in_bytes
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, SwarmError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.fetching import FromPeers
 from swarm.export.folder import Extra, nothing_more, write_export
@@ -28,6 +30,8 @@ from swarm.network.observer import Observer
 from swarm.peer.agreed_model import open_state
 
 START_S = 30.0
+ENDS_FOLLOWING = (SwarmError, OSError, KeyboardInterrupt, SystemExit)
+"""After anything else, such as memory that was short once, an export that follows goes on."""
 FETCHING = ".fetching"
 """Beside an export the values that it is made of, until it is whole."""
 
@@ -138,7 +142,8 @@ def follow(
             manager.require_run(source.run_id)
             if evaluator:
                 evaluator.repeat_newest(source.run_id, observer)
-            Follower(source, manager, plan.every, form, (add_task,), after, click.echo).follow()
+            follower = Follower(source, manager, plan.every, form, (add_task,), after, click.echo)
+            supervised("the export", follower.follow, threading.Event(), ends=ENDS_FOLLOWING)
 
 
 def export(facts: ExportFacts, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -44,10 +45,9 @@ def main(
     from swarm.export.generating import Sampling, generate, require_export  # as said above
 
     require_export(folder)
-    if prompt is None:
-        prompt = sys.stdin.buffer.read().decode(errors="replace")
+    given = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    generate(folder, prompt, sampling, _show)
+    generate(folder, given.decode(errors="replace"), sampling, _show)
     click.echo()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from peers.options import Options, option, options, program
+from swarm import durable
 from swarm.errors import InvitationError, StateError
 from swarm.protocol.invitation import MAX_ROUND, MAX_USES, as_text
 
@@ -74,10 +75,8 @@ def main(given: Options, uses: int, good_for: int) -> None:
 
 def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
     """Round and time (in seconds) of each manifest in a run's history; torn lines are passed."""
-    if not directory.events_path.exists():
-        return []
     seen = []
-    for line in directory.events_path.read_bytes().splitlines():
+    for line in durable.read_lines(directory.events_path):
         try:
             event = json.loads(line)
         except ValueError:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
 import click
+
+logger = logging.getLogger(__name__)
+LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 
 def join_line(address: str, run_id: str | None = None) -> str:
@@ -18,4 +22,8 @@ def say_how_to_join(addresses: Sequence[str], run_id: str | None = None) -> None
     """Prints the line for the first of a peer's addresses; nothing where it listens nowhere."""
     for address in addresses[:1]:
         click.echo(join_line(address, run_id))
+        if address.startswith(LOOPBACK):
+            logger.warning("only peers on this machine reach that address; see --port")
+    if others := addresses[1:]:
+        logger.info("this peer also listens at %s", " ".join(others))
     sys.stdout.flush()

@@ -140,8 +140,8 @@ def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
 
 @program("swarm-local")
 @options(
-    "run", "rounds", "peers", "settings", "corpus", "tokenizer", "initialise_from", "as_json",
-    "log_format", "log_level",
+    "run", "rounds", "peers", "settings", "corpus", "follow_links", "list_skipped", "tokenizer",
+    "initialise_from", "as_json", "log_format", "log_level",
 )  # fmt: skip
 @option(
     "--state-dir",
@@ -190,7 +190,8 @@ def main(
     from swarm.peer.run_text import corpus_of  # loads torch: not for --help
 
     # A missing text or an unfit tokenizer or checkpoint ends it before it begins.
-    corpus_of(run, options.peer_config().corpus.folder)
+    corpus = options.peer_config().corpus
+    corpus_of(run, corpus.folder, follow_links=corpus.follow_links)
     founders_tokenizer(run, options.tokenizer)
     founders_weights(run, options.initialise_from)
     with ending_as_ctrl_c(), _folder_of(state_dir) as folder:

@@ -64,9 +64,7 @@ class Earlier:
         """
         self._kept, named = kept, ", ".join(map(str, paths))
         try:
-            lines = [
-                line for path in paths for line in path.read_text(errors="replace").split("\n")
-            ]
+            lines = [line.decode(errors="replace") for path in paths for line in _lines(path)]
             self._earlier = earlier_of(lines)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -134,14 +132,17 @@ class Replay:
         return self.before
 
 
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a history that a person named, with those before; raises OSError."""
+    if not durable.older(path).exists():
+        path.stat()
+    return durable.read_lines(path)
+
+
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines; a kill may have torn one off."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return
     reader = EventReader()
-    for line in lines:
+    for line in durable.read_lines(path):
         try:
             found = reader.read(line)
         except ValueError:

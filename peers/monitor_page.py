@@ -66,16 +66,17 @@ def page_at(address: str) -> Callable[[Looks], None]:
     Raises:
         ConfigError: the address cannot be had.
     """
-    return functools.partial(_show_page, bound_to(address))
+    bound = bound_to(address)
+    return functools.partial(_show_page, bound, address.rpartition(":")[0].strip("[]") or LOCAL)
 
 
-def _show_page(bound: socket.socket, source: Looks) -> None:
+def _show_page(bound: socket.socket, name: str, source: Looks) -> None:
     feed = Feed(MAX_LISTENERS)
     watcher = SupervisedThread("watcher", lambda: _watch(feed, source, watcher.stopping))
     watcher.start()
     click.echo(f"swarm-monitor: the page is at {url_of(bound)}")
     try:
-        serve(feed, bound)
+        serve(feed, bound, name)
     finally:
         watcher.stopping.set()  # it may be in the middle of a look, and holds nothing then
         bound.close()

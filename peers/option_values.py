@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import click
@@ -54,6 +55,14 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     if not found:
         raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
     return found[1]
+
+
+def ip_of(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
+    """An IPv4 or IPv6 address in its usual form."""
+    try:
+        return None if text is None else str(ip_address(text))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no IP address such as 203.0.113.7") from None
 
 
 def rate_of(_: click.Context, __: click.Parameter, text: str | None) -> float | None:

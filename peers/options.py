@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from peers.command import GroupedOption
 from peers.command import Program as Program
 from peers.command import program as program
 from peers.command import version_option as version_option
@@ -24,6 +25,7 @@ from peers.option_values import (
     gbit_of,
     gigabytes_of,
     head_digest,
+    ip_of,
     number_or_all,
     rate_of,
     split_addresses,
@@ -39,7 +41,7 @@ def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Calla
     """A click option with its environment twin SWARM_FLAG."""
     twin = "SWARM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     names = [flag, attributes.pop("dest")] if "dest" in attributes else [flag]
-    return click.option(*names, envvar=twin, show_envvar=True, **attributes)
+    return click.option(*names, cls=GroupedOption, envvar=twin, **attributes)
 
 
 def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
@@ -47,13 +49,29 @@ def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
 
     Args:
         flag: as on the command line.
-        text: of the help page.
+        text: of the help page; the default of the setting is added unless the text speaks of one.
         sets: setting of a configuration that it replaces, as `section.field`.
         attributes: of the click option; `default` is the field's too.
     """
     default = attributes.get("default", () if attributes.get("multiple") else None)
+    shown = _shown_default(sets)
+    if shown and "default" not in text:
+        text = f"{text}  [default: {shown}]"
     declared = {"flag": flag, "sets": sets, "attributes": {"help": text, **attributes}}
     return field(default=default, metadata=declared)
+
+
+def _shown_default(sets: str) -> str:
+    """The default of a setting of this machine as the help text shows it; empty if it has none."""
+    section, _, name = sets.partition(".")
+    if section not in PeerConfig.model_fields:
+        return ""
+    default = getattr(getattr(PeerConfig(), section), name)
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, tuple):
+        return " ".join(default)
+    return f"{default:g}" if isinstance(default, int | float) and default else str(default or "")
 
 
 def _addresses(flag: str, text: str, *, sets: str) -> Any:
@@ -89,13 +107,21 @@ class Options:
     rounds: int | None = _flag(
         "--rounds", "The same as --set run.rounds=N.", sets="run.rounds", type=_POSITIVE
     )
-    peers: int | None = _flag("--peers", "Number of peers.", sets="run.peers", type=_POSITIVE)
+    peers: int | None = _flag(
+        "--peers",
+        "Number of peers that the run is made for. The founder waits for them, unless "
+        "--wait-for-peers names another number.",
+        sets="run.peers",
+        type=_POSITIVE,
+    )
     settings: tuple[str, ...] = _flag(
-        "--set", "Changes one setting.", type=Setting(), multiple=True
+        "--set", "Change one setting: train.batch_tokens=4096.", type=Setting(), multiple=True
     )
     as_json: bool = _flag("--json", "One JSON object, last.", is_flag=True, default=False)
-    print_config: bool = _flag(
-        "--print-config", "Prints the settings in effect, and exits.", is_flag=True, default=False
+    print_config: str | None = _flag(
+        "--print-config",
+        "Print the settings in effect, as a file for --run or for --config, and exit.",
+        type=click.Choice(["run", "machine"]),
     )
     log_format: str = _flag(
         "--log-format",
@@ -104,19 +130,34 @@ class Options:
         default="auto",
     )
     log_level: str | None = _flag(
-        "--log-level", "The least that is said.", type=click.Choice(LOG_LEVELS), default=None
+        "--log-level",
+        "The least severe lines that are shown.",
+        type=click.Choice(LOG_LEVELS),
+        default=None,
     )
     initial_peers: tuple[str, ...] = _addresses(
         "--initial-peers",
         "Addresses of peers; several, or @FILE with one a line.",
         sets="network.initial_peers",
     )
+    port: int | None = _flag(
+        "--port",
+        "Listen on this TCP port, and on the next one for blobs.",
+        type=click.IntRange(1, 65_534),
+    )
+    public_ip: str | None = _flag(
+        "--public-ip",
+        "Address at which others reach --port, if this machine does not have it itself: of a "
+        "router that forwards the port, or of a cloud machine.",
+        metavar="ADDRESS",
+        callback=ip_of,
+    )
     host_maddrs: tuple[str, ...] = _addresses(
-        "--host-maddrs", "Addresses to listen on.", sets="network.host_maddrs"
+        "--host-maddrs", "Addresses to listen on, in place of --port.", sets="network.host_maddrs"
     )
     announce_maddrs: tuple[str, ...] = _addresses(
         "--announce-maddrs",
-        "Addresses that others shall dial, if not those listened on.",
+        "Addresses that others shall dial, in place of --public-ip.",
         sets="network.announce_maddrs",
     )
     identity_path: str | None = _flag(
@@ -132,39 +173,39 @@ class Options:
     )
     relay: bool | None = _flag(
         "--relay/--no-relay",
-        "Pass messages on between peers that cannot dial each other (default: yes).",
+        "Pass messages on between peers that cannot dial each other.",
         sets="network.relay",
         default=None,
     )
     direct: bool | None = _flag(
         "--direct/--no-direct",
-        "Blobs over TCP connections of their own, unencrypted (default: yes).",
+        "Send blobs over separate TCP connections, unencrypted.",
         sets="network.direct",
         default=None,
     )
     direct_port: int | None = _flag(
         "--direct-port",
-        "Where those are taken (default: the port after that of --host-maddrs).",
+        "TCP port for blobs; by default the port after that of --host-maddrs or --port.",
         sets="network.direct_port",
         type=click.IntRange(0, 65_535),
     )
     max_upload: float | None = _flag(
         "--max-upload",
-        "Sends no faster: 20mbit.",
+        "Send no faster: 20mbit.",
         sets="network.max_upload_mbit",
         metavar="RATE",
         callback=rate_of,
     )
     max_download: float | None = _flag(
         "--max-download",
-        "Receives no faster: 100mbit.",
+        "Receive no faster: 100mbit.",
         sets="network.max_download_mbit",
         metavar="RATE",
         callback=rate_of,
     )
     data_quota: float | None = _flag(
         "--data-quota",
-        "Leaves before it has moved so much in a calendar month, both ways together: 200GB.",
+        "Leave before so much is moved in a calendar month, both directions together: 200GB.",
         sets="network.data_quota_gb",
         metavar="SIZE",
         callback=gigabytes_of,
@@ -172,29 +213,28 @@ class Options:
     run_id: str | None = _flag("--run-id", "Which run, where there are several.")
     new_run: bool = _flag(
         "--new-run",
-        "Founds the run of --run even if --state-dir, or who is at --initial-peers, is in another.",
+        "Found the run of --run even where --state-dir or --initial-peers belongs to another.",
         is_flag=True,
         default=False,
     )
     tip: str | None = _flag(
         "--tip",
-        "Believes what follows from this manifest, which somebody you trust has named, "
-        "instead of what follows from the run's first.",
+        "Trust this manifest as the starting point, instead of the run's first one.",
         metavar="HEIGHT:DIGEST",
         callback=head_digest,
     )
     invitation: str | None = _flag(
         "--invitation",
-        "What an anchor's swarm-invite printed: with it this peer votes at once.",
+        "What swarm-invite printed for you: with it this peer votes at once.",
         metavar="TEXT",
     )
-    name: str | None = _flag("--name", "For people only.", sets="peer.name")
+    name: str | None = _flag("--name", "Display name of this peer.", sets="peer.name")
     capacity: float | None = _flag(
         "--capacity", "Relative share of experts to own.", sets="peer.capacity", type=float
     )
     wait_for_peers: int | None = _flag(
         "--wait-for-peers",
-        "A founder starts when so many are there.",
+        "The founder starts once so many peers are there, itself included.",
         sets="peer.wait_for_peers",
         type=int,
     )
@@ -203,7 +243,7 @@ class Options:
     )
     leave_timeout: float | None = _flag(
         "--leave-timeout",
-        "Seconds that finishing the round and handing over may take after Ctrl+C.  [default: 120]",
+        "Seconds that finishing the round and handing over may take after Ctrl+C.",
         sets="peer.leave_timeout_s",
         type=float,
     )
@@ -222,26 +262,26 @@ class Options:
     )
     gpus: int | str | None = _flag(
         "--gpus",
-        "Computes on so many GPUs of this machine, or all, as one peer; by default on one.",
+        "Compute on so many GPUs of this machine, or all, as one peer; by default on one.",
         sets="compute.parallel",
         metavar="N|all",
         callback=number_or_all,
     )
     workers_from: str | None = _flag(
         "--workers-from",
-        "Takes workers of other machines, which run swarm-worker, at this address of ours.",
+        "Accept workers of other machines, which run swarm-worker, at this address.",
         sets="compute.workers_from",
         metavar="HOST:PORT",
     )
     remote_workers: int | None = _flag(
         "--remote-workers",
-        "Waits for so many of these workers, beside those of --gpus.",
+        "Wait for so many of these workers, in addition to those of --gpus.",
         sets="compute.remote_workers",
         type=_POSITIVE,
     )
     bus: str | None = _flag(
         "--bus",
-        "What the GPUs of a machine reach each other by; measured by default.",
+        "What connects the GPUs of a machine; measured by default.",
         sets="compute.bus",
         type=click.Choice(["auto", "nvlink", "pcie"]),
     )
@@ -259,16 +299,30 @@ class Options:
         sets="compute.workers_key",
         metavar="FILE",
     )
-    gpu: str | None = _flag("--gpu", "Plans for such a GPU: 24GB; 0 for none.", metavar="SIZE")
-    host: str | None = _flag("--host", "Plans for so much memory: 64GB.", metavar="SIZE")
-    disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")
+    gpu: str | None = _flag("--gpu", "Plan for such a GPU: 24GB; 0 for none.", metavar="SIZE")
+    host: str | None = _flag("--host", "Plan for so much memory: 64GB.", metavar="SIZE")
+    disk: str | None = _flag("--disk", "Plan for so much free disk: 500GB.", metavar="SIZE")
     corpus: str | None = _flag(
         "--corpus",
-        "Text to train on: .txt, .md, .py, .jsonl and .parquet files, or shards that swarm-data "
-        "made. By default the folder that the run's text came from before, or the Python standard "
-        "library.",
+        "Text to train on: .txt, .md, .py, .html, .json, .jsonl and .parquet files, or shards that "
+        "swarm-data made. By default the folder that the run's text came from before, or the "
+        "Python standard library.",
         sets="corpus.folder",
         metavar="FOLDER",
+    )
+    follow_links: bool | None = _flag(
+        "--follow-links",
+        "Follows links in it that leave it, and links to folders.",
+        sets="corpus.follow_links",
+        is_flag=True,
+        default=None,
+    )
+    list_skipped: bool | None = _flag(
+        "--list-skipped",
+        "Names every file, line and row of text that is not read.",
+        sets="corpus.list_skipped",
+        is_flag=True,
+        default=None,
     )
     tokenizer: Path | None = _path(
         "--tokenizer",
@@ -279,7 +333,7 @@ class Options:
         "Checkpoint folder with the weights that a founder gives its run; sets run.initial to "
         "given.",
     )
-    tensorboard: Path | None = _path("--tensorboard", "Writes losses there for TensorBoard.")
+    tensorboard: Path | None = _path("--tensorboard", "Write losses there for TensorBoard.")
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
@@ -327,9 +381,42 @@ class Options:
         source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
+    def _short_forms(self) -> list[tuple[str, str]]:
+        """Settings behind --port, --public-ip and a founder's --peers, by the option's name.
+
+        Raises:
+            ConfigError: an option and its long form are both given, or --public-ip lacks a port.
+        """
+        if self.port and self.host_maddrs:
+            raise ConfigError("--port and --host-maddrs say the same", hint="give one of them")
+        if self.public_ip and self.announce_maddrs:
+            raise ConfigError(
+                "--public-ip and --announce-maddrs say the same", hint="give one of them"
+            )
+        if self.public_ip and not self.port:
+            raise ConfigError(
+                "--public-ip is given without a port", hint="add --port N, the port that is open"
+            )
+        found = []
+        if self.peers and self.run:
+            found.append(("peers", f"peer.wait_for_peers={self.peers}"))
+        if self.port:
+            listen = [f"/ip4/0.0.0.0/tcp/{self.port}"]
+            if self.public_ip and ":" in self.public_ip:
+                listen.append(f"/ip6/::/tcp/{self.port}")
+            found.append(("port", f"network.host_maddrs={toml_value(listen)}"))
+        if self.public_ip:
+            kind = "ip6" if ":" in self.public_ip else "ip4"
+            address = f"/{kind}/{self.public_ip}/tcp/{self.port}"
+            found.append(("public_ip", f"network.announce_maddrs={toml_value([address])}"))
+        return found
+
     def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
         """Later ones win: the environment's flags, then --set, then the command line's flags."""
         flags: dict[bool, list[str]] = {True: [], False: []}
+        if kind is PeerConfig:
+            for name, setting in self._short_forms():
+                flags[name in self.from_environment].append(setting)
         for name in flags_of(kind):
             value = getattr(self, name)
             if value not in (None, ()):
@@ -342,9 +429,21 @@ class Options:
 
 
 _DECLARED = {each.name: each.metadata for each in fields(Options) if each.metadata}
+_GROUPS = {
+    "Run": "run initial_peers run_id invitation tip new_run peers wait_for_peers rounds settings",
+    "Text and weights": "corpus follow_links list_skipped tokenizer initialise_from",
+    "This machine": "state_dir config name capacity linger leave_timeout identity_path",
+    "Network": "port public_ip host_maddrs announce_maddrs client_mode relay direct direct_port "
+    "max_upload max_download data_quota",
+    "Compute": "device engine threads gpus bus workers_from remote_workers between key "
+    "gpu host disk",
+    "Output": "tensorboard as_json print_config log_format log_level",
+}
+"""Headings of the help texts, in their order, and the fields of `Options` below each."""
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 OPTIONS = {
-    name: option(declared["flag"], dest=name, **declared["attributes"])
-    for name, declared in _DECLARED.items()
+    name: option(_DECLARED[name]["flag"], dest=name, group=group, **_DECLARED[name]["attributes"])
+    for name, group in _GROUP_OF.items()
 }
 """All common options, by the name of their field in `Options`."""
 
@@ -374,7 +473,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             return function(common, **values)
 
         decorated: Callable[..., Any] = collected
-        for name in reversed(names):
+        for name in reversed([name for name in OPTIONS if name in names]):
             decorated = OPTIONS[name](decorated)
         return decorated
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 PEER_OPTIONS = (
     "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings", *flags_of(PeerConfig), "tokenizer", "initialise_from", "tensorboard",
-    "print_config", "log_format", "log_level",
+    "settings", "port", "public_ip", *flags_of(PeerConfig), "tokenizer", "initialise_from",
+    "tensorboard", "print_config", "log_format", "log_level",
 )  # fmt: skip
 """Those of swarm-doctor too, which is told what a peer would be told."""
 
@@ -30,7 +30,7 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     """Trains one peer of a swarm.
 
     \b
-    Found a run:    swarm-peer --run configs/runs/demo.toml
+    Found a run:    swarm-peer --run demo --port 31330
     Join a run:     swarm-peer --initial-peers ADDRESS
     Go on with one: swarm-peer --state-dir DIR
 
@@ -42,21 +42,30 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     run = options.run_config() if options.run else None
     require_founder(options)
     if options.print_config:
-        click.echo(in_effect(options))
+        click.echo(in_effect(options, options.print_config))
         return
     from peers.taking_part import take_part  # loads torch and hivemind: not for --help
 
     take_part(config, run, options, observer)
 
 
-def in_effect(options: Options) -> str:
-    """All settings as TOML: as given, and as kept from an earlier start of the state directory."""
+def in_effect(options: Options, kind: str) -> str:
+    """Settings as a TOML file that --run or --config takes.
+
+    Args:
+        options: as given; those of the machine also as kept by an earlier start.
+        kind: `run` or `machine`.
+
+    Raises:
+        ConfigError: the run is asked for, and --run is missing.
+    """
+    if kind == "run":
+        return as_toml(options.run_config())
     from swarm.peer.kept_settings import with_kept  # with the next: not for --help
     from swarm.peer.state_directory import StateDirectory  # loads torch and hivemind
 
     path = StateDirectory.unlocked(options.state_dir).settings_path
-    run = [options.run_config()] if options.run else []
-    return as_toml(*run, with_kept(options.peer_config(), path))
+    return as_toml(with_kept(options.peer_config(), path))
 
 
 def require_founder(options: Options) -> None:

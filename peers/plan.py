@@ -41,6 +41,8 @@ KEYS = (
     "fits",
     "owned_experts",
     "experts_that_fit",
+    "losses_survived",
+    "losses_until_pause",
     "micro_batch_tokens",
     "device_peak_bytes",
     "host_peak_bytes",
@@ -108,10 +110,10 @@ def main(
     """What a run costs a peer, and which engine runs it on this machine or a described one.
 
     \b
-    This machine:  swarm-plan --run configs/runs/spes_2b.toml
-    Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
-    A link:        swarm-plan --run configs/runs/spes_7b.toml --link 100/20mbit,100ms
-    Many GPUs:     swarm-plan --run configs/runs/spes_7b.toml --gpus 8x80GB --bus nvlink
+    This machine:  swarm-plan --run spes_2b
+    Another one:   swarm-plan --run spes_2b --gpu 24GB --host 64GB --disk 500GB
+    A link:        swarm-plan --run spes_7b --link 100/20mbit,100ms
+    Many GPUs:     swarm-plan --run spes_7b --gpus 8x80GB --bus nvlink
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
     phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
@@ -120,7 +122,7 @@ def main(
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:
-        click.echo(as_toml(run))
+        click.echo(as_toml(run if given.print_config == "run" else config))
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
@@ -165,6 +167,7 @@ def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
     """What the run takes of a machine, and with which engine."""
     console.print(table_of(run, planned.cost))
     console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
+    console.print(losses_table(run, planned))
     if planned.machine.fabric.size > 1:
         from peers.worker_tables import ways_table, workers_table  # loads torch: not for --help
 
@@ -190,6 +193,8 @@ def _figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
         "fits": planned.fits,
         "owned_experts": planned.owned_experts,
         "experts_that_fit": planned.experts_that_fit,
+        "losses_survived": planned.losses_survived,
+        "losses_until_pause": planned.losses_until_pause,
         "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,
         "device_peak_bytes": round(plan.need.crowded),
         "host_peak_bytes": round(plan.peaks.highest),
@@ -294,6 +299,25 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
         ("experts that fit", experts, "with some engine"),
     ]:
         table.add_row(*row)
+    return table
+
+
+def losses_table(run: RunConfig, planned: RunPlan) -> Table:
+    """How many of such machines the run may lose."""
+    peers, most = run.run.peers, planned.experts_that_fit or 0
+    title = f"{peers} such peers, each with room for {most} experts and owner of "
+    title += f"{planned.owned_experts}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    share = f"ownership.min_owned_share = {run.ownership.min_owned_share:g}"
+    for name, number, then in [
+        ("peers that may be lost", planned.losses_survived, "before an expert waits for an owner"),
+        ("  until the run pauses", planned.losses_until_pause, share),
+    ]:
+        number_text = "too little room as it is" if number is None else str(number)
+        table.add_row(name, number_text, then)
     return table
 
 

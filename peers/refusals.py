@@ -9,7 +9,7 @@ from peers.asked import Entry, own_id
 from peers.options import Options
 from peers.peer import require_founder
 from peers.tensorboard import writer_type
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import CorpusSection, PeerConfig, RunConfig
 from swarm.errors import SwarmError
 from swarm.network.invitations import read_invitation
 from swarm.peer.quota import require_quota
@@ -48,7 +48,7 @@ def refusals(
     elif run:
         checks.append(partial(wanted.require, run))
     if run:
-        checks.append(partial(_require_text, run, config.corpus.folder, entry.directory))
+        checks.append(partial(_require_text, run, config.corpus, entry.directory))
     if run and (given.tokenizer or entry.founds):
         checks.append(partial(founders_tokenizer, run, given.tokenizer))
     if run and entry.founds:
@@ -61,9 +61,10 @@ def _require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDire
         require_way_in(wanted, addresses, state)
 
 
-def _require_text(run: RunConfig, folder: str | None, directory: RunDirectory | None) -> None:
+def _require_text(run: RunConfig, corpus: CorpusSection, directory: RunDirectory | None) -> None:
     remembered = directory.read_text_folder() if directory else None
-    corpus_of(run, remembered if folder is None else folder)
+    folder = remembered if corpus.folder is None else corpus.folder
+    corpus_of(run, folder, follow_links=corpus.follow_links)
 
 
 def _refusal(check: Callable[[], object]) -> str | None:

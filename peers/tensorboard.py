@@ -133,7 +133,7 @@ class Drawn(Printed):
     def close(self) -> None:
         """Writes what is left, if the disk takes it within `CLOSE_S`."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():
+        if self._thread.is_alive:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=CLOSE_S)
             self._thread.stop(CLOSE_S)

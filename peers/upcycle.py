@@ -19,7 +19,9 @@ _FOLDER = click.Path(path_type=Path)
 
 
 class Upcycle(Program, click.Group):
-    """A program with a command beside its own work."""
+    """A program with a command in addition to its own work."""
+
+    command_class = Program
 
 
 @click.group(

@@ -50,8 +50,8 @@ def main(
     """Lets this machine's GPUs compute for a peer that was started elsewhere.
 
     \b
-    Beside the peer:  swarm-peer ... --gpus all --workers-from 10.0.0.1:31340 --remote-workers 8
-    On this machine:  swarm-worker --controller 10.0.0.1:31340 --key workers.key
+    The peer:      swarm-peer ... --workers-from 10.0.0.1:31340 --remote-workers 8
+    This machine:  swarm-worker --controller 10.0.0.1:31340 --key workers.key
 
     The peer makes the key, and its log says where. Its workers here begin when all machines are
     there, and end with it, within 10 s; then this program waits for it again. Nothing is

@@ -100,7 +100,7 @@ def links_of(text: str, slower: float) -> list[Link]:
 
 _OF_A_ROUND = re.compile(
     r"(\S+) (?:DEBUG topic=round (?:roster closed with|height (\d+) decided with)"
-    r"|INFO round=\S+ kind=\S+ height=(\d+) )"
+    r"|DEBUG round=\S+ kind=\S+ height=(\d+) )"
 )
 
 

@@ -486,6 +486,7 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "addresses": ("/ip4/203.0.113.7/tcp/31330", "/ip4/192.168.0.7/tcp/31330"),
         "state": PeerState.TRAINING,
         "capacity": 1.0,
+        "room": 4,
         "generation": FOUNDING_GENERATION,
         "manifest_digest": swarm.tip.digest,
         "owned_experts": owned,

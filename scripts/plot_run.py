@@ -70,7 +70,7 @@ def files_of(places: Iterable[Path]) -> list[Path]:
     """
     found = []
     for place in places:
-        here = [place] if place.is_file() else sorted(place.rglob("events.jsonl"))
+        here = [place] if place.is_file() else sorted(place.rglob("events.jsonl*"))
         if not here:
             raise NothingToDraw(f"{place}: no events.jsonl there; name a peer's state directory")
         found += here

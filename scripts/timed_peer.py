@@ -21,6 +21,7 @@ from swarm.config import RunConfig
 from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
+from swarm.train.options import EngineOptions
 from swarm.train.resident import ResidentEngine
 
 STEP_VARIABLE = "SWARM_TIMED_STEP_S"
@@ -46,6 +47,11 @@ class TimedEngine(ResidentEngine):
         """What a move took last."""
         self._draw = torch.Generator().manual_seed(seed)
         self._moves_x = torch.empty(0)
+
+    @property
+    def levels(self) -> tuple[EngineOptions, ...]:
+        """There is one."""
+        return (EngineOptions.of(self._run, device="cpu"),)
 
     def describe(self) -> str:
         """The engine in words."""

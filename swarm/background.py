@@ -134,19 +134,7 @@ class SupervisedThread:
         return True
 
     def _run(self) -> None:
-        failures = 0
-        while True:
-            is_last, began_s = self.stopping.is_set(), self._system.monotonic()
-            try:
-                self._body()
-                return
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it must not end here
-                failures = _failures(failures, self._system.monotonic() - began_s)
-                pause_s = _pause_s(failures)
-                _log_rest(f"the thread {self.name}", error, pause_s)
-            if is_last:
-                return
-            self._system.wait(self.stopping, pause_s)
+        supervised(f"the thread {self.name}", self._body, self.stopping, system=self._system)
 
 
 class _Work:
@@ -172,6 +160,11 @@ class _Work:
         for future, _ in dropped:
             future.cancel()
 
+    def start_one(self, system: System) -> None:
+        """Starts a thread; one that fails between two calls begins again."""
+        run = partial(supervised, f"a thread of {self.name}", self.run, threading.Event())
+        self.threads.append(system.start(run, self.name))
+
     def run(self) -> None:
         """The body of a thread."""
         me, failure = threading.get_ident(), None
@@ -183,12 +176,15 @@ class _Work:
         while True:
             with self.changed:
                 self.idle += 1
-                self.changed.wait_for(lambda: self.queue or self.is_ended)
-                self.idle -= 1
+                try:
+                    self.changed.wait_for(lambda: self.queue or self.is_ended)
+                finally:
+                    self.idle -= 1
                 if not self.queue:
                     return
-                future, call = self.queue.popleft()
+                call = self.queue[0][1]  # it stays there until nothing can fail any more
                 self.running[me] = getattr(call.func, "__qualname__", str(call.func))
+                future, call = self.queue.popleft()
             _answer(future, call, failure)
             del future, call  # nothing is held while the thread waits
             with self.changed:
@@ -241,7 +237,7 @@ class Helpers(ThreadPoolExecutor):
         _AT_WORK.add(self._shared)
         weakref.finalize(self, self._shared.end)
         for _ in range(number if are_started else 0):
-            self._shared.threads.append(system.start(self._shared.run, name))
+            self._shared.start_one(system)
 
     def submit(
         self, fn: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
@@ -265,7 +261,7 @@ class Helpers(ThreadPoolExecutor):
     def _start_one(self) -> None:
         shared = self._shared
         try:
-            shared.threads.append(self._system.start(shared.run, shared.name))
+            shared.start_one(self._system)
         except OutOfMemory:
             if not shared.threads:  # those that are there do the work
                 raise
@@ -347,7 +343,7 @@ class Tasks:
 
     def supervise(self, body: AsyncBody) -> None:
         """Runs work that lives as long as its owner: after a failure it rests and begins again."""
-        self.spawn(supervised(f"a task of {self._owner}", body))
+        self.spawn(supervised_async(f"a task of {self._owner}", body))
 
     async def stop(self) -> None:
         """Cancels all and returns once they have ended."""
@@ -371,8 +367,42 @@ class Tasks:
             self._on_failure(error)
 
 
-async def supervised(who: str, body: AsyncBody) -> None:
-    """Awaits a body until it returns; see the module. Only being cancelled ends it before.
+def supervised(
+    who: str,
+    body: Body,
+    stopping: threading.Event,
+    *,
+    ends: tuple[type[BaseException], ...] = (),
+    system: System = SYSTEM,
+) -> None:
+    """Calls a body in this thread until it returns; see the module.
+
+    Args:
+        who: is named in the log when the body fails.
+        body: returns once `stopping` is set.
+        stopping: ends a rest; the body is then called once more, to finish.
+        ends: exceptions that are raised, because they are expected and say why the work is over.
+        system: of this process.
+    """
+    failures = 0
+    while True:
+        is_last, began_s = stopping.is_set(), system.monotonic()
+        try:
+            body()
+            return
+        except ends:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is logged, whatever it is
+            failures = _failures(failures, system.monotonic() - began_s)
+            pause_s = _pause_s(failures)
+            _log_rest(who, error, pause_s)
+        if is_last:
+            return
+        system.wait(stopping, pause_s)
+
+
+async def supervised_async(who: str, body: AsyncBody) -> None:
+    """Awaits a body in this task until it returns; only being cancelled ends it before.
 
     Args:
         who: is named in the log when the body fails.

@@ -56,13 +56,38 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
     sync_folder(path.parent)
 
 
-def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
+def older(path: Path) -> Path:
+    """Where the lines lie that a file had before it became too large."""
+    return path.with_name(f"{path.name}.old")
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file that `append_lines` bounds, the oldest first; none where it is missing.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    found: list[bytes] = []
+    for each in (older(path), path):
+        if each.exists():
+            found += each.read_bytes().splitlines()
+    return found
+
+
+def append_lines(
+    path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
+) -> bool:
     """Adds whole lines to a file, which is made when missing; a line that a crash tore is ended.
 
     Args:
         path: the file.
         lines: each with its end.
         sync: makes them durable.
+        most_bytes: a file that has reached this size becomes the `older` one, in place of that
+            before, so there are about twice as many bytes at most. None: it grows.
+
+    Returns:
+        Whether the next line begins a new file.
 
     Raises:
         OSError: the disk refused.
@@ -73,6 +98,11 @@ def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
         if sync:
             file.flush()
             os.fsync(file.fileno())
+        size = file.tell()
+    is_full = most_bytes is not None and size >= most_bytes
+    if is_full:
+        path.replace(older(path))
+    return is_full
 
 
 def _ends_a_line(descriptor: int, size: int) -> bool:

@@ -32,11 +32,34 @@ SwarmError (1)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+MAX_MESSAGE = 2000
+"""Characters of a message; a hint is bounded likewise."""
+_LONG_WORD = re.compile(r"\S{401,}")
+_KEPT = 120
+"""Characters of a long word that are shown of its beginning, and of its end."""
+
+
+def shortened(text: str) -> str:
+    """A message that quotes what somebody gave, in a length that a person reads.
+
+    Of a word of more than 400 characters, and of a text of more than 2,000, the middle is left out.
+    """
+    text = _LONG_WORD.sub(lambda word: _without_middle(word[0], _KEPT, _KEPT), text)
+    if len(text) <= MAX_MESSAGE:
+        return text
+    return _without_middle(text, MAX_MESSAGE - 600, 500)
+
+
+def _without_middle(text: str, first: int, last: int) -> str:
+    left_out = len(text) - first - last
+    return f"{text[:first]}… ({left_out:,} characters) …{text[-last:]}"
 
 
 class SwarmError(Exception):
-    """Base of all errors of this package.
+    """Base of all errors of this package; its text is `shortened`.
 
     Attributes:
         exit_code: what a program that ends with this error returns to its shell.
@@ -46,8 +69,8 @@ class SwarmError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(shortened(message))
+        self.hint = shortened(hint)
 
     def __str__(self) -> str:
         message = super().__str__()

@@ -16,6 +16,7 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         addresses=(),
         state=PeerState.TRAINING,
         capacity=1.0,
+        room=4,
         generation="0",
         height=6,
         round=5,

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from swarm import errors
+from swarm.config import RunConfig, parse_config
 
 
 def kinds(root: type[errors.SwarmError] = errors.SwarmError) -> list[type[errors.SwarmError]]:
@@ -37,6 +38,23 @@ def test_the_drawing_names_every_error_with_its_exit_code() -> None:
 def test_an_error_says_what_to_do_next() -> None:
     assert str(errors.ConfigError("x is wrong")) == "x is wrong"
     assert str(errors.ConfigError("x is wrong", hint="use y")) == "x is wrong (use y)"
+
+
+def test_what_an_error_quotes_is_shortened_and_the_rest_stays() -> None:
+    path = "/" + "/".join(["folder"] * 50)
+    for value in ("[" * 9000, "[ " * 9000):
+        text = str(errors.ConfigError(f"{path}: name = {value}: too long", hint="shorten it"))
+        assert len(text) < 2100 and text.startswith(f"{path}: name = [")
+        assert text.endswith(": too long (shorten it)") and "characters) …" in text
+    shown = f"a {'b' * 120}… (161 characters) …{'b' * 120} c"
+    assert errors.shortened(f"a {'b' * 401} c") == shown
+    assert errors.shortened("b" * 400) == "b" * 400
+
+
+def test_a_configuration_with_a_name_of_brackets_gives_a_line_that_people_read() -> None:
+    with pytest.raises(errors.ConfigError) as refused:
+        parse_config(RunConfig, f"[run]\nname = '{'[' * 9000}'", source="file")
+    assert len(str(refused.value)) < 1000 and "run.name" in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", kinds(errors.HostileInput))

@@ -179,8 +179,12 @@ class CorpusSection(Section):
     """This machine's text."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of .txt, .md, .py, .jsonl and .parquet files; by default the one that the run's text
-    came from before, or else the Python standard library."""
+    """Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files; by default the one that
+    the run's text came from before, or else the Python standard library."""
+    follow_links: bool = False
+    """Whether links to folders, and to files outside the folder, are followed."""
+    list_skipped: bool = False
+    """Whether every file, line and row that is not read is named in the log."""
 
 
 class PeerConfig(Section):

@@ -174,6 +174,8 @@ class OwnershipConfig(Section):
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
+    min_owned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Peers wait while fewer of the experts than that have an owner: the others fit no machine."""
 
 
 class MergingConfig(Section):

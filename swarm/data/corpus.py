@@ -1,32 +1,34 @@
 """The documents of a corpus: which files, in which order, and which of them are held out.
 
 A corpus is the Python standard library of this machine (real text that is always there) or a
-folder of files with one of `SUFFIXES`. Files are taken in the order of their relative
+folder of files whose names say that they are text. Files are taken in the order of their relative
 paths, by bytes; beyond this order their names do not matter, nor does where the folder lies. So
 equal files give equal corpora.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import platform
 import re
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from blake3 import blake3
 
-from swarm.data.documents import LINES, TEXT, Tally, file_documents
-from swarm.data.input_files import TABLE
+from swarm.data.documents import TEXT, file_documents
+from swarm.data.file_digests import FileDigests
+from swarm.data.input_files import SUFFIXES, kind_of, suffix_of
+from swarm.data.tally import HIDDEN, NO_SUFFIX, Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
-SUFFIXES = (*LINES, ".md", TABLE, ".py", ".txt", ".txt.zst")
 STANDARD_LIBRARY = "standard library of Python"
 """With the version behind it, the name of the corpus that every machine has."""
 MAX_NAME = 64
@@ -46,8 +48,9 @@ class Corpus:
         name: for people; nothing depends on it.
         root: the folder that holds the files, absolute.
         files: paths relative to `root`, with forward slashes, sorted.
-        unlisted: paths of a kind that is read, but no files, each with the reason.
-        column: where .jsonl lines and .parquet rows have their text.
+        unlisted: paths that may be text and are not read, each with the reason.
+        column: where JSON objects and .parquet rows have their text.
+        unread: paths that are not read for their names, each with the suffix.
     """
 
     name: str
@@ -55,13 +58,14 @@ class Corpus:
     files: tuple[str, ...]
     unlisted: tuple[tuple[str, str], ...] = ()
     column: str = TEXT
+    unread: tuple[tuple[str, str], ...] = ()
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """The documents that are not blank, in order; see `swarm.data.documents`.
 
         Args:
-            tally: takes up all that is not read, `unlisted` included.
+            tally: takes up all that is not read, `unlisted` and `unread` included.
 
         Raises:
             DataError: see `file_documents`; or a file could be read at first, and then no more.
@@ -69,43 +73,41 @@ class Corpus:
         tally = tally or Tally()
         for what, reason in self.unlisted:
             tally.add(what, reason)
+        for what, suffix in self.unread:
+            tally.leave(what, suffix)
         for file in self.files:
             found = file_documents(self.root / file, file, tally, self.column)
             if found is not None:
                 yield from found
-                tally.files += 1
+                tally.finished(size_of(self.root, (file,)))
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """Token ids of each document, closed."""
         return tokenizer.encoded(documents)
 
-    def fingerprint(self) -> str:
-        """Digest of the list of files with their sizes and times of change (ns).
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
+        """Digest of the names and contents of the files, wherever they lie.
 
-        Cheap: reads no content. Equal fingerprints mean that a cache of the corpus still holds.
+        Reads them, a second or so a GB, but for those whose digests are known. Equal fingerprints
+        mean that a cache of the corpus still holds.
 
         Raises:
             DataError: a file of the list is gone.
         """
-        listed = fingerprint_of(self.root, self.files)
+        listed = fingerprint_of(self.root, self.files, digests)
         said = json.dumps([listed, self.unlisted, self.column])
         return blake3(said.encode()).hexdigest()
 
 
-def fingerprint_of(root: Path, files: Iterable[str]) -> str:
-    """Digest of files with their sizes and times of change (ns).
+def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None = None) -> str:
+    """Digest of the names and contents of files.
 
     Raises:
         DataError: one of them is gone.
     """
-    listed = []
-    for file in files:
-        try:
-            status = (root / file).stat()
-        except OSError as error:
-            raise DataError(f"{root / file}: {error.strerror}") from error
-        listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return blake3(json.dumps([str(root), listed]).encode()).hexdigest()
+    names = list(files)
+    listed = list(zip(names, (digests or FileDigests()).of(root, names), strict=True))
+    return blake3(json.dumps(listed).encode()).hexdigest()
 
 
 def size_of(root: Path, files: Iterable[str]) -> int:
@@ -113,13 +115,15 @@ def size_of(root: Path, files: Iterable[str]) -> int:
     return sum(path.stat().st_size for file in files if (path := root / file).exists())
 
 
-def open_corpus(folder: str | None, column: str = TEXT) -> Corpus:
+def open_corpus(folder: str | None, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
     """The corpus in `folder`, or the Python standard library when there is none.
 
     Raises:
-        DataError: the folder is missing or holds no file of a kind we read.
+        DataError: see `folder_corpus`.
     """
-    return standard_library_corpus() if folder is None else folder_corpus(Path(folder), column)
+    if folder is None:
+        return standard_library_corpus()
+    return folder_corpus(Path(folder), column, follow_links=follow_links)
 
 
 def standard_library_corpus() -> Corpus:
@@ -132,18 +136,35 @@ def standard_library_corpus() -> Corpus:
         DataError: this Python came without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files, unlisted = _list_files(root, (".py",), _OMITTED_FOLDERS)
-    files = tuple(file for file in files if not _OF_THE_MACHINE.fullmatch(file))
+    found = list_files(root, lambda name: name.endswith(".py"), _OMITTED_FOLDERS)
+    files = tuple(file for file in found.files if not _OF_THE_MACHINE.fullmatch(file))
     if not files:
         raise DataError(f"{root}: holds no .py files", hint="name a folder of text: --corpus DIR")
-    return Corpus(f"{STANDARD_LIBRARY} {platform.python_version()}", root, files, unlisted)
+    return Corpus(f"{STANDARD_LIBRARY} {platform.python_version()}", root, files, found.unlisted)
 
 
-def folder_corpus(folder: Path, column: str = TEXT) -> Corpus:
-    """All files of our `SUFFIXES` below `folder`; hidden files and folders are left out.
+def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
+    """All files below `folder` that `kind_of` knows, at least one; see `listed_corpus`.
 
     Raises:
-        DataError: the folder is missing or holds no file of these kinds.
+        DataError: the folder is missing or holds no file of these kinds; says what it holds.
+    """
+    corpus = listed_corpus(folder, column, follow_links=follow_links)
+    if not corpus.files:
+        tally = Tally()
+        collections.deque(corpus.documents(tally), maxlen=0)
+        raise DataError(f"{corpus.root}: holds no file with {SUFFIXES}; {tally.examples()}")
+    return corpus
+
+
+def listed_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
+    """All files below `folder` that `kind_of` knows; hidden files and folders are left out.
+
+    A link to a file inside the folder is read. One that leaves the folder, and any to a folder, is
+    followed only with `follow_links`: what it leads to could be published as held-out text.
+
+    Raises:
+        DataError: the folder is missing.
     """
     root = Path(os.path.abspath(folder.expanduser()))
     if not root.is_dir():
@@ -151,11 +172,9 @@ def folder_corpus(folder: Path, column: str = TEXT) -> Corpus:
         raise DataError(
             f"{root}: {what}", hint="--corpus, or corpus.folder, names a folder of text"
         )
-    files, unlisted = _list_files(root, SUFFIXES)
-    if not files:
-        why = "".join(f"; {what}: {reason}" for what, reason in unlisted[:3])
-        raise DataError(f"{root}: holds no file with {', '.join(SUFFIXES)}{why}")
-    return Corpus(printable_name(root.name) or "text", root, files, unlisted, column)
+    found = list_files(root, lambda name: kind_of(name) is not None, follow_links=follow_links)
+    name = printable_name(root.name) or "text"
+    return Corpus(name, root, found.files, found.unlisted, column, found.unread)
 
 
 def is_held_out(content: bytes) -> bool:
@@ -201,41 +220,89 @@ def printable_name(name: str) -> str:
     return "".join(c if c.isprintable() else "_" for c in name)[:MAX_NAME].strip()
 
 
-def _list_files(
-    root: Path, suffixes: tuple[str, ...], omitted: frozenset[str] = frozenset()
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Files of these kinds, and other paths of these kinds, both sorted."""
+class Listing(NamedTuple):
+    """What lies below a folder; paths are relative to it, sorted.
+
+    Attributes:
+        files: those that are wanted.
+        unlisted: others that may be wanted, each with the reason.
+        unread: those that are not wanted for their names, each with the suffix.
+    """
+
+    files: tuple[str, ...]
+    unlisted: tuple[tuple[str, str], ...]
+    unread: tuple[tuple[str, str], ...]
+
+
+def list_files(
+    root: Path,
+    is_wanted: Callable[[str], bool],
+    omitted: frozenset[str] = frozenset(),
+    *,
+    follow_links: bool = False,
+) -> Listing:
+    """All that lies below a folder.
+
+    Args:
+        root: the folder, absolute.
+        is_wanted: says of a file's name whether it is to be read.
+        omitted: names of folders that are left out without a word.
+        follow_links: whether links to folders, and those that leave `root`, are followed.
+    """
+    real_root = os.path.realpath(root)
+    entered = {real_root}
     files: list[str] = []
     unlisted: list[tuple[str, str]] = []
+    unread: list[tuple[str, str]] = []
 
     def cannot_list(error: OSError) -> None:
         unlisted.append(
             (os.path.relpath(error.filename, root), f"cannot be read: {error.strerror}")
         )
 
-    for folder, subfolders, names in os.walk(root, onerror=cannot_list):
-        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n not in omitted]
-        relative = Path(folder).relative_to(root)
-        for name in subfolders:
-            if os.path.islink(os.path.join(folder, name)):
-                reason = "a link to a folder, which is not followed"
-                unlisted.append(((relative / name).as_posix(), reason))
+    def may_enter(path: str, shown: str) -> bool:
+        name, real = os.path.basename(path), os.path.realpath(path)
+        if name.startswith("."):
+            unread.append((shown, HIDDEN))
+        elif os.path.islink(path) and not follow_links:
+            unlisted.append((shown, "a link to a folder, which is not followed"))
+        elif real in entered:
+            unlisted.append((shown, "read already by another path"))
+        else:
+            entered.add(real)
+            return True
+        return False
+
+    for folder, subfolders, names in os.walk(root, onerror=cannot_list, followlinks=follow_links):
+        within = os.path.relpath(folder, root)
+        shown = {name: os.path.normpath(os.path.join(within, name)) for name in subfolders + names}
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if name not in omitted and may_enter(os.path.join(folder, name), shown[name])
+        )
         for name in names:
-            if name.startswith(".") or not name.endswith(suffixes):
-                continue
-            file = (relative / name).as_posix()
-            reason = _no_file(os.path.join(folder, name))
-            if reason:
-                unlisted.append((file, reason))
+            path = os.path.join(folder, name)
+            if name.startswith(".") or not is_wanted(name):
+                kind = HIDDEN if name.startswith(".") else suffix_of(name) or NO_SUFFIX
+                unread.append((shown[name], kind))
+            elif reason := _no_file(path, None if follow_links else real_root):
+                unlisted.append((shown[name], reason))
             else:
-                files.append(file)
-    return tuple(sorted(files, key=os.fsencode)), tuple(sorted(unlisted))
+                files.append(shown[name])
+    by_bytes = sorted(files, key=os.fsencode)
+    return Listing(tuple(by_bytes), tuple(sorted(unlisted)), tuple(sorted(unread)))
 
 
-def _no_file(path: str) -> str:
-    """Why a name is not of a regular file; empty if it is."""
+def _no_file(path: str, real_root: str | None) -> str:
+    """Why a name is not of a regular file, within `real_root` if given; empty if it is."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return "" if stat.S_ISREG(mode) else "a pipe, socket or device"
+    if not stat.S_ISREG(mode):
+        return "a pipe, socket or device"
+    if real_root is None or not os.path.islink(path):
+        return ""
+    is_within = os.path.commonpath([real_root, os.path.realpath(path)]) == real_root
+    return "" if is_within else "a link that leaves the folder, followed with --follow-links"

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from blake3 import blake3
 
 from swarm.data.corpus import printable_name
-from swarm.data.documents import TEXT, Tally, row_documents
+from swarm.data.documents import TEXT, row_documents
+from swarm.data.file_digests import FileDigests
+from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
@@ -51,7 +53,7 @@ class DatasetText:
         """How large it is cannot be known."""
         return ()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, _: FileDigests | None = None) -> str:
         """See `Source`: what `datasets` knows of its files without reading them.
 
         Raises:
@@ -74,7 +76,7 @@ class DatasetText:
         with self._opened() as builder:
             rows = builder.as_streaming_dataset(split=self.split)
             yield from row_documents(self._texts(rows), self.name, tally)
-        tally.files += 1
+        tally.finished(0)  # how large it is cannot be known
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""

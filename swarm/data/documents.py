@@ -8,47 +8,27 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from swarm.data.input_files import TABLE, check_table, opened, table_texts
+from swarm.data.html_text import html_text
+from swarm.data.input_files import Kind, kind_of, missing, opened
+from swarm.data.tables import check_table, table_texts
+from swarm.data.tally import Tally
 from swarm.errors import DataError
 
 TEXT = "text"
-"""Where a .jsonl line and a .parquet row have their text, unless said otherwise."""
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+"""Where a JSON object and a .parquet row have their text, unless said otherwise."""
 
 MAX_DOCUMENT_BYTES = 2**16
 MAX_LINE_BYTES = 2**26
-"""A line of a .jsonl file is in memory as a whole."""
+"""A line of a .jsonl file is in memory as a whole, and so are .json and .html files."""
 _READ_BYTES = 2**20
 _BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
 """Where a text is cut, the best first: after a blank line, a line, a word."""
-
-
-@dataclass
-class Tally:
-    """What became of a corpus: how much was read, and what was not, with the reason.
-
-    Attributes:
-        files: that are text and were read to their end.
-        count: files, folders and lines that are skipped.
-        named: the first `max_named` of them.
-    """
-
-    files: int = 0
-    count: int = 0
-    named: list[str] = field(default_factory=list)
-    max_named: int = 3
-
-    def add(self, what: str, reason: str) -> None:
-        """Counts a file, folder or line."""
-        self.count += 1
-        if len(self.named) < self.max_named:
-            self.named.append(f"{what}: {reason}")
 
 
 def file_documents(
@@ -56,15 +36,16 @@ def file_documents(
 ) -> Iterator[bytes] | None:
     """The documents of a file that are not blank, in order, each of at most 64 KiB of UTF-8.
 
-    A .jsonl file holds one text a line, in objects with a string under `column`; lines that are
-    something else are skipped. A .parquet file holds one text a row, in the column of that name;
-    rows without one are skipped. Any other file is one text. Texts are cut by `pieces`.
+    A .jsonl file holds one text a line, in objects with a string under `column`. A .json file is
+    one such object, a list of them, or a .jsonl file by another name. A .parquet file holds one
+    text a row, in the column of that name. Lines, objects and rows without a text are skipped. Of
+    an .html file the visible text is taken. Any other file is one text. Texts are cut by `pieces`.
 
     Args:
         path: of a regular file.
         name: what `skipped` calls it.
         skipped: takes up all that is not read.
-        column: where lines and rows have their text.
+        column: where objects and rows have their text.
 
     Returns:
         None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.
@@ -72,13 +53,13 @@ def file_documents(
     Raises:
         DataError: the file is damaged, has no such column, or needs a package that is missing.
     """
-    reason = ""
+    kind, reason = kind_of(path.name), ""
     try:
-        if path.suffix == TABLE:
+        if kind is Kind.TABLE:
             check_table(path, column)
         else:
             with opened(path) as file:
-                reason = _unfit(file)
+                reason = _unfit(file, MAX_LINE_BYTES if kind is Kind.HTML else None)
     except OSError as error:
         reason = f"cannot be read: {error.strerror or error}"
     if reason:
@@ -108,16 +89,19 @@ def pieces(file: BinaryIO) -> Iterator[bytes]:
 
 def row_documents(rows: Iterable[str | None], name: str, skipped: Tally) -> Iterator[bytes]:
     """The documents of the rows of a table; see `file_documents`."""
-    return _cut_texts(_row_texts(rows, name, skipped.add))
+    return _cut_texts(_row_texts(rows, name, skipped))
 
 
-def _unfit(file: BinaryIO) -> str:
-    """Why a file is no text; empty if it is."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def _unfit(file: BinaryIO, limit: int | None) -> str:
+    """Why a file is no text of so many bytes at most; empty if it is."""
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         while chunk := file.read(_READ_BYTES):
+            size += len(chunk)
             if b"\0" in chunk:
                 return "binary, since it has NUL bytes"
+            if limit is not None and size > limit:
+                return _too_long()
             decoder.decode(chunk)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
@@ -125,18 +109,39 @@ def _unfit(file: BinaryIO) -> str:
     return ""
 
 
+def _too_long() -> str:
+    return f"longer than {MAX_LINE_BYTES >> 20} MiB"
+
+
 def _documents(path: Path, name: str, skipped: Tally, column: str) -> Iterator[bytes]:
+    kind = kind_of(path.name)
     try:
-        if path.suffix == TABLE:
+        if kind is Kind.TABLE:
             yield from row_documents(table_texts(path, column), name, skipped)
             return
         with opened(path) as file:
-            is_json = path.name.endswith(LINES)
-            yield from _cut_texts(
-                _json_texts(file, name, skipped.add, column) if is_json else [file]
-            )
+            yield from _cut_texts(_texts(file, path, name, skipped, column))
     except OSError as error:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
+
+
+def _texts(
+    file: BinaryIO, path: Path, name: str, skipped: Tally, column: str
+) -> Iterator[BinaryIO]:
+    """The texts of an open file that is no table."""
+    match kind_of(path.name):
+        case Kind.LINES:
+            yield from _line_texts(file, name, skipped, column)
+        case Kind.JSON:
+            yield from _json_texts(file, name, skipped, column)
+        case Kind.HTML:
+            try:
+                text = html_text(file.read().decode("utf-8-sig"))
+            except ImportError as error:
+                raise missing(path, "justhtml") from error
+            yield _bytes_of(text)
+        case _:
+            yield file
 
 
 def _cut_texts(texts: Iterable[BinaryIO]) -> Iterator[bytes]:
@@ -160,37 +165,74 @@ def _cut(head: bytes) -> int:
     return end
 
 
-def _json_texts(
-    file: BinaryIO, name: str, skip: Callable[[str, str], None], column: str
-) -> Iterator[io.BytesIO]:
+def _json_texts(file: BinaryIO, name: str, skipped: Tally, column: str) -> Iterator[io.BytesIO]:
+    """The texts of a .json file: of its one object, its list of objects, or its lines."""
+    content = file.read(MAX_LINE_BYTES + 1)
+    if _begins_with_a_line(content):
+        file.seek(0)
+        yield from _line_texts(file, name, skipped, column)
+        return
+    if len(content) > MAX_LINE_BYTES:
+        skipped.add(name, f"{_too_long()}: write it as .jsonl")
+        return
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        skipped.add(name, "not valid JSON")
+        return
+    for number, item in enumerate(value if isinstance(value, list) else [value], start=1):
+        place = f"{name}: item {number}" if isinstance(value, list) else name
+        yield from _object_texts(item, place, skipped, column)
+
+
+def _begins_with_a_line(content: bytes) -> bool:
+    """Whether the first line is an object by itself, and others follow."""
+    lines = filter(bytes.strip, io.BytesIO(content))
+    first, second = itertools.islice(itertools.chain(lines, (b"", b"")), 2)
+    if not second:
+        return False
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _line_texts(file: BinaryIO, name: str, skipped: Tally, column: str) -> Iterator[io.BytesIO]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES):
         number += 1
         if not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
             while rest and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES)
-            skip(f"{name}:{number}", f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            skipped.add(f"{name}:{number}", _too_long())
             continue
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            skip(f"{name}:{number}", "not valid JSON")
+            skipped.add(f"{name}:{number}", "not valid JSON")
             continue
-        text = value.get(column) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            skip(f"{name}:{number}", f'no object with a string under "{column}"')
-            continue
-        # Lone surrogates, which JSON escapes can make, have no UTF-8 form.
-        yield io.BytesIO(text.encode("utf-8", errors="replace"))
+        yield from _object_texts(value, f"{name}:{number}", skipped, column)
 
 
-def _row_texts(
-    rows: Iterable[str | None], name: str, skip: Callable[[str, str], None]
-) -> Iterator[io.BytesIO]:
+def _object_texts(value: object, place: str, skipped: Tally, column: str) -> Iterator[io.BytesIO]:
+    """The text of one object, where it has one."""
+    text = value.get(column) if isinstance(value, dict) else None
+    if isinstance(text, str):
+        yield _bytes_of(text)
+    else:
+        skipped.add(place, f'no object with a string under "{column}"')
+
+
+def _row_texts(rows: Iterable[str | None], name: str, skipped: Tally) -> Iterator[io.BytesIO]:
     for number, text in enumerate(rows, start=1):
         if text is None:
-            skip(f"{name}: row {number}", "no text")
+            skipped.add(f"{name}: row {number}", "no text")
         else:
-            yield io.BytesIO(text.encode("utf-8", errors="replace"))
+            yield _bytes_of(text)
+
+
+def _bytes_of(text: str) -> io.BytesIO:
+    # Lone surrogates, which JSON escapes can make, have no UTF-8 form.
+    return io.BytesIO(text.encode("utf-8", errors="replace"))

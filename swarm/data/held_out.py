@@ -78,8 +78,8 @@ def held_out_documents(
 
     This order does not depend on where files lie or what they are called, and takes from all over
     the corpus. The last one is cut, at a character. Where no document happens to be held out, the
-    one with the smallest digest is (`swarm.data.corpus.Split`). Reads every document, holds those
-    that it returns.
+    one with the smallest digest is (`swarm.data.corpus.Split`). Of equal documents one is taken.
+    Reads every document, holds those that it returns.
 
     Args:
         documents: texts in UTF-8.
@@ -103,6 +103,7 @@ def whole_held_out(
     """What `held_out_documents` returns, whose last document is not cut: it may be no text."""
     # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
     kept: list[tuple[int, bytes]] = []
+    chosen = set[int]()
     num_bytes = 0
     instead: tuple[int, bytes] | None = None
     for content in documents:
@@ -111,10 +112,15 @@ def whole_held_out(
             if not kept and (instead is None or digest < instead[0]):
                 instead = (digest, content)
             continue
+        if digest in chosen:  # a copy
+            continue
+        chosen.add(digest)
         heapq.heappush(kept, (-digest, content))
         num_bytes += len(content)
         while num_bytes - len(kept[0][1]) >= limit:
-            num_bytes -= len(heapq.heappop(kept)[1])
+            negative, dropped = heapq.heappop(kept)
+            chosen.remove(-negative)
+            num_bytes -= len(dropped)
     contents = [content for _, content in sorted(kept, reverse=True)]
     if not contents:
         if instead is None:

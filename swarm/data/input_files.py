@@ -1,8 +1,12 @@
-"""Files of text as they lie on disk: plain, compressed (.gz, .zst), or tables (.parquet)."""
+"""Files of text as they lie on disk: their kinds, by their names, and their bytes, unpacked."""
 
 from __future__ import annotations
 
+import enum
 import gzip
+import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +15,43 @@ from typing import Any, BinaryIO, cast
 
 from swarm.errors import DataError
 
-TABLE = ".parquet"
-_ROWS = 1024
-"""That are in memory at once."""
-_REMEDY = "fetch or make it again, or take it out of the folder"
+REMEDY = "fetch or make it again, or take it out of the folder"
+
+
+class Kind(enum.Enum):
+    """How the texts of a file are found in its bytes."""
+
+    TEXT = enum.auto()
+    LINES = enum.auto()
+    JSON = enum.auto()
+    HTML = enum.auto()
+    TABLE = enum.auto()
+
+
+_KINDS = {
+    ".htm": Kind.HTML,
+    ".html": Kind.HTML,
+    ".json": Kind.JSON,
+    ".jsonl": Kind.LINES,
+    ".md": Kind.TEXT,
+    ".parquet": Kind.TABLE,
+    ".py": Kind.TEXT,
+    ".txt": Kind.TEXT,
+}
+_PACKINGS = (".gz", ".zst")
+SUFFIXES = f"{', '.join(_KINDS)}, each also with .gz or .zst behind it"
+"""Of the files that are read, for people."""
+
+
+def kind_of(name: str) -> Kind | None:
+    """The kind of a file, by the end of its name; None where it is not read."""
+    return _KINDS.get(os.path.splitext(_unpacked(name))[1])
+
+
+def suffix_of(name: str) -> str:
+    """The end of a name that says a file's kind, in lower case; empty where there is none."""
+    plain = _unpacked(name)
+    return os.path.splitext(plain)[1] + name.lower()[len(plain) :]
 
 
 @contextmanager
@@ -26,11 +63,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         OSError: it cannot be read.
     """
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    if path.suffix == ".zst":
+    packing = path.suffix.lower()
+    if packing == ".zst":
         zstd = _zstd(path)
         damage = (*damage, zstd.ZstdError)
         file: BinaryIO = zstd.ZstdFile(path, "rb")
-    elif path.suffix == ".gz":
+    elif packing == ".gz":
         file = cast(BinaryIO, gzip.open(path, "rb"))  # noqa: SIM115 - closed below
     else:
         file = path.open("rb")
@@ -38,68 +76,40 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with file:
             yield file
     except damage as error:
-        raise DataError(
-            f"{path}: damaged, it does not decompress: {error}", hint=_REMEDY
-        ) from error
-
-
-def check_table(path: Path, column: str) -> None:
-    """Reads the footer of a .parquet file.
-
-    Raises:
-        DataError: see `table_texts`.
-    """
-    with _table(path, column):
-        pass
-
-
-def table_texts(path: Path, column: str) -> Iterator[str | None]:
-    """The texts in a column of a .parquet file, row by row; None where there is none.
-
-    Raises:
-        DataError: the file is damaged, it has no such column of text, or pyarrow is missing.
-        OSError: it cannot be read.
-    """
-    with _table(path, column) as table:
-        for rows in table.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False):
-            yield from rows.column(0).to_pylist()
+        raise DataError(f"{path}: damaged, it does not decompress: {error}", hint=REMEDY) from error
 
 
 @contextmanager
-def _table(path: Path, column: str) -> Iterator[Any]:
-    try:
-        import pyarrow.parquet  # optional: only folders with .parquet files need it
-    except ImportError as error:
-        raise _missing(path, "pyarrow") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            _require_column(path, table.schema_arrow, column)
-            yield table
-    except pyarrow.ArrowException as error:
-        raise _damaged(path, error) from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise _damaged(path, error) from error  # pages that cannot be read
+def opened_to_seek(path: Path) -> Iterator[BinaryIO]:
+    """As `opened`, for readers that jump: a packed file is unpacked into a temporary one.
+
+    Raises:
+        DataError, OSError: see `opened`.
+    """
+    with opened(path) as file:
+        if not path.name.lower().endswith(_PACKINGS):
+            yield file
+            return
+        with tempfile.TemporaryFile() as plain:
+            shutil.copyfileobj(file, plain)
+            plain.seek(0)
+            yield cast(BinaryIO, plain)
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
-    said = str(error).split("\n", maxsplit=1)[0]
-    return DataError(f"{path}: damaged, no whole .parquet file: {said}", hint=_REMEDY)
+def missing(path: Path, package: str) -> DataError:
+    """The error of a file that no installed package reads."""
+    return DataError(
+        f"{path}: the package {package} reads it, and is not installed",
+        hint=f"pip install {package}, or 'moe-swarm[data]'",
+    )
 
 
-def _require_column(path: Path, schema: Any, column: str) -> None:
-    if column not in schema.names:
-        raise DataError(
-            f"{path}: it has no column {column!r}, but {', '.join(map(repr, schema.names))}",
-            hint="swarm-data tokenize --column NAME",
-        )
-    kind = str(schema.field(column).type)
-    if kind not in ("string", "large_string", "string_view"):
-        raise DataError(
-            f"{path}: its column {column!r} has values of type {kind}, not text",
-            hint="swarm-data tokenize --column NAME",
-        )
+def _unpacked(name: str) -> str:
+    """A name in lower case without .gz or .zst at its end."""
+    name = name.lower()
+    for packing in _PACKINGS:
+        name = name.removesuffix(packing)
+    return name
 
 
 def _zstd(path: Path) -> Any:
@@ -109,12 +119,5 @@ def _zstd(path: Path) -> Any:
         try:
             from backports import zstd  # optional: only folders with .zst files need it
         except ImportError as error:
-            raise _missing(path, "backports.zstd") from error
+            raise missing(path, "backports.zstd") from error
     return zstd
-
-
-def _missing(path: Path, package: str) -> DataError:
-    return DataError(
-        f"{path}: the package {package} reads it, and is not installed",
-        hint=f"pip install {package}, or 'moe-swarm[data]'",
-    )

@@ -10,7 +10,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from swarm.data.corpus import Corpus, folder_corpus, printable_name
-from swarm.data.documents import TEXT, Tally
+from swarm.data.documents import TEXT
+from swarm.data.file_digests import FileDigests
+from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
@@ -44,9 +46,16 @@ class Mixture:
         pairs = zip(self.mixture, self.parts, strict=True)
         return tuple(f"{folder}/{file}" for (folder, _), part in pairs for file in part.files)
 
-    def fingerprint(self) -> str:
+    @property
+    def unread(self) -> tuple[tuple[str, str], ...]:
+        """Paths below `root` that are not read for their names, each with the suffix."""
+        pairs = zip(self.mixture, self.parts, strict=True)
+        return tuple((f"{f}/{path}", kind) for (f, _), part in pairs for path, kind in part.unread)
+
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
         """See `Source`."""
-        said = [self.mixture, [part.fingerprint() for part in self.parts]]
+        digests = digests or FileDigests()
+        said = [self.mixture, [part.fingerprint(digests) for part in self.parts]]
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
@@ -77,7 +86,11 @@ class Mixture:
 
 
 def open_mixture(
-    folder: str | None, shares: Sequence[tuple[str, float]], column: str = TEXT
+    folder: str | None,
+    shares: Sequence[tuple[str, float]],
+    column: str = TEXT,
+    *,
+    follow_links: bool = False,
 ) -> Mixture:
     """The mixture of folders that lie in one.
 
@@ -91,7 +104,9 @@ def open_mixture(
             hint="--corpus DIR",
         )
     root = Path(folder).expanduser().absolute()
-    parts = tuple(folder_corpus(root / name, column) for name, _ in shares)
+    parts = tuple(
+        folder_corpus(root / name, column, follow_links=follow_links) for name, _ in shares
+    )
     return Mixture(
         printable_name(root.name) or TEXT,
         root,

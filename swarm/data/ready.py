@@ -7,6 +7,7 @@ digest as a text has, and the same rules say which documents are held out and wh
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import ClassVar
 import numpy as np
 from blake3 import blake3
 
-from swarm.data.corpus import SUFFIXES as TEXT_SUFFIXES
-from swarm.data.corpus import fingerprint_of, printable_name
-from swarm.data.documents import Tally
+from swarm.data.corpus import fingerprint_of, list_files, printable_name, size_of
+from swarm.data.file_digests import FileDigests
+from swarm.data.input_files import Kind, kind_of
+from swarm.data.tally import HIDDEN, Tally
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 
@@ -43,6 +45,8 @@ class ReadyTokens:
         files: paths relative to it, sorted.
         num_ids: ids are below it.
         end_of_text: id that closes a document in these files.
+        unlisted: paths of this kind that are not read, each with the reason.
+        unread: paths that are not read for their names, each with the suffix.
     """
 
     name: str
@@ -50,23 +54,29 @@ class ReadyTokens:
     files: tuple[str, ...]
     num_ids: int
     end_of_text: int
+    unlisted: tuple[tuple[str, str], ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
         """See `Source`."""
-        said = [fingerprint_of(self.root, self.files), self.end_of_text]
+        said = [fingerprint_of(self.root, self.files, digests), self.end_of_text]
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """See `Source`; nothing is skipped, since these files were all made as tokens.
+        """See `Source`; no file is skipped, since they were all made as tokens.
 
         Raises:
             DataError: a file holds no tokens of this tokenizer.
         """
         tally = tally or Tally()
+        for what, reason in self.unlisted:
+            tally.add(what, reason)
+        for what, suffix in self.unread:
+            tally.leave(what, suffix)
         for file in self.files:
             yield from self._documents_of(file)
-            tally.files += 1
+            tally.finished(size_of(self.root, (file,)))
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""
@@ -96,27 +106,32 @@ class ReadyTokens:
         yield from _cut(begun)
 
 
-def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) -> ReadyTokens | None:
+def ready_tokens(
+    folder: Path, tokenizer: Tokenizer, end_of_text: int | None, *, follow_links: bool = False
+) -> ReadyTokens | None:
     """The .npy and .bin files below a folder, hidden ones left out; None where there are none.
 
-    `end_of_text` is the id that closes documents in them; by default the tokenizer's.
+    `end_of_text` is the id that closes documents in them; by default the tokenizer's. Links are
+    followed as those of texts are.
 
     Raises:
-        DataError: there are texts too.
+        DataError: there are texts too; a .json file may lie there, it describes the tokens.
     """
-    root = folder.expanduser().absolute()
-    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    shown = [path.as_posix() for path in found if not any(p.startswith(".") for p in path.parts)]
-    files = tuple(sorted(name for name in shown if name.endswith(SUFFIXES)))
+    root = Path(os.path.abspath(folder.expanduser()))
+    files, unlisted, unread = list_files(
+        root, lambda name: name.lower().endswith(SUFFIXES), follow_links=follow_links
+    )
     if not files:
         return None
-    if texts := sorted(name for name in shown if name.endswith(TEXT_SUFFIXES)):
-        raise DataError(
-            f"{root}: has tokens ({files[0]}) and texts ({texts[0]})",
-            hint="keep them in folders of their own, and make shards of each",
-        )
+    for name, suffix in unread:
+        if suffix != HIDDEN and kind_of(name) not in (None, Kind.JSON):
+            raise DataError(
+                f"{root}: has tokens ({files[0]}) and texts ({name})",
+                hint="keep them in folders of their own, and make shards of each",
+            )
     end = tokenizer.end_of_text if end_of_text is None else end_of_text
-    return ReadyTokens(printable_name(root.name), root, files, tokenizer.num_ids, end)
+    name = printable_name(root.name)
+    return ReadyTokens(name, root, files, tokenizer.num_ids, end, unlisted, unread)
 
 
 def read_tokens(path: Path, num_ids: int) -> Tokens:
@@ -129,7 +144,7 @@ def read_tokens(path: Path, num_ids: int) -> Tokens:
         DataError: it is no one-dimensional array of integers of this size, or torn.
     """
     try:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise DataError(

@@ -21,14 +21,15 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Split, size_of
-from swarm.data.documents import Tally
+from swarm.data.file_digests import FileDigests
 from swarm.data.packing import GROUP_TOKENS, packed
 from swarm.data.repetition import is_repetitive
+from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 from swarm.progress import reading
 
-FORMAT = "swarm-shards-1"
+FORMAT = "swarm-shards-2"
 HEADER = "header.json"
 PROGRESS = "progress.json"
 HELD_OUT = "held_out.jsonl"
@@ -56,8 +57,8 @@ class Source(Protocol):
     def mixture(self) -> tuple[tuple[str, float], ...]:
         """Folders and their weights; empty where the text is not mixed."""
 
-    def fingerprint(self) -> str:
-        """Equal while no file has changed."""
+    def fingerprint(self, digests: FileDigests | None = None, /) -> str:
+        """Equal while the content of no file has changed; `digests` are those that are known."""
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """All documents in order; the tally counts files, and what is skipped."""
@@ -80,8 +81,11 @@ class Contents:
         held_out_bytes: their size.
         copies: documents that were left out since the corpus has them already.
         repetitive: documents that were left out since they repeat a few tokens over and over.
-        skipped: files, folders and lines that are not read.
-        skipped_first: the first of them, with the reason.
+        file_bytes: size of these files on disk.
+        skipped: reason -> files, folders, lines and rows that are not read.
+        unread: suffix -> files that are not read for their names.
+        skipped_names: the first 10,000 that are skipped, with the reason.
+        unread_names: likewise of those that are not read for their names.
     """
 
     digest: str = ""
@@ -92,8 +96,33 @@ class Contents:
     held_out_bytes: int = 0
     copies: int = 0
     repetitive: int = 0
-    skipped: int = 0
-    skipped_first: tuple[str, ...] = ()
+    file_bytes: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
+    skipped_names: tuple[str, ...] = ()
+    unread_names: tuple[str, ...] = ()
+
+    @property
+    def tally(self) -> Tally:
+        """What was read and what was not."""
+        return Tally(
+            self.files,
+            self.file_bytes,
+            self.skipped,
+            self.unread,
+            list(self.skipped_names),
+            list(self.unread_names),
+        )
+
+    def summary(self) -> str:
+        """Files, documents, tokens, split and all that is left out, in a line."""
+        left_out = f"; {self.copies:,} copies left out" if self.copies else ""
+        left_out += f"; {self.repetitive:,} repetitive left out" if self.repetitive else ""
+        hint = " (--list-skipped names them)" if self.skipped or self.unread else ""
+        return (
+            f"{self.tally.summary()}{hint}; {self.documents:,} documents to train on, "
+            f"{self.held_out_bytes:,} bytes in {self.held_out_documents:,} held out{left_out}"
+        )
 
 
 _Shard = tuple[str, int, str, int, int, int]
@@ -164,10 +193,11 @@ def write_shards(
     tokenizer: Tokenizer,
     *,
     shard_tokens: int = SHARD_TOKENS,
-    drop_copies: bool = False,
+    drop_copies: bool = True,
     drop_repetition: bool = False,
     pack: int | None = None,
     held_out: Iterable[bytes] | None = None,
+    digests: FileDigests | None = None,
 ) -> None:
     """Makes the shards of a text, or goes on with them; says how far it is.
 
@@ -181,6 +211,7 @@ def write_shards(
         pack: tokens of the sequences into which whole documents are put, see `swarm.data.packing`;
             None leaves them in their order.
         held_out: held-out documents to keep as text; None where the text stays at hand.
+        digests: of the source's files, as far as they are known.
 
     Raises:
         DataError: no document is left for training, a file cannot be read, or the folder holds
@@ -188,9 +219,9 @@ def write_shards(
         TokenizerError: the tokenizer cannot be run.
     """
     options = [shard_tokens, drop_copies, drop_repetition, *([pack] if pack else [])]
-    named = [FORMAT, tokenizer.name, *options, source.fingerprint()]
+    named = [FORMAT, tokenizer.name, *options, source.fingerprint(digests)]
     finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
-    one_pass = _Pass(source, finished.digest())
+    one_pass = Pass(source, finished.digest())
     dtype = token_dtype(tokenizer.num_ids)
     kept = _Kept(*finished.shards[-1][3:]) if finished.shards else _Kept()
     documents = itertools.islice(one_pass.training_documents(drop_copies), kept.seen, None)
@@ -206,7 +237,7 @@ def write_shards(
         written = _write_shard(path, several, shard_tokens, last, one_pass.digest)
         finished.add((*written, kept.seen, kept.left_out, kept.left_out_bytes))
     if not finished.shards:
-        raise _no_text(source, one_pass)
+        raise one_pass.no_text()
     header: dict[str, Any] = {
         "format": FORMAT,
         "name": source.name,
@@ -214,7 +245,7 @@ def write_shards(
         "tokenizer": tokenizer.name,
         "dtype": dtype.str,
         "shards": [shard[:3] for shard in finished.shards],
-        "contents": asdict(one_pass.contents(kept)),
+        "contents": asdict(one_pass.contents(kept.left_out, kept.left_out_bytes)),
         **({"pack": pack} if pack else {}),
     }
     _finish(folder, header, held_out)
@@ -267,21 +298,17 @@ class _Kept:
                 yield tokens
 
 
-class _Pass:
+class Pass:
     """One pass through a corpus: hands the training documents out and counts everything."""
 
-    def __init__(self, source: Source, digest: blake3) -> None:
+    def __init__(self, source: Source, digest: blake3 | None = None) -> None:
         self._source = source
-        self.digest = digest
+        self.digest = digest or blake3()
         """Of the tokens that were written."""
         self.tally = Tally()
         self._counted: Counter[str] = Counter()
 
-    @property
-    def held_out_documents(self) -> int:
-        return self._counted["held_out_documents"]
-
-    def training_documents(self, drop_copies: bool) -> Iterator[bytes]:
+    def training_documents(self, drop_copies: bool = True) -> Iterator[bytes]:
         """The documents that are not held out; says how far the reading is."""
         source, count = self._source, self._counted
         split, seen = Split.of(source.documents()), set[bytes]()
@@ -299,32 +326,38 @@ class _Pass:
             if kind == "training":
                 yield content
 
-    def contents(self, kept: _Kept) -> Contents:
-        """What was found, once the pass is through."""
+    def contents(self, left_out: int = 0, left_out_bytes: int = 0) -> Contents:
+        """What was found, once the pass is through.
+
+        Args:
+            left_out: training documents that were not kept, since they are repetitive.
+            left_out_bytes: their size.
+        """
         count = self._counted
         return Contents(
             digest=self.digest.hexdigest(),
             files=self.tally.files,
-            documents=count["training_documents"] - kept.left_out,
-            training_bytes=count["training_bytes"] - kept.left_out_bytes,
+            documents=count["training_documents"] - left_out,
+            training_bytes=count["training_bytes"] - left_out_bytes,
             held_out_documents=count["held_out_documents"],
             held_out_bytes=count["held_out_bytes"],
             copies=count["copies"],
-            repetitive=kept.left_out,
-            skipped=self.tally.count,
-            skipped_first=tuple(self.tally.named),
+            repetitive=left_out,
+            file_bytes=self.tally.num_bytes,
+            skipped=self.tally.skipped,
+            unread=self.tally.unread,
+            skipped_names=tuple(self.tally.named),
+            unread_names=tuple(self.tally.left),
         )
 
-
-def _no_text(source: Source, one_pass: _Pass) -> DataError:
-    if one_pass.held_out_documents:
-        found = f"its {one_pass.held_out_documents} documents are all held out"
-    else:
-        found = "; ".join(("it holds no text", *one_pass.tally.named))
-    return DataError(
-        f"{source.root}: no text is left for training: {found}",
-        hint="add documents; texts of more than 64 KiB are cut into several",
-    )
+    def no_text(self) -> DataError:
+        """The error of a corpus that leaves nothing to train on, once the pass is through."""
+        held_out = self._counted["held_out_documents"]
+        found = f"its {held_out} documents are all held out" if held_out else "it holds no text"
+        return DataError(
+            f"{self._source.root}: no text is left for training: {found}; {self.tally.examples()}",
+            hint="add documents; texts of more than 64 KiB are cut into several",
+        )
 
 
 def _write_shard(

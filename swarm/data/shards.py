@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Corpus, printable_name
-from swarm.data.documents import Tally, file_documents
+from swarm.data.documents import file_documents
+from swarm.data.file_digests import FileDigests
 from swarm.data.mixture import Mixture, Shares
 from swarm.data.shard_writer import (
     FORMAT,
@@ -35,11 +36,17 @@ from swarm.data.shard_writer import (
     digest_of_header,
     write_shards,
 )
+from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 from swarm.progress import Reporter
 
 logger = logging.getLogger(__name__)
+
+ORIGIN = "origin"
+"""File of a cache that names its text, its tokenizer and the size of its shards."""
+KEPT_CACHES = 3
+"""Caches of tokens in one folder, that in use included."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,8 @@ class Shards:
         return [max(0, len(array) - 1) // sequence_length for array in self.arrays]
 
     def summary(self) -> str:
-        """Files, documents, tokens, split and all that was skipped, in a line."""
-        found = self.contents
-        skipped = f"; {found.copies:,} copies left out" if found.copies else ""
-        skipped += f"; {found.repetitive:,} repetitive left out" if found.repetitive else ""
-        skipped += f"; {found.skipped} skipped" if found.skipped else ""
-        if found.skipped_first:
-            rest = ", ..." if found.skipped > len(found.skipped_first) else ""
-            skipped += f" ({', '.join(found.skipped_first)}{rest})"
-        return (
-            f"{found.files:,} files, {found.documents + found.held_out_documents:,} documents: "
-            f"{self.num_tokens:,} tokens in {found.documents:,} documents to train on, "
-            f"{found.held_out_bytes:,} bytes in {found.held_out_documents:,} held out{skipped}"
-        )
+        """Tokens, files, documents, split and all that is left out, in a line."""
+        return f"{self.num_tokens:,} tokens; {self.contents.summary()}"
 
 
 class Torn(Exception):
@@ -83,11 +79,14 @@ def open_shards(
 ) -> Shards:
     """The training documents of a corpus (held-out ones are left out) as shards.
 
-    A cache is found by the fingerprint of the corpus and the tokenizer's name; one that is torn or
-    was changed is built anew, which gives the same tokens. Every byte of it is checked: about 0.4 s
-    per GB. It is written beside its place and renamed, so it is there whole or not at all; what a
-    kill left there is gone on with, or removed once another corpus is opened. Caches of other
-    corpora stay, since a person may go back to one. A second process waits for the first.
+    A cache is found by the content of the corpus and the tokenizer's name; one that is torn or was
+    changed is built again, which gives the same tokens. Every byte of it is checked: about 0.4 s
+    per GB. It is written next to its place and renamed, so it is there whole or not at all; the
+    next start continues what a kill left there, unless another corpus is opened.
+
+    The cache of a text that has changed since is removed. Of other texts and tokenizers the newest
+    stay, `KEPT_CACHES` in all, since a person may return to one. A second process waits for the
+    first.
 
     Args:
         corpus: its documents.
@@ -99,30 +98,88 @@ def open_shards(
         DataError: no document is left for training, or a file cannot be read.
         TokenizerError: the tokenizer cannot be run.
     """
-    named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint()])
-    folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
-    new = durable.beside(folder)
     with _locked(cache):
+        digests = FileDigests(cache.with_name(f"{cache.name}.digests"))
+        named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint(digests)])
+        folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
+        new, origin = durable.beside(folder), [str(corpus.root), tokenizer.name, shard_tokens]
         for unfinished in cache.glob("corpus-*.*"):
             if unfinished != new:
                 shutil.rmtree(unfinished)
         if folder.is_dir():
             try:
-                return open_folder(folder)
+                shards = open_folder(folder)
+                _tidy(cache, folder, origin)
+                return _with_unread(shards, corpus)
             except Torn as torn:
-                logger.warning("building %s anew: %s", folder.name, torn)
+                logger.warning("building %s again: %s", folder.name, torn)
                 shutil.rmtree(folder)
         new.mkdir(exist_ok=True)
         try:
-            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens)
+            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens, digests=digests)
         except DataError:
             shutil.rmtree(new)
             raise
         new.rename(folder)
+        _tidy(cache, folder, origin)
         try:
             return open_folder(folder)
         except Torn as torn:
             raise DataError(f"{folder}: just built and already torn: {torn}") from torn
+
+
+def _tidy(cache: Path, used: Path, origin: list[Any]) -> None:
+    """Notes that a cache is in use, and removes those that it replaces or that are too many.
+
+    A process that has mapped the files of a removed one keeps their content.
+    """
+    try:
+        _remove_old(cache, used, origin)
+    except OSError as error:
+        logger.warning("tokens of other texts stay in %s: %s", cache, error.strerror)
+
+
+def _remove_old(cache: Path, used: Path, origin: list[Any]) -> None:
+    durable.write_file(used / ORIGIN, json.dumps(origin).encode())
+    others = [path for path in cache.glob("corpus-*") if path != used and path.is_dir()]
+    others.sort(key=_used_s, reverse=True)
+    replaced = {path for path in others if _origin_of(path) == origin}
+    kept = [path for path in others if path not in replaced][: KEPT_CACHES - 1]
+    for path in others:
+        if path not in kept:
+            why = "its text has changed" if path in replaced else "others were used since"
+            size = sum(file.stat().st_size for file in path.iterdir())
+            logger.info("removing tokens of %s (%.1f MB): %s", path.name, size / 1e6, why)
+            shutil.rmtree(path)
+
+
+def _origin_of(cache: Path) -> list[Any] | None:
+    """Text, tokenizer and size of shards of a cache; None if it does not say."""
+    try:
+        found = json.loads((cache / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _used_s(cache: Path) -> float:
+    """When a cache was used last."""
+    path = cache / ORIGIN
+    return (path if path.exists() else cache).stat().st_mtime
+
+
+def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:
+    """Shards of a cache, with the files that are not read for their names as they are now.
+
+    No token depends on them, so the cache stays when one comes or goes.
+    """
+    tally = Tally()
+    for what, suffix in corpus.unread:
+        tally.leave(what, suffix)
+    names = tuple(tally.left)
+    return replace(
+        shards, contents=replace(shards.contents, unread=tally.unread, unread_names=names)
+    )
 
 
 @contextlib.contextmanager
@@ -238,7 +295,8 @@ def open_folder(folder: Path) -> Shards:
     try:
         dtype = np.dtype(header["dtype"])
         contents = header["contents"]
-        contents["skipped_first"] = tuple(contents["skipped_first"])
+        for names in ("skipped_names", "unread_names"):
+            contents[names] = tuple(contents[names])
         named = header["shards"]
         checked = Reporter(f"checking {folder.name}", "shard").each(named, len(named))
         arrays = tuple(_map(folder / name, dtype, *of) for name, *of in checked)

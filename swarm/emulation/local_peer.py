@@ -186,6 +186,8 @@ class LocalPeer:
         if self._events_read is None or self._events_read[0] != path:
             self._events, self._events_read = [], (path, 0)
             self._reader = EventReader()
+        if path.stat().st_size < self._events_read[1]:  # the file before became too large
+            self._events_read = (path, 0)
         with path.open("rb") as file:
             file.seek(self._events_read[1])
             whole = file.read().rpartition(b"\n")[0]

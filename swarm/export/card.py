@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
+from swarm.experts import expert_unit
 from swarm.export.curve import CURVE_FILE
 from swarm.export.facts import ExportFacts
-from swarm.protocol.printable import printable
+from swarm.protocol.printable import printable, ranges
 
 CARD_FILE = "README.md"
 INTRODUCTION = (
@@ -79,6 +80,10 @@ def _origin(facts: ExportFacts) -> Iterator[tuple[str, str]]:
     yield "height", str(manifest.height)
     yield "steps", f"{manifest.step:,}"
     yield "tokens seen", f"{manifest.tokens:,}"
+    if waiting := [expert for expert, owners in manifest.owners.items() if not owners]:
+        versions = {manifest.entries[expert_unit(expert)].version for expert in waiting}
+        since = f"frozen since round {min(versions)}"
+        yield "experts without an owner", f"{ranges(sorted(waiting))}, {since} at the earliest"
     kind = facts.form.dtype
     yield "weights", "as peers exchange them" if kind == "agreed" else kind
     if facts.val_loss is not None:

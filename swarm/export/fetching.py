@@ -13,6 +13,7 @@ from swarm.export.sources import idle_sources
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
+from swarm.network.recent import recalled
 from swarm.peer.agreed_model import AgreedModel
 from swarm.peer.looking import PEERS_A_SECOND
 from swarm.progress import fetching
@@ -34,6 +35,8 @@ TURN_S = 60.0
 """After so long the sources are chosen anew, by the newest records."""
 EMPTY_TURNS = 5
 """So many turns in which no piece of a blob came, and a state is no longer to be had."""
+MAX_NAMES = 4096
+"""Peers whose names are remembered, those heard last: a model card names contributors."""
 LOSS_S = 15.0
 """For the held-out loss of a state that is here; without it the model card has none."""
 
@@ -152,7 +155,9 @@ class FromPeers:
         except NobodyReachable as error:
             logger.info("%s", error)
             return Seen({}, {}, {})
-        self._names |= {peer: record.name for peer, record in seen.peers.items()}
+        for peer, record in seen.peers.items():
+            recalled(self._names, peer, str, MAX_NAMES)
+            self._names[peer] = record.name
         return seen
 
     def _read(self) -> Seen:

@@ -76,7 +76,8 @@ def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str]
         show: told each piece of text, the prompt first.
 
     Raises:
-        ConfigError: the folder is no exported model, or the prompt is longer than its context.
+        ConfigError: the folder is no exported model, it needs code of its own to run, or the prompt
+            is longer than its context.
         CorruptState: the files cannot be read.
     """
     require_export(folder)
@@ -115,12 +116,17 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging as theirs  # as said above
 
     theirs.disable_progress_bar()
+    # Left open, Transformers asks on a terminal whether code of the folder may run.
+    how = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto"
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **how)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{folder}: its model is code that comes with it, which is not run",
+                hint="name a folder that swarm-export has written: it holds no code",
+            ) from error
         raise CorruptState(
             f"{folder} cannot be loaded: {str(error).splitlines()[0]}", hint="export it again"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swarm import durable
 from swarm.protocol.life_events import EventReader, Validation
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Digest
@@ -17,12 +18,8 @@ def kept_losses(events: Path) -> Losses:
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}
     nat: float | None = None
-    try:
-        lines = events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
     reader = EventReader()
-    for line in lines:
+    for line in durable.read_lines(events):
         try:
             _, _, event = reader.parse(line)
         except ValueError:

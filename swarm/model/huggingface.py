@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -168,7 +172,7 @@ def save_model(
         The files written.
 
     Raises:
-        CorruptState: the tensors are not those of the run's model.
+        CorruptState: the tensors are not those of the run's model; OSError: the disk refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
@@ -181,7 +185,7 @@ def save_model(
     named = itertools.chain(wanted, unused)
     for number, shard in enumerate(_shards(named, max_shard_bytes)):
         parts.append(folder / f"{number:05d}.partial")
-        save_file(shard, parts[-1], metadata={"format": "pt"})
+        _save_shard(shard, parts[-1])
         contents.append({name: tensor.nbytes for name, tensor in shard.items()})
     _check_names([name for content in contents for name in content], run, parts)
     files = _name_files(len(parts))
@@ -200,6 +204,24 @@ def save_model(
     written.append(_write_json(folder / "config.json", config))
     _remove_others(folder, written)
     return written
+
+
+def _save_shard(shard: dict[str, Tensor], path: Path) -> None:
+    """Writes a file of tensors with the permissions that any new file has; raises OSError.
+
+    The package makes a file that only its owner may read, and has an error of its own for disks.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        path.unlink(missing_ok=True)
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    path.chmod(mode)
 
 
 def _cast(name: str, tensor: Tensor, dtype: Dtype) -> Tensor:

@@ -8,6 +8,7 @@ from enum import Enum
 
 from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.snapshot import Agreement, Snapshot
+from swarm.protocol.printable import ranges
 from swarm.protocol.records import PeerState
 
 USUAL_ROUNDS = 20
@@ -26,6 +27,7 @@ class Word(Enum):
     FINISHED = "finished"  # all rounds are done
     SPLIT = "split"  # a member has another manifest of the same height, or another generation
     HALTED = "halted"  # the voters that are present are no quorum
+    PAUSED = "paused"  # peers wait for machines with room: too few experts have an owner
     STALLED = "stalled"  # the round takes far longer than usual
     DEGRADED = "degraded"  # a member is absent or not heard, or the last round went without one
     UNKNOWN = "unknown"  # no peer gave the newest manifest
@@ -93,6 +95,9 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.quorum is False:
         gone = snapshot.names(snapshot.absent)
         return Health(Word.HALTED, f"the voters that are present are no quorum; absent: {gone}")
+    waits = waiting_text(snapshot)
+    if waits and any(row.record.state is PeerState.PAUSED for row in speaking):
+        return Health(Word.PAUSED, waits)
     usual_s, last = pace_of(snapshot).round_s, snapshot.rounds[-1] if snapshot.rounds else None
     since_s = snapshot.at - last.at if last else 0.0
     if usual_s is not None and since_s > max(STALLED_TIMES * usual_s, STALLED_S):
@@ -105,8 +110,23 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.left_out:
         names = snapshot.names(snapshot.left_out)
         return Health(Word.DEGRADED, f"round {snapshot.round} went without {names}")
+    if waits:
+        return Health(Word.DEGRADED, waits)
     told = f"round {snapshot.round} has the work of all {snapshot.members} members"
     return Health(Word.HEALTHY, told if snapshot.round else "the first round has begun")
+
+
+def waiting_text(snapshot: Snapshot) -> str:
+    """Which experts wait for an owner, frozen, and why; empty where none does."""
+    waiting = [row.expert for row in snapshot.experts if not row.owners]
+    if not waiting:
+        return ""
+    experts = len(snapshot.experts)
+    room = sum(min(row.record.room, experts) for row in snapshot.speaking)
+    return (
+        f"experts {ranges(waiting)} wait for an owner, frozen: the machines of "
+        f"{len(snapshot.speaking)} peers have room for {room} of {experts}"
+    )
 
 
 def pace_of(snapshot: Snapshot) -> Pace:

@@ -224,9 +224,9 @@ RTT = Metric(
 RATE = Metric(
     "line",
     "Mbit/s",
-    "what a peer measured before it joined; down: its slowest recent fetch of over 1 MiB instead, "
-    "once there is one",
-    "not known of a peer that was there at the founding, before its first long fetch",
+    "up: by a peer's tests of the last day, and what others took; down: the lower quartile of its "
+    "last fetches of over 1 MiB, while bytes came, or what it measured before it joined",
+    "not known before a first test, or a first long fetch",
 )
 ENGINE = Metric(
     "engine",

@@ -34,6 +34,8 @@ MAX_NAMED = 4
 MIN_ROUNDS = 20
 """Of the loss curve, where there are as many."""
 UNKNOWN_OWNER = "?"
+NO_OWNER = "wait"
+"""Of an expert that fits no machine."""
 """An owner of the newest manifest whose own record is not there (any more)."""
 
 Keys = Mapping[PeerId, Text]
@@ -142,7 +144,8 @@ def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> l
     cells = [
         (
             Text(str(row.expert), style="dim"),
-            Text("").join(keys.get(o, Text(UNKNOWN_OWNER)) for o in row.owners),
+            Text("").join(keys.get(o, Text(UNKNOWN_OWNER)) for o in row.owners)
+            or Text(NO_OWNER, style="yellow"),
             Text("?" if row.version is None else str(row.version), style="dim"),
         )
         for row in snapshot.experts
@@ -175,6 +178,8 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
     for owner in sorted(owned):
         line.append_text(keys.get(owner, Text(UNKNOWN_OWNER)))
         line.append(f" {ranges(owned[owner])}  ")
+    if waiting := [row.expert for row in snapshot.experts if not row.owners]:
+        line.append(f"{NO_OWNER} {ranges(waiting)}", style="yellow")
     return line
 
 

@@ -16,6 +16,7 @@ from swarm.protocol.figures import (
     routing_figures,
     workers_figures,
 )
+from swarm.protocol.manifest import ALL_EXPERTS
 from swarm.protocol.records import PeerRecord, PeerState, shortened
 
 Event = Mapping[str, Any]
@@ -117,6 +118,7 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         addresses=(),
         state=PeerState.TRAINING,
         capacity=1.0,
+        room=ALL_EXPERTS,
         generation=own["generation"],
         height=own["height"],
         round=own["round"],

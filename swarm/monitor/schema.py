@@ -25,6 +25,7 @@ class HealthJson(TypedDict):
         "finished",
         "split",
         "halted",
+        "paused",
         "stalled",
         "degraded",
         "unknown",
@@ -106,6 +107,7 @@ class PeerJson(TypedDict):
     addresses: list[str]
     state: str
     capacity: float
+    room: int
     generation: str
     height: int
     round: int

@@ -1,12 +1,15 @@
 """The page: static files, the snapshot, its changes as server-sent events, and metrics.
 
-It answers GET alone, changes nothing, and loads nothing from elsewhere.
+It answers GET alone, changes nothing, and loads nothing from elsewhere. It answers only browsers
+that name this machine: a page of others whose name was pointed at this machine reads nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -42,8 +45,8 @@ HEADERS = {
 }
 
 
-def application(feed: Feed) -> ASGIApp:
-    """The page of one feed."""
+def application(feed: Feed, name: str = "localhost") -> ASGIApp:
+    """The page of one feed; `name` is one more by which the machine may be called."""
 
     def snapshot(_: Request) -> Response:
         return JSONResponse(feed.state, status_code=200 if "peers" in feed.state else 503)
@@ -69,8 +72,26 @@ def application(feed: Feed) -> ASGIApp:
                 Route("/metrics", metrics),
                 Mount("/static", StaticFiles(directory=WEB)),
             ]
-        )
+        ),
+        name,
     )
+
+
+def names_this_machine(host: str, name: str) -> bool:
+    """Whether the Host header of a request is of this machine.
+
+    Attackers can point a name of theirs at any address, but need a name of theirs for that. So
+    every address will do, and of names only the machine's own and the given one.
+    """
+    called = re.sub(r":\d*$", "", host).strip("[]").lower().removesuffix(".")
+    own = socket.gethostname().lower()
+    if called in ("", own, f"{own}.local", name.lower()) or called.split(".")[-1] == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(called)
+    except ValueError:
+        return False
+    return True
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -96,23 +117,23 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(feed: Feed, bound: socket.socket) -> None:
-    """Serves the page until the process is told to end."""
-    server = server_of(feed)
+def serve(feed: Feed, bound: socket.socket, name: str = "localhost") -> None:
+    """Serves the page until the process is told to end; see `application`."""
+    server = server_of(feed, name)
     server.run(sockets=[bound])
 
 
-def server_of(feed: Feed) -> uvicorn.Server:
+def server_of(feed: Feed, name: str = "localhost") -> uvicorn.Server:
     """A server that closes the feed when it is told to end, since its streams have no end."""
-    return _Server(feed)
+    return _Server(feed, name)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, name: str) -> None:
         self._feed = feed
         super().__init__(
             uvicorn.Config(
-                application(feed),
+                application(feed, name),
                 loop="asyncio",
                 http="h11",
                 ws="none",
@@ -132,10 +153,10 @@ class _Server(uvicorn.Server):
 
 
 class _Guard:
-    """GET alone; the same headers on every answer."""
+    """GET alone, by the names of this machine; the same headers on every answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, name: str) -> None:
+        self._app, self._name = app, name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def guarded(message: Message) -> None:
@@ -148,6 +169,11 @@ class _Guard:
         app = self._app
         if scope["type"] == "http" and scope["method"] != "GET":
             app = Response("this page is only read\n", 405, {"allow": "GET"}, "text/plain")
+        elif scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not names_this_machine(host, self._name):
+                said = f"{host[:100]!a} is no name of this machine: start it with --http HOST:PORT"
+                app = Response(f"{said}\n", 421, media_type="text/plain")
         await app(scope, receive, guarded)
 
 

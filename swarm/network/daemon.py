@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkDown
 from swarm.network.identity import public_key_of
+from swarm.network.line_bytes import LineBytes
 from swarm.protocol.records import MAX_ADDRESSES
 
 logger = logging.getLogger(__name__)
@@ -148,23 +150,37 @@ def hosts_of(network: NetworkSection) -> tuple[str, ...]:
 def _with_port(text: str, port: int | None) -> str:
     _, protocol, host, _, number = text.split("/")
     if number != "0":
-        fault = _listening_fault(protocol, host, int(number))
-        if fault:
+        if fault := _listening_fault(protocol, host, int(number)):
+            hint = "end what listens there, or choose another --host-maddrs"
             raise NetworkDown(
-                f"cannot listen on {text}: {fault}",
-                hint="end what listens there, or choose another --host-maddrs",
+                f"cannot listen on {text}: {fault.strerror or fault}",
+                hint=foreign_address_hint(fault, host, int(number)) or hint,
             )
         return text
     if port is None:
         return text
     fault = _listening_fault(protocol, host, port)
     if fault:
-        logger.warning("port %d on %s: %s; taking a free one", port, host, fault)
+        why = fault.strerror or fault
+        logger.warning("port %d on %s: %s; taking a free one", port, host, why)
         return text
     return f"/{protocol}/{host}/tcp/{port}"
 
 
-def _listening_fault(protocol: str, host: str, port: int) -> str | None:
+def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
+    """What to do where a machine is told to listen at an address that it does not have.
+
+    Providers of cloud machines and routers translate a public address to a private one.
+    """
+    if fault.errno != errno.EADDRNOTAVAIL:
+        return None
+    return (
+        f"this machine does not have the address {host}: listen on all that it has and announce "
+        f"this one, with --port {port} --public-ip {host} in place of --host-maddrs"
+    )
+
+
+def _listening_fault(protocol: str, host: str, port: int) -> OSError | None:
     """Why nobody can listen there; p2pd itself would share the port with another p2pd silently.
 
     Both ask the system to (SO_REUSEPORT), and then either may get a call. Names are left to p2pd.
@@ -177,20 +193,40 @@ def _listening_fault(protocol: str, host: str, port: int) -> str | None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
     except OSError as error:
-        return error.strerror or str(error)
+        return error
     return None
 
 
-def dialable(visible: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to hand out, public ones first, else in their order: joiners get the first.
+def host_of_default_route() -> str | None:
+    """This machine's address on the network that leads to the internet; None if there is none.
+
+    Asks the system for the way to an address that is reserved for documents; nothing is sent.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(("192.0.2.1", 9))
+            return str(asking.getsockname()[0])
+    except OSError:
+        return None
+
+
+def dialable(
+    visible: Sequence[str], preferred: str | None = None, *, says: bool = True
+) -> tuple[str, ...]:
+    """The addresses to hand out, in the order in which joiners should try them.
+
+    Public ones come first, then the preferred host, then the others in their order: a machine with
+    containers has addresses that nobody outside can dial.
 
     Loopback only if there is nothing else. Of more than a record may have, as of a machine with
-    many container networks, the last private ones are left out.
+    many container networks, the last private ones are left out, and it `says` so.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
-    ordered = sorted(outside or known, key=_is_private)
-    if left_out := len(ordered[MAX_ADDRESSES:]):
+    ordered = sorted(
+        outside or known, key=lambda text: (_is_private(text), text.split("/")[2] != preferred)
+    )
+    if says and (left_out := len(ordered[MAX_ADDRESSES:])):
         logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
     return tuple(ordered[:MAX_ADDRESSES])
 
@@ -212,14 +248,18 @@ async def start_daemon(
     identity_path: Path,
     listen: Sequence[str],
     initial_peers: Sequence[str],
+    line: LineBytes,
 ) -> P2P:
     """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
+
+    What it moves counts on `line` until `end_daemon`.
 
     Raises:
         P2PDaemonError: it did not start.
     """
     local = all(is_loopback(text) for text in listen)
     p2p = await _create(
+        line,
         initial_peers=list(initial_peers) or None,
         announce_maddrs=list(network.announce_maddrs) or None,
         host_maddrs=None if network.client_mode else list(listen),
@@ -234,7 +274,7 @@ async def start_daemon(
     return p2p
 
 
-async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
+async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: LineBytes) -> bool:
     """Whether a peer of this identity answers; a second one would take its connections.
 
     Asks several times: hivemind's own check asks once, the moment its daemon is up, and overlooked
@@ -244,7 +284,9 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
         P2PDaemonError: the daemon that asks did not start, or reached none of the peers.
     """
     wanted = PeerID.from_base58(peer_id)
-    asking = await _create(initial_peers=list(initial_peers), no_listen=True, dht_mode="client")
+    asking = await _create(
+        line, initial_peers=list(initial_peers), no_listen=True, dht_mode="client"
+    )
     try:
         for pause_s in _ASK_AFTER_S:
             await asyncio.sleep(pause_s)
@@ -253,11 +295,12 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
                 return True
         return False
     finally:
-        await end_daemon(asking)
+        await end_daemon(asking, line)
 
 
-async def end_daemon(p2p: P2P) -> None:
-    """Ends p2pd, by force if it does not go."""
+async def end_daemon(p2p: P2P, line: LineBytes) -> None:
+    """Ends p2pd, by force if it does not go, and counts what it has moved."""
+    line.daemon_ends(p2p._child.pid)
     try:
         async with asyncio.timeout(CLOSE_S):
             await p2p.shutdown()
@@ -265,15 +308,20 @@ async def end_daemon(p2p: P2P) -> None:
         p2p._child.kill()
 
 
-async def _create(**options: Any) -> P2P:
+async def _create(line: LineBytes, **options: Any) -> P2P:
     _tie_daemons_to_their_thread()
     children: list[asyncio.subprocess.Process] = []
     _children.set(children)
     try:
-        return await P2P.create(**options, startup_timeout=STARTUP_S)
+        p2p = await P2P.create(**options, startup_timeout=STARTUP_S)
     except BaseException:
+        for child in children:
+            line.daemon_began(child.pid)
+            line.daemon_ends(child.pid)
         await _end(children)
         raise
+    line.daemon_began(p2p._child.pid)
+    return p2p
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):

@@ -31,6 +31,7 @@ from swarm.network.direct_door import CALLED, Door, Serve, tuned
 from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
 from swarm.network.kept_streams import KeptStreams
+from swarm.network.line_bytes import LineBytes
 from swarm.network.recent import recalled
 from swarm.protocol.backoff import backoff_s
 
@@ -216,7 +217,7 @@ class Direct:
         return await self._called(peer_id, protocol)
 
     async def _dialled(self, host: str, port: int, peer_id: str, purpose: str) -> socket.socket:
-        connection = await connect(host, port)
+        connection = await connect(self._control.traffic.line, host, port)
         try:
             await introduce(connection, self._identity, peer_id, purpose)
         except BaseException:
@@ -288,14 +289,14 @@ def impatient(connection: socket.socket) -> socket.socket:
     return connection
 
 
-async def connect(host: str, port: int) -> socket.socket:
-    """A non-blocking TCP connection, tuned for bulk.
+async def connect(line: LineBytes, host: str, port: int) -> socket.socket:
+    """A non-blocking TCP connection, counted on this line, tuned for bulk.
 
     Raises:
         OSError: nobody takes it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection = line.connection(socket.socket(family, socket.SOCK_STREAM))
     try:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, (host, port))

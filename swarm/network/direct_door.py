@@ -13,6 +13,7 @@ from functools import partial
 from swarm.background import Tasks
 from swarm.config import NetworkSection
 from swarm.errors import HostileInput, NetworkDown
+from swarm.network.daemon import foreign_address_hint
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost, Ledger
@@ -67,9 +68,10 @@ class Door:
             except OSError as error:
                 for listening in opened:
                     listening.close()
+                hint = "choose another --direct-port, or go without: --no-direct"
                 raise NetworkDown(
                     f"cannot take connections for blobs on {host} port {port}: {error.strerror}",
-                    hint="choose another --direct-port, or go without: --no-direct",
+                    hint=foreign_address_hint(error, host, port) or hint,
                 ) from error
             listening.setblocking(False)
             opened.append(listening)
@@ -120,7 +122,7 @@ class Door:
                 self._traffic.refuse("direct_room")
                 connection.close()
                 continue
-            self.tasks.spawn(self._enter(connection, address[0]))
+            self.tasks.spawn(self._enter(self._traffic.line.connection(connection), address[0]))
 
     async def _enter(self, connection: socket.socket, host: str) -> None:
         taken = False

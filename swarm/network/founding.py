@@ -15,6 +15,7 @@ from swarm.network.node import Node
 from swarm.network.records import heard, publish
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
+    ALL_EXPERTS,
     FOUNDING_GENERATION,
     Digest,
     Entry,
@@ -25,7 +26,7 @@ from swarm.protocol.manifest import (
     PeerId,
     Unit,
 )
-from swarm.protocol.ownership import assign
+from swarm.protocol.ownership import NO_ROOMS, assign
 from swarm.protocol.records import PeerRecord, RunRecord, RunState, runs_key
 from swarm.protocol.rounds.deals import first_book
 from swarm.protocol.rounds.rules import Rules
@@ -42,6 +43,8 @@ def founding_manifest(
     layout: Layout,
     initial: Mapping[Unit, tuple[Digest, int]],
     present: Mapping[PeerId, float],
+    *,
+    rooms: Mapping[PeerId, int] = NO_ROOMS,
 ) -> Manifest:
     """Manifest 0: the seeded initial state, with the peers that are present as its electorate.
 
@@ -51,17 +54,22 @@ def founding_manifest(
         layout: units of the run.
         initial: digest and size of every unit's initial value.
         present: capacity of each member.
+        rooms: how many experts fit the machine of each; all of them where it is not said.
     """
+    members = {
+        peer: Member(0, present[peer], room=rooms.get(peer, ALL_EXPERTS))
+        for peer in sorted(present)
+    }
     owners = assign(
         {},
         present,
         sorted(present),
         stale=(),
+        rooms=rooms,
         owners_per_expert=run.ownership.owners_per_expert,
         num_experts=run.model.num_experts,
         seed=founding.nonce,
     ).owners
-    members = {peer: Member(0, present[peer]) for peer in sorted(present)}
     book = first_book(founding, members, Rules.of("", run, layout))
     return Manifest(
         run="",
@@ -92,8 +100,8 @@ async def gather(
     node: Node,
     announcement: RunRecord,
     mine: Callable[[], PeerRecord],
-) -> dict[PeerId, float]:
-    """Announces a run that is about to begin and waits for its peers; returns their capacities."""
+) -> dict[PeerId, PeerRecord]:
+    """Announces a run that is about to begin and waits for its peers; returns what they say."""
     said_s = 0.0
     while True:
         await heard(_announce(node, announcement, mine), None)
@@ -101,7 +109,7 @@ async def gather(
         present[node.peer_id] = mine()
         if len(present) >= announcement.wait_for_peers:
             kept = [node.peer_id, *sorted(present.keys() - {node.peer_id})]
-            return {peer: present[peer].capacity for peer in kept[: announcement.wait_for_peers]}
+            return {peer: present[peer] for peer in kept[: announcement.wait_for_peers]}
         if time.monotonic() - said_s > 10:
             said_s = time.monotonic()
             logger.info(

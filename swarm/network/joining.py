@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from swarm.network.pack_set import PACK_BYTES
 from swarm.network.patience import patiently_async
 from swarm.network.records import fetch_records, publish
 from swarm.network.tips import Shown, Trust, newest_tip
+from swarm.protocol.fetch_attempts import FetchAttempts
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
     Digest,
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 STUCK_S = 10.0
 """A state of which nothing came for so long may have been collected everywhere."""
+LONGEST_REST_S = 60.0
+"""Between two attempts: after each a peer is asked for a proof, which may take it seconds."""
 
 
 async def present_peers(
@@ -83,8 +88,12 @@ async def fetch_newest_state(
     trust: Trust,
     peers: Collection[PeerId],
     on_blob: Callable[[int, int], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Shown:
     """Fetches the state of a tip, or of a newer one when the tip's blobs are no longer to be had.
+
+    A slow line has all the time it needs; a state of which nothing comes is given up in the end.
 
     Args:
         node: whose peers are asked.
@@ -96,11 +105,14 @@ async def fetch_newest_state(
         trust: where the proof of a newer one may begin.
         peers: that may have the state.
         on_blob: told how many of how many bytes are here.
+        clock: monotonic seconds.
+        sleep: waits between attempts.
 
     Returns:
         The tip that is here, whole and durable.
 
     Raises:
+        NobodyReachable: nothing of the tip came for an hour, and nobody showed a newer one.
         StateError: the disk stayed full, or failed, for longer than it is waited for.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
@@ -109,19 +121,44 @@ async def fetch_newest_state(
         fetch = fetch_state(downloads, store, layout, tip, sources=sources, on_blob=on_blob)
         return await _comes(fetch, node, store, tip)
 
+    attempts = _attempts_for(store, shown.record.tip, clock())
     while True:
         tip = shown.record.tip
         if await patiently_async(partial(comes, tip), "the state of the run"):
             return shown
+        now_s = clock()
+        attempts = attempts.failed(now_s, _bytes_here(store, tip))
         try:
             newer = await newest_tip(node, downloads, run, sources, trust)
         except NobodyReachable as error:
             logger.info("height=%d is still being fetched: %s", tip.height, error)
-            continue
-        if newer.record.tip.code > tip.code:
-            logger.info("height=%d is fetched instead of %d", newer.record.tip.height, tip.height)
-            shown = newer
-            sources = sorted({*sources, *newer.record.tip.members} - {node.peer_id})
+        else:
+            if newer.record.tip.code > tip.code:
+                logger.info(
+                    "height=%d is fetched instead of %d", newer.record.tip.height, tip.height
+                )
+                shown = newer
+                sources = sorted({*sources, *newer.record.tip.members} - {node.peer_id})
+                attempts = _attempts_for(store, newer.record.tip, now_s)
+                continue
+        if why := attempts.why_given_up(now_s):
+            raise _lost(store, tip, why)
+        await sleep(max(0.0, attempts.next_s - now_s))
+
+
+def _attempts_for(store: BlobStore, tip: Manifest, now_s: float) -> FetchAttempts:
+    """Before the first attempt to fetch a tip, which may take days."""
+    return FetchAttempts.begun(
+        now_s, _bytes_here(store, tip), whole_s=math.inf, longest_rest_s=LONGEST_REST_S
+    )
+
+
+def _lost(store: BlobStore, tip: Manifest, why: str) -> NobodyReachable:
+    missing = sum(not store.has(digest) for digest in tip.sizes)
+    return NobodyReachable(
+        f"no peer that answers has {missing} values of round {tip.round}: {why}",
+        hint="start again once more peers of the run are there; what came is kept",
+    )
 
 
 async def _comes(
@@ -133,7 +170,7 @@ async def _comes(
         while not fetching.done():
             before = node.traffic.blob_bytes_received
             await asyncio.wait([fetching], timeout=STUCK_S)
-            is_here = all(store.has(entry.digest) for entry in manifest.entries.values())
+            is_here = all(map(store.has, manifest.sizes))
             if not (fetching.done() or is_here or node.traffic.blob_bytes_received > before):
                 return False
         fetching.result()
@@ -169,7 +206,7 @@ async def fetch_state(
         StateError: the disk failed.
     """
     check_state(manifest, layout)
-    sizes = _sizes(manifest)
+    sizes = manifest.sizes
     units = {entry.digest: unit for unit, entry in manifest.entries.items()}
     here = sum(size for digest, size in sizes.items() if store.has(digest))
     total = sum(sizes.values())
@@ -201,13 +238,11 @@ async def fetch_state(
 
 def missing_bytes(store: BlobStore, manifest: Manifest) -> int:
     """Bytes of a manifest's blobs that are not in a store, nor pieces of them."""
-    sizes = _sizes(manifest)
-    return sum(sizes.values()) - sum(store.bytes_here(*each) for each in sizes.items())
+    return sum(manifest.sizes.values()) - _bytes_here(store, manifest)
 
 
-def _sizes(manifest: Manifest) -> dict[Digest, int]:
-    values = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
-    return values | dict(manifest.founding.blobs)
+def _bytes_here(store: BlobStore, manifest: Manifest) -> int:
+    return sum(store.bytes_here(*each) for each in manifest.sizes.items())
 
 
 class _Keeping:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.handlers import OnMessage
 from swarm.network.recent import recalled
+from swarm.protocol.estimates import DAY_S, Dated, Recent
 from swarm.protocol.figures import MAX_UNREACHED, Silence
 
 LOST_IN_A_ROW = 2
@@ -53,25 +54,108 @@ class _Line:
         self.heard_s, self.is_silent = now_s, False
 
 
+TESTS = 3
+"""Tests of the uplink whose median counts: one beside other transfers shows too little."""
+ALIKE = 1.5
+"""Two tests that differ by more do not show the same line."""
+SETTLED_S = 3600.0
+"""What was seen before two tests, and before so long, is not the line of now."""
+MAX_FULL = 16
+"""Receivers at which the uplink was full, of late."""
+BEFORE = "before"
+"""Stands for a receiver that was measured twice."""
+
+
 class Lines:
     """The lines to all peers; written in the node's loop, read by anyone.
 
     Attributes:
         down_mbit: measured before this peer joined; None if it was not.
-        up_mbit: likewise.
-        kept_up_mbit: likewise, in an earlier life of this peer; counts until it is measured anew.
-        full_mbit: receiver -> rate of this machine's uplink where it was full, until two agree.
         when_cut: called when a line turns out to be cut.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.down_mbit: float | None = None
-        self.up_mbit: float | None = None
-        self.kept_up_mbit: float | None = None
-        self.full_mbit: dict[str, float] = {}
+        self._tests, self._recalled = Recent(TESTS), Recent(1)
+        self._full: dict[str, Dated] = {}
         self.when_cut: Callable[[], None] = lambda: None
         self._clock = clock
         self._lines: dict[str, _Line] = {}
+
+    # ------------------------------------------------ the uplink
+
+    @property
+    def up_mbit(self) -> float | None:
+        """What tests of the last day have shown of the uplink; None if there were none."""
+        values = self._tests.of_late(self._clock())
+        return values[len(values) // 2] if values else None
+
+    @property
+    def tested_mbit(self) -> float | None:
+        """The same, or what was known in an earlier life of this peer, until it is tested anew."""
+        return self.up_mbit or next(iter(self._recalled.of_late(self._clock())), None)
+
+    @property
+    def is_recalled(self) -> bool:
+        """Whether nothing but an earlier life is known of the uplink."""
+        return self.up_mbit is None and self.tested_mbit is not None
+
+    @property
+    def tested_s(self) -> float:
+        """When the newest test was made; -inf if there was none."""
+        return self._tests.newest[-1].at_s if self._tests.newest else -math.inf
+
+    @property
+    def test_age_s(self) -> float:
+        """Seconds since the newest test; inf if there was none."""
+        return self._clock() - self.tested_s
+
+    @property
+    def settled_s(self) -> float:
+        """What sending showed before this moment was not confirmed by tests; -inf: all counts."""
+        if len(self._tests.newest) < 2:
+            return -math.inf
+        return min(self._tests.newest[-2].at_s, self._clock() - SETTLED_S)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the newest test shows the line that counts."""
+        if not self._tests.newest or (known := self.up_mbit) is None:
+            return False
+        newest = self._tests.newest[-1].value
+        return max(newest, known) <= ALIKE * min(newest, known)
+
+    def tested(self, mbit: float) -> None:
+        """A test of the uplink ended now: it carries so much at least."""
+        self._tests.add(mbit, self._clock())
+
+    def recall(self, mbit: float, age_s: float) -> None:
+        """In an earlier life of this peer, so long ago, the uplink carried so much."""
+        self._recalled.add(mbit, self._clock() - age_s)
+
+    def full(self, receiver: str, mbit: float) -> None:
+        """The uplink was full towards a receiver, and carried so much."""
+        self._full.pop(receiver, None)
+        self._full[receiver] = Dated(mbit, self._clock())
+        if len(self._full) > MAX_FULL:
+            del self._full[next(iter(self._full))]
+
+    def full_by_one(self, receiver: str) -> None:
+        """There is no other receiver: what it showed before may agree with what it shows next."""
+        if before := self._full.pop(receiver, None):
+            self._full[BEFORE] = before
+
+    def forget_full(self) -> None:
+        """Two have agreed; the next time two new ones have to."""
+        self._full.clear()
+
+    @property
+    def full_mbit(self) -> dict[str, float]:
+        """Receiver -> rate of the uplink where it was full in the last day."""
+        now_s = self._clock()
+        return {k: v.value for k, v in list(self._full.items()) if now_s - v.at_s <= DAY_S}
+
+    # ------------------------------------------------ messages
 
     @contextmanager
     def post(self, peer: str) -> Iterator[None]:

@@ -34,7 +34,13 @@ from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.lines import Lines
 from swarm.network.loop_thread import LoopThread
 from swarm.network.steady_clock import dht_clock
-from swarm.network.substrate import Opening, Substrate, open_substrate
+from swarm.network.substrate import (
+    Opening,
+    Substrate,
+    open_substrate,
+    renewed,
+    visible_addresses,
+)
 from swarm.network.traffic import Traffic
 from swarm.network.transport import Transport
 
@@ -42,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
+RENEW_ADDRESSES_S = 60.0
+"""How often this machine's own addresses are looked at."""
 REMEMBERED_TRIED = 64
 """Addresses from the disk that are probed at a start; all in parallel."""
 RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
@@ -306,17 +314,37 @@ class Node:
         now = Moment(time.monotonic(), time.time())
         chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
         substrate = self._living()
-        answered = await asyncio.gather(*(substrate.reach(address) for address in chosen))
-        for address, one_answered in zip(chosen, answered, strict=True):
-            self._book.tried(address, one_answered, time.time())
+        found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
+        answered = [each is True for each in found]
+        for address, each in zip(chosen, found, strict=True):
+            if isinstance(each, BaseException):  # a fault that is met with one costs no other
+                logger.error("%s was not tried by a fault here", address.text, exc_info=each)
+            self._book.tried(address, each is True, time.time())
         return sum(answered)
 
     async def _heal_for_ever(self) -> None:
+        renewed_s = time.monotonic()
         while True:
             await asyncio.sleep(HEAL_LOOK_EVERY_S)
             dht_clock().look()
             with suppress(NetworkDown):  # told by _supervise already
                 await self.heal()
+                if time.monotonic() - renewed_s >= RENEW_ADDRESSES_S:
+                    renewed_s = time.monotonic()
+                    await self.renew_addresses()
+
+    async def renew_addresses(self) -> None:
+        """Looks which addresses this machine has now: many routers give a new one each day."""
+        try:
+            async with asyncio.timeout(BACK_S):
+                visible = await visible_addresses(self._living_p2p(), says=False)
+                found = renewed(self.addresses, visible)
+        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            logger.debug("this machine's addresses are not known now: %s", error)
+            return
+        if set(found) != set(self.addresses):
+            logger.warning("this machine's addresses changed: %s", ", ".join(found))
+            self.addresses = found
 
     # ------------------------------------------------ the daemon's lives
 

@@ -23,6 +23,7 @@ from swarm.network.daemon import connection_fault
 from swarm.network.full_line import Sample, fill, full_rate_mbit, sampled
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.node import Node
+from swarm.network.steady_clock import dht_clock
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
 from swarm.version import __version__
@@ -63,7 +64,7 @@ class About(BaseModel):
 
     version: str = Field(max_length=64)
     clock: float
-    """Seconds since 1970."""
+    """Seconds since 1970, by the clock that its records go by."""
     seen_at: str = Field(max_length=256)
     """Transport address that the asking peer's connection comes from; "" if it is not known."""
 
@@ -102,7 +103,7 @@ class Prober:
             raise BadMessage("probe_schema", "no such question") from error
         seen_at = await node.seen_at(source)
         if question.kind == "about":
-            about = About(version=__version__, clock=time.time(), seen_at=seen_at)
+            about = About(version=__version__, clock=dht_clock()(), seen_at=seen_at)
             return about.model_dump_json().encode()
         self._ledger.take(source, Cost.DIALS, 1, time.monotonic())
         fault = await _dial(seen_at, question.port)
@@ -155,6 +156,7 @@ async def _send(
         await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
         writer.write(part[: num_bytes - start])
         await writer.drain()
+        traffic.measuring_bytes_sent += min(_PART_BYTES, num_bytes - start)
 
 
 async def _take(

@@ -7,7 +7,8 @@ streams over libp2p nothing is known.
 
 What one receiver takes may be as much as its own line carries, so it shows only what this line
 carries at least: one thin joiner that fetches for a day must not make its sources look thin, and be
-left out of rounds [D5]. What several take together counts also where it is less than before.
+left out of rounds [D5]. What several take together counts also where it is less than before, and
+what one takes where nobody else has taken anything for an hour, as in a swarm of two.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 from swarm.network.tcp_info import tcp_info
+from swarm.protocol.estimates import Recent
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
 """Shorter, and a single burst of acknowledgements would count."""
 KEPT = 8
-"""Windows of late; of these the fastest is nearest to what the line can do, since in the others
-receivers may have been the slower ones."""
+"""Windows of late; of these the fast ones are nearest to what the line can do, since in the others
+receivers may have been the slower ones. The upper quartile counts: one window may be wrong."""
+ALONE_S = 3600.0
+"""A receiver is the only one if nobody else has taken anything for so long."""
+SHOWN_BY = 4
+"""Windows that show that a line has changed."""
 
 
 @dataclass
@@ -48,12 +54,28 @@ class SentRate:
         """Since when there was always something unsent; None: there is nothing."""
         self._num_bytes = 0
         self._receivers: set[str] = set()
-        self._rates: deque[float] = deque(maxlen=KEPT)
+        self._rates, self._all = Recent(KEPT), Recent(KEPT)
+        """Of windows that count, and of all, also those of one receiver of several."""
+        self._last, self._others_s = "", -inf
+        """The receiver that took something last, and when any other one did."""
 
     @property
     def mbit(self) -> float | None:
         """In Mbit/s; None until the line has been the bound for long enough."""
-        return max(self._rates, default=None)
+        return self.mbit_since(-inf)
+
+    def mbit_since(self, since_s: float) -> float | None:
+        """The same by windows after a moment alone."""
+        return self._rates.high(self._clock(), since_s)
+
+    def shown_since(self, since_s: float) -> float | None:
+        """What any receivers took since a moment, in Mbit/s; None of fewer than `SHOWN_BY` windows.
+
+        The line may carry more: it is a reason to measure it.
+        """
+        now_s = self._clock()
+        is_enough = len(self._all.of_late(now_s, since_s)) >= SHOWN_BY
+        return self._all.high(now_s, since_s) if is_enough else None
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
@@ -100,9 +122,20 @@ class SentRate:
         self._receivers |= waiting
         if now - self._began_s >= WINDOW_S:
             rate = self._num_bytes * 8e-6 / (now - self._began_s)
-            if len(self._receivers) > 1 or rate > (self.mbit or 0.0):
-                self._rates.append(rate)
+            self._all.add(rate, now)
+            if self._are_all_there_are(now) or rate > (self.mbit or 0.0):
+                self._rates.add(rate, now)
             self._begin(now, waiting)
+
+    def _are_all_there_are(self, now_s: float) -> bool:
+        """Whether the receivers of a window are several, or the only one of late."""
+        if len(self._receivers) > 1:
+            self._others_s = now_s
+            return True
+        (receiver,) = self._receivers
+        if receiver != self._last:
+            self._last, self._others_s = receiver, now_s if self._last else self._others_s
+        return now_s - self._others_s >= ALONE_S
 
     def _begin(self, now_s: float, waiting: set[str]) -> None:
         self._began_s, self._num_bytes, self._receivers = now_s, 0, waiting

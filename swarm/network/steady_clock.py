@@ -1,7 +1,10 @@
-"""The DHT's time: the wall clock's at the start, and from then on the time that has passed.
+"""The DHT's time: it grows evenly, follows the wall clock's corrections, and none of its jumps.
 
 Records expire by wall time everywhere, and hivemind asks the wall clock each time: after a jump of
-minutes a peer would take all records of others for expired, or its own would be for them.
+minutes a peer would take all records of others for expired, or its own would be for them. But a
+machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and 3 s are allowed.
+So this clock runs a little faster or slower until it is where it should be: at the wall clock, as
+long as that moves by small steps only, or where other members say that they are.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from hivemind.dht import node, protocol, routing
 from hivemind.utils import timed_storage
@@ -18,33 +24,180 @@ logger = logging.getLogger(__name__)
 LIMIT_S = float(timed_storage.MAX_DHT_TIME_DISCREPANCY_SECONDS)
 """So far the clocks of two peers may differ."""
 JUMP_S = 2.0
+"""A wall clock that moves so far between two looks has jumped; smaller steps correct a drift."""
+NEAR_S = 1.0
+"""Clocks that differ by less count as the same."""
+SLEW = 500e-6
+"""Seconds that this clock gains or loses a second while it follows: more than any drift."""
+FAST_SLEW = 0.1
+"""The same where the wall clock jumped and another member has the time that it has since then."""
 HIVEMIND = (timed_storage, protocol, routing, node)
 """Its modules that ask for the time; each holds the function under the name `get_dht_time`."""
 
 _lock = threading.Lock()
 
 
+@dataclass(frozen=True)
+class _Offset:
+    """This clock less the machine's count of time: moves evenly from a value to another."""
+
+    begin_s: float
+    value_s: float
+    goal_s: float
+    slew: float = SLEW
+
+    def at(self, passed_s: float) -> float:
+        """The offset once so much has passed; never so steep that the clock goes back."""
+        most_s = self.slew * max(passed_s - self.begin_s, 0.0)
+        return self.value_s + min(max(self.goal_s - self.value_s, -most_s), most_s)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison with other members showed.
+
+    Attributes:
+        ahead_s: how far their clocks are ahead of this one, which is the goal from now on; None:
+            the goal stays.
+        by_wall: whether this machine's wall clock has their time.
+    """
+
+    ahead_s: float | None
+    by_wall: bool = False
+
+
+def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
+    """What to go by once others have told their time; pure.
+
+    One of them that has this clock's time is enough for it to stay. Else the wall clock counts
+    where it jumped and one has its time, then the others where they are agreed. Of two peers each
+    goes half the way, or they would change places.
+
+    Args:
+        told: how far the clock of each member that answered is ahead of this one, in seconds.
+        wall_ahead_s: likewise of this machine's wall clock.
+        has_jumped: whether the wall clock did, and is not followed since.
+    """
+    if not told or min(map(abs, told)) <= NEAR_S:
+        return Comparison(None)
+    if has_jumped and min(abs(ahead_s - wall_ahead_s) for ahead_s in told) <= NEAR_S:
+        return Comparison(wall_ahead_s, by_wall=True)
+    middle_s = median(told)
+    if len(told) == 1:
+        return Comparison(middle_s / 2)
+    are_agreed = all(abs(ahead_s - middle_s) <= NEAR_S for ahead_s in told)
+    return Comparison(middle_s if are_agreed else None)
+
+
 class SteadyClock:
     """Seconds since 1970 that do not follow jumps of the wall clock, but count suspended time."""
 
-    def __init__(self) -> None:
-        self._offset_s = time.time() - passed_s()
-        self._said_s = 0.0
+    def __init__(
+        self,
+        passed: Callable[[], float] | None = None,
+        wall: Callable[[], float] | None = None,
+    ) -> None:
+        """Has the wall clock's time now.
+
+        Args:
+            passed: the machine's count of time, in seconds; monotonic.
+            wall: seconds since 1970, which may jump.
+        """
+        self._passed = passed or (lambda: passed_s())
+        self._wall = wall or (lambda: time.time())
+        self._guard = threading.Lock()
+        begin_s = self._passed()
+        self._seen_s = self._wall() - begin_s
+        self._jumped_s = self._drifted_s = self._said_s = 0.0
+        self._begin_s = begin_s
+        self._offset = _Offset(begin_s, self._seen_s, self._seen_s)
 
     def __call__(self) -> float:
         """The time now."""
-        return passed_s() + self._offset_s
+        passed = self._passed()
+        return passed + self._offset.at(passed)
 
     def look(self) -> float:
-        """How far the wall clock is ahead of this one; says so when that changed by seconds."""
-        ahead_s = time.time() - self()
-        if abs(ahead_s - self._said_s) > JUMP_S:
+        """How far the wall clock is ahead of this one; to be called every few seconds.
+
+        Small steps of the wall clock correct this machine's count of time, and are followed. A
+        jump is said, with its size, and is not.
+        """
+        with self._guard:
+            begin_s, wall_s, passed = self._passed(), self._wall(), self._passed()
+            if passed - begin_s > NEAR_S:  # this thread was held up in between
+                return self._seen_s - self._offset.at(passed)
+            wall_s -= passed
+            step_s, self._seen_s = wall_s - self._seen_s, wall_s
+            if abs(step_s) > JUMP_S:
+                self._jumped_s += step_s
+                logger.warning(
+                    "this machine's wall clock jumped by %+.1f s; records follow it only once "
+                    "another member has its time",
+                    step_s,
+                )
+            elif step_s:
+                self._drifted_s += step_s
+                self._aim(self._offset.goal_s + step_s, passed, self._offset.slew)
+                self._say_drift(passed)
+            return wall_s - self._offset.at(passed)
+
+    def compare(self, told: Sequence[float]) -> Comparison:
+        """Goes by what other members told, see `compared`; says so when that changes the goal.
+
+        Args:
+            told: how far the clock of each that answered is ahead of this one, in seconds.
+        """
+        with self._guard:
+            passed = self._passed()
+            offset_s = self._offset.at(passed)
+            wall_ahead_s = self._seen_s - offset_s
+            found = compared(told, wall_ahead_s, has_jumped=abs(self._jumped_s) > NEAR_S)
+            if found.ahead_s is None:
+                return found
+            goal_s = offset_s + found.ahead_s
+            is_news = abs(goal_s - self._offset.goal_s) > NEAR_S / 2
+            self._jumped_s = self._seen_s - goal_s
+            self._aim(goal_s, passed, FAST_SLEW if found.by_wall else SLEW)
+        if not is_news:
+            return found
+        if found.by_wall:
             logger.warning(
-                "this machine's clock jumped by %+.1f s; records go on by the time since the start",
-                ahead_s - self._said_s,
+                "other members have the time that this machine's wall clock jumped to: records "
+                "move by %+.1f s",
+                found.ahead_s,
             )
-            self._said_s = ahead_s
-        return ahead_s
+        else:
+            logger.log(
+                logging.WARNING if abs(median(told)) > LIMIT_S else logging.INFO,
+                "the clock of records is %.1f s %s those of the other members (%d): it moves by "
+                "%+.1f s; this machine's wall clock is %+.1f s from there (timedatectl set-ntp "
+                "true sets it right)",
+                abs(median(told)),
+                "behind" if found.ahead_s > 0 else "ahead of",
+                len(told),
+                found.ahead_s,
+                self._jumped_s,
+            )
+        return found
+
+    def _aim(self, goal_s: float, passed: float, slew: float) -> None:
+        value_s = self._offset.at(passed)
+        slew = slew if abs(goal_s - value_s) > NEAR_S else SLEW
+        self._offset = _Offset(passed, value_s, goal_s, slew)
+
+    def _say_drift(self, passed: float) -> None:
+        if abs(self._drifted_s - self._said_s) < JUMP_S:
+            return
+        self._said_s = self._drifted_s
+        hours = (passed - self._begin_s) / 3600
+        logger.info(
+            "this machine's count of time drifted by %+.1f s in %.1f h (%+.0f ppm) from its wall "
+            "clock, which records follow slowly",
+            -self._drifted_s,
+            hours,
+            -self._drifted_s / (passed - self._begin_s) * 1e6,
+        )
 
 
 def passed_s() -> float:

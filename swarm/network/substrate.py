@@ -21,7 +21,9 @@ from swarm.network.daemon import (
     Address,
     dialable,
     end_daemon,
+    host_of_default_route,
     is_identity_taken,
+    is_loopback,
     is_unanswered,
     listen_addresses,
     probe,
@@ -30,6 +32,7 @@ from swarm.network.daemon import (
 from swarm.network.dht import Dht, open_dht
 from swarm.network.identity import Identity
 from swarm.network.ledger import Ledger
+from swarm.network.line_bytes import LineBytes
 from swarm.network.signed_records import SignedRecords
 from swarm.network.traffic import Traffic
 
@@ -75,11 +78,13 @@ class Substrate:
         p2p: the daemon.
         dht: the node.
         addresses: to be handed out; empty for a peer that does not listen.
+        line: counts what the daemon moves.
     """
 
     p2p: P2P
     dht: Dht
     addresses: tuple[str, ...]
+    line: LineBytes
 
     @property
     def neighbours(self) -> frozenset[str]:
@@ -116,7 +121,7 @@ class Substrate:
             with suppress(TimeoutError, P2PDaemonError, OSError):
                 async with asyncio.timeout(CLOSE_S):
                     await self.dht.close()
-        await end_daemon(self.p2p)
+        await end_daemon(self.p2p, self.line)
 
 
 async def open_substrate(
@@ -162,14 +167,31 @@ async def open_substrate(
             client_mode=opening.network.client_mode,
             must_reach=must_reach,
         )
-        addresses: tuple[str, ...] = ()
-        if not opening.network.client_mode:
-            visible = await p2p.get_visible_maddrs(latest=True)
-            addresses = dialable([str(address) for address in visible])
+        addresses = () if opening.network.client_mode else await visible_addresses(p2p)
     except BaseException:
-        await end_daemon(p2p)
+        await end_daemon(p2p, opening.traffic.line)
         raise
-    return Substrate(p2p, dht, addresses)
+    return Substrate(p2p, dht, addresses, opening.traffic.line)
+
+
+async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
+    """The addresses that a daemon has now, to be handed out; `says` which are left out."""
+    visible = await p2p.get_visible_maddrs(latest=True)
+    texts = [str(address) for address in visible]
+    return dialable(texts, host_of_default_route(), says=says)
+
+
+def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
+    """The addresses to be handed out from now on: those of the port that this peer listens on.
+
+    A machine that has none for a while, as when its network is down, keeps those it had.
+    """
+    if not before:
+        return ()
+    port = Address.parse(before[0]).port
+    found = tuple(text for text in now if Address.parse(text).port == port)
+    is_cut_off = all(map(is_loopback, found)) and not all(map(is_loopback, before))
+    return tuple(before) if is_cut_off else found
 
 
 async def _enter(
@@ -189,13 +211,21 @@ async def _start(
     listen, texts = listen_addresses(opening.network, port), [address.text for address in peers]
     me = opening.identity
     try:
-        if peers and check_identity and await is_identity_taken(me.peer_id, texts):
+        if (
+            peers
+            and check_identity
+            and await is_identity_taken(me.peer_id, texts, opening.traffic.line)
+        ):
             raise StateLocked(
                 f"a living peer already is {me.peer_id}",
                 hint="end it, or start with another state directory",
             )
         return await start_daemon(
-            opening.network, identity_path=me.path, listen=listen, initial_peers=texts
+            opening.network,
+            identity_path=me.path,
+            listen=listen,
+            initial_peers=texts,
+            line=opening.traffic.line,
         )
     except P2PDaemonError as error:
         if peers and is_unanswered(error):

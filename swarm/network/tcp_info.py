@@ -7,7 +7,7 @@ import struct
 import sys
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("=16xI48xI48xQ16xII16xQQQI")
+_LAYOUT = struct.Struct("=16xI48xI48xQQ8xII16xQQQI")
 
 
 class TcpInfo(NamedTuple):
@@ -17,6 +17,7 @@ class TcpInfo(NamedTuple):
         packet_bytes: of a full packet.
         rtt_us: the smoothed round trip, in microseconds.
         acked: bytes up to the first that the other side has not acknowledged.
+        received: bytes that came in order.
         unsent: bytes that wait in this machine.
         least_rtt_us: the shortest round trip of late.
         busy_us: for how long something was under way, or waited to be.
@@ -28,6 +29,7 @@ class TcpInfo(NamedTuple):
     packet_bytes: int
     rtt_us: int
     acked: int
+    received: int
     unsent: int
     least_rtt_us: int
     busy_us: int

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
+from swarm.network.line_bytes import LineBytes
 from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 from swarm.protocol.pace import Arrivals
@@ -45,6 +46,9 @@ class Arriving:
 class Traffic:
     """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
+    `line` is what a provider counts. The other counters say what bytes were for, each where it is
+    used: what measures this peer's line is in none of them.
+
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
         control_messages_received: the same, from others.
@@ -53,6 +57,7 @@ class Traffic:
         control_bytes_received: the same, from others.
         blob_bytes_sent: contents of other blobs only, of moments neither.
         blob_bytes_received: contents of blobs, those refused later and those of messages included.
+        measuring_bytes_sent: to others that measure their lines.
         relayed_bytes: passed on between two other peers; in no other counter.
         moments_bytes_sent: contents of moments blobs, which are in no other figure.
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
@@ -62,6 +67,7 @@ class Traffic:
         up: cap on what is sent.
         down: cap on what is received.
         sent: how fast the line sent of late.
+        line: all that the line carries, whatever it is for.
         arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.
     """
 
@@ -73,6 +79,7 @@ class Traffic:
     moments_bytes_sent: int = 0
     moments_bytes_received: int = 0
     blob_bytes_received: int = 0
+    measuring_bytes_sent: int = 0
     relayed_bytes: int = 0
     dht_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -80,6 +87,7 @@ class Traffic:
     down: Throttle = field(default_factory=Throttle)
     sent: SentRate = field(default_factory=SentRate)
     arriving: Arriving = field(default_factory=Arriving)
+    line: LineBytes = field(default_factory=LineBytes)
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:
@@ -89,8 +97,9 @@ class Traffic:
 
     @property
     def bytes_sent(self) -> int:
-        """Contents of blobs, and what was passed on; messages are few beside them."""
-        return self.blob_bytes_sent + self.moments_bytes_sent + self.relayed_bytes
+        """For others; messages are few beside it, and what measures this line is none of it."""
+        of_blobs = self.blob_bytes_sent + self.moments_bytes_sent
+        return of_blobs + self.measuring_bytes_sent + self.relayed_bytes
 
     def refuse(self, reason: str) -> None:
         """Counts one refusal."""

@@ -122,7 +122,7 @@ def require_admission(
 
 
 SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
-"""Of equal documents these have the first alone, and the name of the folder that they come from."""
+"""They have the name of their folder, and may have been made with other options."""
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:

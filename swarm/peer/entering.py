@@ -35,6 +35,7 @@ from swarm.peer.kept_settings import invitation_to
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
+from swarm.peer.machine import Room
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.own_line import measure_line
@@ -82,11 +83,18 @@ class Starter:
     def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
         self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
         self.node, self.state, self.config = host.node, host.state, host.config
-        self.text = RunText(self.config.corpus.folder, self.state.data_path, say=observer.on_notice)
+        corpus = self.config.corpus
+        self.text = RunText(
+            corpus.folder,
+            self.state.data_path,
+            say=observer.on_notice,
+            follow_links=corpus.follow_links,
+            list_skipped=corpus.list_skipped,
+        )
 
     def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
         """What this peer says about itself in a run."""
-        return PeerStatus(
+        status = PeerStatus(
             self.node,
             run,
             name=self.host.name,
@@ -94,6 +102,8 @@ class Starter:
             directory=directory,
             observer=self.observer,
         )
+        status.room_of = Room(run, self.config.compute, self.state.path)
+        return status
 
     def resume_or_join(self) -> Started | None:
         """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from swarm.background import supervised
+from swarm.background import supervised_async
 from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import require_closed_founding
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
+from swarm.peer.machine import Room
 from swarm.peer.own_line import measure_line
 from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
@@ -34,7 +35,7 @@ from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Founding, Manifest, PeerId, run_id
+from swarm.protocol.manifest import Founding, Manifest, Member, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState
 from swarm.protocol.texts import TokenizerFile
 
@@ -96,7 +97,9 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
-        manifest = founding_manifest(founding, run, layout, initial, present)
+        capacities = {peer: member.capacity for peer, member in present.items()}
+        rooms = {peer: member.room for peer, member in present.items()}
+        manifest = founding_manifest(founding, run, layout, initial, capacities, rooms=rooms)
         blobs += [text.held_out, manifest.encoded]
         started = _stored(starter, run, manifest, blobs, contents.values())
     starter.host.serve(started.store)
@@ -181,9 +184,10 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
 
 def _gather(
     starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
-) -> Mapping[PeerId, float]:
+) -> dict[PeerId, Member]:
     if gathering.wait_for_peers == 1:
-        return {starter.node.peer_id: starter.config.peer.capacity}
+        room = Room(run, starter.config.compute, starter.state.path)
+        return {starter.node.peer_id: Member(0, starter.config.peer.capacity, room=room())}
     scratch = BlobStore(None)
     for blob in blobs:
         scratch.put(blob)
@@ -191,7 +195,7 @@ def _gather(
     starter.host.reception.announce(gathering)
     gathered = starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
     starter.wait_for(measure_line(starter.host, gathering.run))
-    return gathered
+    return {peer: Member(0, said.capacity, room=said.room) for peer, said in gathered.items()}
 
 
 @contextmanager
@@ -202,7 +206,7 @@ def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Ite
         return
     announcing = partial(keep_gathering, starter.node, gathering, starter.status(run).record)
     task = asyncio.run_coroutine_threadsafe(
-        supervised("announcing the run", announcing), starter.node.loop
+        supervised_async("announcing the run", announcing), starter.node.loop
     )
     try:
         yield

@@ -28,7 +28,7 @@ class KeptLine:
     Attributes:
         up_mbit: what the line was seen to carry away from the peer.
         cap_mbit: what its uploads were held to; None: nothing held them.
-        at: seconds since 1970.
+        at: when the uplink was tested, in seconds since 1970.
     """
 
     up_mbit: Rate
@@ -51,9 +51,9 @@ def read_line(path: Path) -> KeptLine | None:
     return line if 0 <= time.time() - line.at < VALID_S else None
 
 
-def write_line(path: Path, up_mbit: float, cap_mbit: float | None) -> None:
-    """Keeps what is known now; a disk that refuses costs the next start a measurement."""
+def write_line(path: Path, line: KeptLine) -> None:
+    """Keeps what is known; a disk that refuses costs the next start a measurement."""
     try:
-        durable.write_file(path, _SCHEMA.dump_json(KeptLine(up_mbit, cap_mbit, time.time())))
+        durable.write_file(path, _SCHEMA.dump_json(line))
     except OSError as error:
         logger.warning("%s cannot be written: %s", path, error)

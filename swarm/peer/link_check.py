@@ -51,29 +51,34 @@ async def measured_rates(
         for is_down, before in best.items():
             if rate := await _rate(node, peer, is_down=is_down):
                 best[is_down] = max(rate, before or 0.0)
-    node.lines.down_mbit, node.lines.up_mbit = best[True], best[False]
+    node.lines.down_mbit = best[True]
+    if uplink := best[False]:
+        node.lines.tested(uplink)
     return best[True], best[False]
 
 
 async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
     """Measures this machine's uplink to a few peers; goes on while it is thin, but not agreed.
 
-    Raises what is known of it to the best rate. The other direction would take the uplinks of
-    these, whose own may be thin. Some may not answer in time, or be busy. One alone may agree with
-    itself: nobody else takes anything.
+    The best rate is one test of it, also if it is broken off. The other direction would take the
+    uplinks of these, whose own may be thin. Some may not answer in time, or be busy. One alone may
+    agree with itself: nobody else takes anything.
     """
-    listening, lines, num_measured = _listening(node, present), node.lines, 0
-    if len(listening) == 1 and (before := lines.full_mbit.pop(listening[0], None)):
-        lines.full_mbit["before"] = before
-    for peer in sample(listening, min(TRIES, len(listening))):
-        rate = await _rate(node, peer, is_down=False)
-        if rate is None:
-            continue
-        num_measured += 1
-        lines.up_mbit = max(rate, lines.up_mbit or 0.0)
-        is_known = lines.up_mbit > HOME_MBIT or agreed_mbit(lines.full_mbit) is not None
-        if is_known or (num_measured >= ASKED and not lines.full_mbit):
-            return
+    listening, lines, rates = _listening(node, present), node.lines, list[float]()
+    if len(listening) == 1:
+        lines.full_by_one(listening[0])
+    try:
+        for peer in sample(listening, min(TRIES, len(listening))):
+            rate = await _rate(node, peer, is_down=False)
+            if rate is None:
+                continue
+            rates.append(rate)
+            is_known = max(rates) > HOME_MBIT or agreed_mbit(lines.full_mbit) is not None
+            if is_known or (len(rates) >= ASKED and not lines.full_mbit):
+                return
+    finally:
+        if rates:
+            lines.tested(max(rates))
 
 
 def _listening(node: Node, present: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
@@ -92,7 +97,7 @@ async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
         return None
     logger.debug("uplink to peer=%s: %.3g Mbit/s, full at %s", peer[-6:], rate, full)
     if full:
-        node.lines.full_mbit[peer] = full
+        node.lines.full(peer, full)
     return rate
 
 

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import inf
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from swarm.peer.workers import (
     parallel_engine,
     place_of,
 )
+from swarm.protocol.manifest import ALL_EXPERTS
 from swarm.train.hardware import Machine, Processor
-from swarm.train.ladder import EnginePlan, Wishes, fits_here, plan_engine
+from swarm.train.ladder import EnginePlan, Wishes, fits_here, most_with, plan_engine, rungs
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
@@ -182,6 +184,51 @@ def plan_here(
     Raises:
         ConfigError: the person wants what is not there, or cannot be had together.
     """
+    machine, wishes = _with_wishes(run, compute, folder)
+    return machine, plan_engine(run, owned, machine, wishes)
+
+
+class Room:
+    """How many experts fit this machine's memory, in every phase of a round; asked at any time.
+
+    A disk does not count: one that is full is waited for, and takes no peer down.
+
+    Attributes:
+        engine: once there is one, its present level counts and those below, else all that the
+            person allows. It takes memory that the machine has before, so ask once without it.
+    """
+
+    def __init__(self, run: RunConfig, compute: ComputeSection, folder: Path) -> None:
+        """Looks at nothing yet; the arguments are as of `engine_for`."""
+        self.engine: SteppingEngine | ParallelEngine | None = None
+        self._place = run, compute, folder / "frozen"
+        self._found: tuple[Machine, Wishes] | None = None
+        self._known: dict[int, int] = {}
+
+    def __call__(self) -> int:
+        """`ALL_EXPERTS` if all of the run do; fewer than before once the engine had to step down.
+
+        Raises:
+            ConfigError: the person wants what is not there, or cannot be had together.
+        """
+        if self._found is None:
+            self._found = _with_wishes(*self._place)
+        (machine, wishes), run = self._found, self._place[0]
+        levels = self.engine.levels if self.engine else rungs(run, machine, wishes)
+        if len(levels) not in self._known:
+            most = most_with(run, machine, levels) or 0
+            experts = run.model.num_experts
+            logger.info("room: %d of %d experts fit this machine", most, experts)
+            self._known[len(levels)] = most if most < experts else ALL_EXPERTS
+        return self._known[len(levels)]
+
+
+def _with_wishes(run: RunConfig, compute: ComputeSection, folder: Path) -> tuple[Machine, Wishes]:
+    """What the engine, or each worker, has; and what the person decided.
+
+    Raises:
+        ConfigError: the person wants what is not there, or cannot be had together.
+    """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder)
     here = num_workers(compute, machine.device)
     if here:
@@ -189,7 +236,7 @@ def plan_here(
         machine, wishes = for_workers(run, compute, machine, wishes, fabric)
     else:
         meshes_of(compute, 0, run)  # says what cannot be had without workers
-    return machine, plan_engine(run, owned, machine, wishes)
+    return machine, wishes
 
 
 def engine_for(
@@ -266,6 +313,7 @@ def _host_bytes() -> float:
     return min(whole, int(limit)) if limit.isdigit() else whole
 
 
+@cache
 def _measured_tflops(device: str) -> float:
     """Of one large product, the best of three; tenths of a second on a CPU."""
     on_gpu = device == "cuda"

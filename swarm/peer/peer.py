@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.codecs import Content
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import ComputeSection, PeerConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import NobodyReachable, StateError
 from swarm.network.moments_exchange import MomentsExchange
@@ -28,11 +28,11 @@ from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
 from swarm.peer.leaving import Stop, StopAsked, leave, serving
 from swarm.peer.live_model import Agreed, LiveModel
-from swarm.peer.machine import device_of, engine_for
+from swarm.peer.machine import Room, device_of, engine_for
 from swarm.peer.merged_blobs import merge_blobs
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.own_line import OwnLine
-from swarm.peer.publisher import Publisher, announcement
+from swarm.peer.publisher import Publisher, RoomsThere, announcement
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.threads import start_threads, usable_cores
 from swarm.peer.trainer import Trainer
@@ -42,8 +42,10 @@ from swarm.peer.way_in import require_way_in
 from swarm.peer.workers import num_workers
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
-from swarm.protocol.records import PeerState
+from swarm.protocol.records import PeerRecord, PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.train.parallel.engine import ParallelEngine
+from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Peer:
         self.status, self._traffic = starter.status(run, started.directory), host.node.traffic
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
+        self._rooms_there = RoomsThere()
         line = OwnLine(host, self.status, started.run_id)
         self._publisher = Publisher(
             host.node, self.status, announced, host.state, on_present=self._on_present,
@@ -82,7 +85,7 @@ class Peer:
         self._rounds = RoundDriver(
             host.node,
             started.store,
-            _machine_of(starter, started),
+            _machine_of(starter, started, lambda: self.status.room_of()),
             record_file=RecordFile(started.directory.record_path),
             layout=started.layout,
             settings=run.round,
@@ -92,10 +95,7 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        place = host.config.compute, started.directory.path
-        owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
-        self._engine = engine_for(run, *place, lambda: self._stop.remaining_s, owned)
-        self.status.engine_of = self._engine.describe
+        self._engine = self._engine_of(host.config.compute, started)
         threads = UnitThreads(host.config.compute.threads or usable_cores())
         model = LiveModel(self.peer_id, run, self._engine, self._agreed, threads)
         self._moments = ExpertMoments(model, self._exchange, self.status)
@@ -108,6 +108,7 @@ class Peer:
             status=self.status,
             moments=self._moments,
             stop=self._stop,
+            rooms=self._rooms_there,
         )
         if run.run.admission == "invited":
             starter.observer.on_notice("A joiner needs --invitation and what swarm-invite prints.")
@@ -123,6 +124,19 @@ class Peer:
         self._rounds.start()
         host.reception.announce(announced)
         self._publisher.start()
+
+    def _engine_of(
+        self, compute: ComputeSection, started: Started
+    ) -> SteppingEngine | ParallelEngine:
+        """The engine for this machine, and how many experts fit that [R4]."""
+        place = started.run, compute, started.directory.path
+        self.status.room_of = room = Room(*place)
+        room()  # before the engine takes memory
+        owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
+        engine = engine_for(*place, lambda: self._stop.remaining_s, owned)
+        self.status.engine_of = engine.describe
+        room.engine = engine
+        return engine
 
     # ------------------------------------------------ ways into a run
 
@@ -352,8 +366,9 @@ class Peer:
 
     # ------------------------------------------------ asked by its parts
 
-    def _on_present(self, peers: list[str]) -> None:
-        self._rounds.discovered(peers)
+    def _on_present(self, present: Mapping[str, PeerRecord]) -> None:
+        self._rooms_there.note(present)
+        self._rounds.discovered(sorted(present))
 
     def _merge(self, tip: Manifest) -> dict[Unit, Content]:
         values, donors = merge_blobs(tip, self.run, self._agreed)
@@ -361,7 +376,7 @@ class Peer:
         return values
 
 
-def _machine_of(starter: Starter, started: Started) -> RoundMachine:
+def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) -> RoundMachine:
     host, config = starter.host, starter.host.config
     blobs = [*started.record.tip.founding.blobs, started.directory.read_founding().blob]
     started.store.pin(blobs)
@@ -377,6 +392,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
         sign=host.node.identity.sign,
         is_dialable=host.is_dialable,
         uplink_of=host.uplink_mbit,
+        room_of=room_of,
         fetches_ahead=True,
         chain=RecordFile(started.directory.record_path).read_chain(started.record),
         invitation=kept_invitation(starter.wanted.invitation, started.directory),

@@ -15,6 +15,7 @@ from swarm.peer.fitting import Shortfall, shortfalls
 from swarm.peer.gpu_bus import bus_here
 from swarm.peer.machine import described_machine, this_machine, wishes_of
 from swarm.peer.workers import fabric_of, for_workers, num_workers
+from swarm.protocol.ownership import losses_survived
 from swarm.train.hardware import Machine
 from swarm.train.ladder import EnginePlan, most_experts, plan_engine
 from swarm.train.parallel.fabric import Bus
@@ -32,6 +33,9 @@ class RunPlan:
         engine: the engine chosen for it, with its peaks of memory and predicted seconds of a step.
         owned_experts: that the peer trains.
         experts_that_fit: that it could train with some engine; None if not even the shared tensors.
+        losses_survived: of as many such machines as the run has peers, how many may be lost before
+            an expert waits for an owner; None: one does as it is.
+        losses_until_pause: likewise before too few experts have one (`ownership.min_owned_share`).
         shortfalls: of what the machine has too little, and what would help.
         is_beside: whether offers are made beside steps where rounds overlap [V9].
     """
@@ -41,6 +45,8 @@ class RunPlan:
     engine: EnginePlan
     owned_experts: int
     experts_that_fit: int | None
+    losses_survived: int | None
+    losses_until_pause: int | None
     shortfalls: tuple[Shortfall, ...]
     is_beside: bool
 
@@ -87,7 +93,18 @@ def plan_run(
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
     is_beside = engine.options.is_read_beside(run)
-    return RunPlan(cost, machine, engine, owned, most, tuple(short), is_beside)
+    rooms, experts = [most or 0] * run.run.peers, run.model.num_experts
+    return RunPlan(
+        cost=cost,
+        machine=machine,
+        engine=engine,
+        owned_experts=owned,
+        experts_that_fit=most,
+        losses_survived=losses_survived(experts, rooms),
+        losses_until_pause=losses_survived(experts, rooms, run.ownership.min_owned_share),
+        shortfalls=tuple(short),
+        is_beside=is_beside,
+    )
 
 
 def held_bytes(folder: Path, run: RunConfig) -> int:

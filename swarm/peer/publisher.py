@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from swarm.background import SYSTEM, SupervisedThread, System
@@ -21,6 +22,7 @@ from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (
     HEARTBEAT_S,
     MergeRecord,
+    PeerRecord,
     RunRecord,
     RunState,
     fitted,
@@ -34,6 +36,31 @@ logger = logging.getLogger(__name__)
 SOONEST_S = 1.0
 """Changes in quick succession share one publication."""
 PUBLISH_DEADLINE_S = 30.0
+THERE_S = 300.0
+"""One key of presence is read per beat, so each peer is seen every few minutes, see `Presence`."""
+MAX_THERE = 4096
+"""Peers whose rooms are remembered."""
+
+
+class RoomsThere:
+    """How many experts fit the machines of the peers that were heard of lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nobody was heard of yet; `clock` is in seconds."""
+        self._clock = clock
+        self._heard: dict[PeerId, tuple[float, int]] = {}
+
+    def note(self, present: Mapping[PeerId, PeerRecord]) -> None:
+        """Some peers of the run are there; the newest `MAX_THERE` count."""
+        now_s = self._clock()
+        new = {peer: (now_s, record.room) for peer, record in present.items()}
+        kept = {peer: said for peer, said in self._heard.items() if peer not in new}
+        self._heard = dict([*kept.items(), *new.items()][-MAX_THERE:])
+
+    def __call__(self) -> dict[PeerId, int]:
+        """The room of each that was heard of within `THERE_S`."""
+        since_s = self._clock() - THERE_S
+        return {peer: room for peer, (at_s, room) in self._heard.items() if at_s >= since_s}
 
 
 class Publisher:
@@ -46,7 +73,7 @@ class Publisher:
         run: RunRecord,
         state: StateDirectory,
         *,
-        on_present: Callable[[list[PeerId]], None],
+        on_present: Callable[[Mapping[PeerId, PeerRecord]], None],
         beside: Callable[[], Coroutine[Any, Any, None]],
         system: System = SYSTEM,
     ) -> None:
@@ -57,16 +84,20 @@ class Publisher:
             status: what there is to tell.
             run: what every member repeats of the run.
             state: remembers addresses.
-            on_present: told who is in the run, some of the peers at a time; see `Presence`.
+            on_present: given what peers of the run say, of some of them at a time; see `Presence`.
             beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
             system: whose clock and threads it uses.
         """
         self.node, self.status, self.run, self.state = node, status, run, state
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
-        self._presence, self._clock = Presence(node, run.run), OwnClock(node)
+        self._presence, self._clock = Presence(node, run.run), OwnClock(node, self._members)
         self._system = system
         self._thread = SupervisedThread("publisher", self._loop, system)
+
+    def _members(self) -> Collection[PeerId]:
+        tip = self.status.manifest
+        return tip.members if tip else ()
 
     def start(self) -> None:
         """Begins to publish."""
@@ -126,7 +157,7 @@ class Publisher:
             await publish(self.node, merges_key(run, me), self._merge)
         if present := await self._presence.look():
             self.node.remember([a for record in present.values() for a in record.addresses])
-            self._on_present(sorted(present))
+            self._on_present(present)
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:

@@ -1,8 +1,8 @@
 """The bytes that this machine may move in a month: counted, warned of, and left for in time.
 
 A calendar month (UTC), since that is what providers sell; both directions together, since most
-count them so; all runs of a state directory, since it is one line. Counted is what a node counts
-(`network/traffic.py`), with a share for what it cannot see.
+count them so; all runs of a state directory, since it is one line. Counted is what the kernel has
+seen on the node's sockets (`network/line_bytes.py`), with a share for headers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import DataQuotaSpent
 from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
 from swarm.network.node import Node
-from swarm.network.steady_clock import SteadyClock
+from swarm.network.steady_clock import dht_clock
 from swarm.network.traffic import Traffic
 from swarm.peer.leaving import Stop
 from swarm.peer.state_directory import StateDirectory
@@ -33,6 +34,9 @@ OVERHEAD = 1.05
 retransmissions and encryption have the rest."""
 WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
+MARK_S = 3600.0
+MARKS = 24
+"""Moments, `MARK_S` apart, since the oldest of which the rate of now is counted."""
 END_S = 10.0
 """For the last count: a disk that does not answer keeps no peer from its end."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
@@ -44,8 +48,16 @@ def month_of(time_s: float) -> str:
 
 
 def bytes_moved(traffic: Traffic) -> int:
-    """What a node has moved since its start, both ways together, as it goes over the line."""
-    moved = (
+    """What a node has moved since its start, both ways together, as it goes over the line.
+
+    As the kernel counts it; where the kernel does not say, what the node knows of.
+    """
+    total = traffic.line.total()
+    return round((_known_of(traffic) if total is None else total) * OVERHEAD)
+
+
+def _known_of(traffic: Traffic) -> int:
+    return (
         traffic.blob_bytes_sent
         + traffic.blob_bytes_received
         + traffic.moments_bytes_sent  # those received are blobs
@@ -54,7 +66,6 @@ def bytes_moved(traffic: Traffic) -> int:
         + 2 * traffic.relayed_bytes
         + traffic.dht_bytes
     )
-    return round(moved * OVERHEAD)
 
 
 def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
@@ -126,12 +137,14 @@ class DataQuota:
             count: of the month so far.
             quota_bytes: of a month.
             reserve_bytes: with which the peer can still leave in order.
-            clock: seconds since 1970, by default by the time that has passed since now: a wall
+            clock: seconds since 1970, by default by the clock of records: a wall
                 clock that jumps would begin a month.
         """
         self.count, self.reserve_bytes = count, reserve_bytes
-        self._quota, self._clock = quota_bytes, clock or SteadyClock()
-        self._began_s, self._before, self._warned = self._clock(), 0, 0.0
+        self._quota, self._clock = quota_bytes, clock or dht_clock()
+        self._before, self._warned = 0, 0.0
+        self._marks = deque([(self._clock(), 0)], maxlen=MARKS)
+        """Moments of the last day, and the bytes that had been moved then."""
 
     def look(self, moved: int) -> str | None:
         """Counts, and warns when a further mark is passed.
@@ -150,9 +163,13 @@ class DataQuota:
             self.count.left_gb = self._quota / 1e9
             return f"{said}, and leaving takes up to {self.reserve_bytes / 1e9:.3g} GB"
         passed = max((mark for mark in WARN_AT if used >= mark * self._quota), default=0.0)
-        if passed > self._warned and moved:
-            left_s = (self._quota - self.reserve_bytes - used) * (now_s - self._began_s) / moved
+        (mark_s, before), (newest_s, _) = self._marks[0], self._marks[-1]
+        if passed > self._warned and moved > before:
+            left = self._quota - self.reserve_bytes - used
+            left_s = left * (now_s - mark_s) / (moved - before)
             logger.warning("data quota: %s; at this rate it leaves in %s", said, duration(left_s))
+        if now_s - newest_s >= MARK_S:
+            self._marks.append((now_s, moved))
         self._warned = passed
         return None
 

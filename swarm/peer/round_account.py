@@ -77,10 +77,10 @@ def link_figures(lines: Lines, fetched_bytes_per_s: float, traffic: Traffic) -> 
 def up_mbit(lines: Lines, traffic: Traffic) -> float | None:
     """What the line carries away from this peer in Mbit/s, or the cap; None: not known.
 
-    Both measurements are bounds from below: of the test before it joined, and of what others took.
+    Both figures are bounds from below: of tests, and of what others took since.
     """
-    tested = lines.up_mbit or lines.kept_up_mbit
-    measured = max((mbit for mbit in (tested, traffic.sent.mbit) if mbit), default=None)
+    figures = (lines.tested_mbit, traffic.sent.mbit_since(lines.settled_s))
+    measured = max((mbit for mbit in figures if mbit), default=None)
     return _least(measured, traffic.up.mbit)
 
 

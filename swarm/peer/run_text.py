@@ -46,14 +46,25 @@ class RunText:
         folder: where the text comes from, absolute; None for the standard library.
     """
 
-    def __init__(self, given: str | None, cache: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        given: str | None,
+        cache: Path,
+        say: Callable[[str], None],
+        *,
+        follow_links: bool = False,
+        list_skipped: bool = False,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             given: folder that the person named, if they did.
             cache: where tokens are kept.
             say: told once, in a sentence, which text joiners need.
+            follow_links: see `swarm.data.corpus.folder_corpus`.
+            list_skipped: whether all that is not read is named in the log.
         """
+        self._follow_links, self._list_skipped = follow_links, list_skipped
         self._tell = say
         self.folder = os.path.abspath(os.path.expanduser(given)) if given else None
         self._is_given = given is not None
@@ -73,7 +84,7 @@ class RunText:
         Raises:
             DataError: it is missing, unfit or too small.
         """
-        corpus = corpus_of(run, self.folder)
+        corpus = corpus_of(run, self.folder, follow_links=self._follow_links)
         shards = self._open(corpus, tokenizer)
         require_a_batch(shards, run)
         documents = held_out_documents(
@@ -111,7 +122,7 @@ class RunText:
             self.folder = remembered
         self._say(needed)
         try:
-            corpus = corpus_of(run, self.folder)
+            corpus = corpus_of(run, self.folder, follow_links=self._follow_links)
             shards = self._open(corpus, tokenizer)
         except DataError as error:
             if needed is None or isinstance(error, TokenizerError):
@@ -127,6 +138,8 @@ class RunText:
         else:
             shards = open_shards(corpus, self._cache, tokenizer)
         logger.info("text %s in %s: %s", corpus.name, corpus.root, shards.summary())
+        for each in shards.contents.tally.names() if self._list_skipped else ():
+            logger.info("%s", each)
         return shards
 
     def _say(self, text: Text | None) -> None:
@@ -137,7 +150,9 @@ class RunText:
         self._said = line
 
 
-def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Mixture | Prepared:
+def corpus_of(
+    run: RunConfig, folder: str | None, *, follow_links: bool = False
+) -> Corpus | Mixture | Prepared:
     """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
@@ -166,8 +181,8 @@ def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Mixture | Prepared
             )
         return prepared
     if run.data.mixture:
-        return open_mixture(folder, run.data.mixture)
-    return open_corpus(folder)
+        return open_mixture(folder, run.data.mixture, follow_links=follow_links)
+    return open_corpus(folder, follow_links=follow_links)
 
 
 def _shown(mixture: Shares) -> str:

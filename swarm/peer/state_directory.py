@@ -24,7 +24,8 @@ STATE_DIR/
     ├── private.parts/  what workers have written of it
     ├── offer           what was offered since then and is out, if a cycle has several rounds
     ├── packs/          blobs of the newest manifests
-    └── events.jsonl    one line per round, and for each 15 s of work or waiting within one
+    └── events.jsonl    one line per round, and for each 15 s of work or waiting within one;
+                        events.jsonl.old: those before, once there are 128 MiB
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ IDENTITY_FILE = "identity.key"
 SETTINGS_FILE = "settings"
 MAX_KNOWN_PEERS = 64
 MAX_ENTERED_BY = 64
+MAX_EVENTS_BYTES = 128 * 2**20
+"""Of a history; as many older ones are kept. A round has 1 to 2 kB, a quarter of an hour 15 kB."""
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
 it replaces `time.time` when this is bound."""
@@ -217,10 +220,14 @@ class RunDirectory:
             durable.make_folder(self.path)
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
-    def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Adds one line to the run's history, also after a line that a kill tore off."""
+    def append_event(self, kind: str, /, **fields: Any) -> bool:
+        """Adds one line to the run's history, also after a line that a kill tore off.
+
+        Returns whether the next line begins a new file, which is to be read by itself.
+        """
         line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
-        durable.append_lines(self.events_path, line.encode() + b"\n")
+        content = line.encode() + b"\n"
+        return durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES)
 
 
 class StateDirectory:

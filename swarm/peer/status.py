@@ -24,7 +24,7 @@ from swarm.peer.phases import PhaseMeter
 from swarm.peer.round_account import RoundAccount, link_figures, up_mbit
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
-from swarm.peer.telling import because, told
+from swarm.peer.telling import because, round_line, told
 from swarm.peer.worker_figures import told_workers, workers_event
 from swarm.protocol.figures import (
     MAX_BRIEF,
@@ -39,6 +39,7 @@ from swarm.protocol.handover import Moments
 from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
 from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
+from swarm.protocol.rounds.state import room_for_all
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.version import __version__
@@ -72,12 +73,16 @@ class PeerStatus:
         node.lines.when_cut = self.changed.set
         self.reason_of: Callable[[], str] = str
         self.refused_of: Callable[[], Counter[str]] = Counter
+        self.room_of: Callable[[], int] = room_for_all
+        """Experts that fit this machine."""
         self.fetched_of: Callable[[], float] = float
         """Rate of fetches in bytes per second; 0 if none was measured."""
         self.engine_of: Callable[[], str] = str
         self.manifest: Manifest | None = None
         self._applied: dict[str, object] = {}
         """What the newest `applied` line of this life says and the next one need not repeat."""
+        self._begins_file = False
+        """Whether the next line of the history is the first of its file."""
         self.validation: ValidationRecord | None = None
         self.tokens = self.tokens_lost = self.skipped = 0
         self.tokens_per_s = 0.0
@@ -228,7 +233,7 @@ class PeerStatus:
             recent[-MAX_RECENT:],
         )
         bits_per_byte = held_out.bits_per_byte(val_loss)
-        logger.info(
+        logger.debug(
             "round=%d val_loss=%.4f nats/token bits_per_byte=%.4f",
             manifest.round, val_loss, bits_per_byte,
         )  # fmt: skip
@@ -250,19 +255,28 @@ class PeerStatus:
         seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
         self.manifest, self._steps_done = manifest, 0
         owned = self.owned_experts()
-        logger.info(
+        loss = stats.cross_entropy if stats else None
+        line = round_line(
+            manifest,
+            self.run.run.rounds,
+            loss=loss,
+            held_out=self.validation.val_loss if self.validation else None,
+            seconds=seconds,
+            sent_bytes=self._round_traffic.blobs_sent,
+        )
+        logger.info("%s", line)
+        logger.debug(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
             "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d%s",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
-            ",".join(map(str, owned)) or "none",
-            f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
+            ",".join(map(str, owned)) or "none", "none" if loss is None else f"{loss:.4f}",
             self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
             because(report.reason),
         )  # fmt: skip
         for line in told(manifest.reasons):
-            logger.info("round=%d %s", manifest.round, line)
+            logger.info("round %d: %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
         why_not = ""
@@ -333,14 +347,16 @@ class PeerStatus:
 
     def _event_of_manifest(self, **fields: object) -> None:
         if self._event("applied", **abridged(fields, self._applied)):
-            self._applied = {name: fields[name] for name in UNCHANGED}
+            self._applied = {} if self._begins_file else {name: fields[name] for name in UNCHANGED}
 
     def _event(self, kind: str, /, **fields: object) -> bool:
         """Whether the line is written."""
         if not self.directory:
             return False
         try:
-            self.directory.append_event(kind, **fields)
+            self._begins_file = self.directory.append_event(kind, **fields)
+            if self._begins_file:
+                self._applied = {}
         except OSError as error:  # history is for people; training does not wait for it
             logger.error("event %s was not written: %s", kind, error)
             return False
@@ -366,6 +382,7 @@ class PeerStatus:
             addresses=self.node.addresses,
             state=self._state,
             capacity=self.capacity,
+            room=self.room_of(),
             generation=manifest.generation if manifest else "0",
             height=manifest.height if manifest else 0,
             round=manifest.round if manifest else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.printable import PEER_ID, ranges
 
 MAX_LINES = 8
@@ -35,6 +36,41 @@ def told(reasons: Sequence[str], *, max_lines: int = MAX_LINES) -> list[str]:
     if len(lines) <= max_lines:
         return lines
     return [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more such decisions"]
+
+
+def round_line(
+    manifest: Manifest,
+    rounds: int,
+    *,
+    loss: float | None,
+    held_out: float | None,
+    seconds: float,
+    sent_bytes: int,
+) -> str:
+    """What a person wants to read of an applied manifest, in one line.
+
+    Args:
+        manifest: that was applied.
+        rounds: of the whole run.
+        loss: mean of this peer's local steps, nats per token; None if it took none.
+        held_out: newest held-out loss that this peer measured, nats per token.
+        seconds: since the manifest before.
+        sent_bytes: blobs that this peer has sent in that time.
+    """
+    if manifest.kind is Kind.MERGE:
+        return f"merge after round {manifest.round}: similar experts were merged"
+    if manifest.kind is Kind.REFORM:
+        return f"a new generation begins after round {manifest.round}: {manifest.generation[:12]}"
+    losses = (("loss", loss), ("held-out", held_out))
+    shown = [f"{name} {value:.4g}" for name, value in losses if value is not None]
+    words = [
+        f"round {manifest.round}/{rounds}",
+        *shown,
+        f"{len(manifest.contributors)} of {len(manifest.members)} peers",
+        f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s",
+        f"{sent_bytes / 1e6:.1f} MB",
+    ]
+    return "  ".join(words)
 
 
 def because(reason: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 from swarm.protocol.training import (
@@ -45,6 +46,7 @@ from swarm.protocol.training import (
     SavedWork,
     Training,
     TrainingShell,
+    WhyPaused,
     Work,
     at_once,
 )
@@ -81,11 +83,13 @@ class Trainer(TrainingShell):
         status: PeerStatus,
         moments: ExpertMoments,
         stop: Stop,
+        rooms: Callable[[], Mapping[PeerId, int]] = dict,
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
         self.run: RunConfig = model.run
         self.held_out = held_out
         self.status, self.moments, self.stop = status, moments, stop
+        self._rooms_there = rooms
         self.training = Training(self, model.me, rounds.rules, self.run.run.rounds)
         self.offering = Offering(model, rounds, status)
         self.making: Beside[Offer] = Beside()
@@ -307,6 +311,21 @@ class Trainer(TrainingShell):
                 self.status.waits(self.rounds.last_reason)
         self._waited_s = self.status.since_begin_s()
         return newer
+
+    async def pause(self, tip: Manifest, why: WhyPaused) -> list[Applied]:
+        if self.training.made is not None:
+            await self.training.made()
+        self.status.begin(PeerState.PAUSED)
+        said_s = -inf
+        while reason := why(self._rooms_there()):
+            if newer := self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S):
+                return newer
+            if self.stop():
+                self._wait_to_leave(PeerState.PAUSED)
+            if time.monotonic() - said_s > SAY_WHY_EVERY_S:
+                said_s = time.monotonic()
+                self.status.waits(reason)
+        return []
 
     def _wait_to_leave(self, state: PeerState) -> None:
         """With an offer out, the round that counts it is also the one that lets this peer go."""

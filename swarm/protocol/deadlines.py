@@ -136,13 +136,10 @@ def production_timers(
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
     T_red and T_vote are three times what the bytes take at the measured rate, and values that are
-    made of deltas on the disk. T_att has room for a slow link that a roster waits for with 2.5 x
-    T_red, or for one phase that fails, and ends; what fails twice has attempts 1 and 2. T_reform is
-    no shorter than an attempt, at least 10 minutes, unless the run fixes it. So both are a few
-    times what the bytes of one round take. A fetch may bring the whole model, and all of its blobs
-    may be whole only at its end, so it has more patience than that where rounds move a part [X2].
-    No timer follows the length of rounds: they would lengthen each other, a peer that starts again
-    knows of none, and those that live are heard every few seconds in rounds of any length.
+    made of deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
+    T_reform is no shorter, at least 10 minutes, unless the run fixes it. A fetch may bring the
+    whole model [X2]. No timer follows the length of rounds: they would lengthen each other, a peer
+    that starts again knows of none, and peers that live are heard every few seconds.
 
     Args:
         measured: sizes and rate.
@@ -157,22 +154,22 @@ def production_timers(
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
     # A reducer that was silent for half of T_red is left out: no sooner than any other peer [C4].
-    heard_s = 2 * silence_s
+    least_reduce_s = max(base.reduce_s, 2 * silence_s)
+    least_vote_s = max(base.vote_s, 2 * silence_s)
     reduce_s = _transfer_s(
-        "reducing", measured.reduce_bytes, measured, max(base.reduce_s, heard_s), reasons,
+        "reducing", measured.reduce_bytes, measured, least_reduce_s, reasons,
         made_bytes=measured.reduced_bytes,
     )  # fmt: skip
     vote_s = _transfer_s(
-        "voting", measured.proposal_bytes, measured, max(base.vote_s, heard_s), reasons,
+        "voting", measured.proposal_bytes, measured, least_vote_s, reasons,
         made_bytes=measured.proposed_bytes,
     )  # fmt: skip
     late_s = max(base.roster_late_s, HICCUP * silence_s)
-    least_s = 3 * max(base.reduce_s, heard_s) + 2 * max(base.vote_s, heard_s)
-    phases_s = max(least_s, 2 * reduce_s + vote_s)
+    phases_s = max(3 * least_reduce_s + 2 * least_vote_s, 2 * reduce_s + vote_s)
     attempt_s = max(base.attempt_s, late_s + phases_s)
     reasons.append(
-        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster, and "
-        f"2 x {reduce_s:.1f} for reducing with {vote_s:.1f} for voting, at least {least_s:.1f}"
+        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster and {phases_s:.1f} "
+        "for reducing and voting"
     )
     return AdaptedTimers(
         replace(

@@ -6,7 +6,6 @@ last month, for as long as the process lives. Dates are arguments: nothing here 
 
 from __future__ import annotations
 
-from collections import deque
 from math import inf
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ class Dated(NamedTuple):
 
 
 class Recent:
-    """The newest measurements of one figure, of the last day.
+    """The newest measurements of one figure, of the last day; may be read from other threads.
 
     Attributes:
         newest: in the order of their dates, whatever their age.
@@ -37,17 +36,18 @@ class Recent:
             kept: at most so many count.
             least: so many count whatever their age, where nothing newer was measured.
         """
-        self.newest: deque[Dated] = deque(maxlen=kept)
-        self._least = least
+        self.newest: tuple[Dated, ...] = ()
+        self._kept, self._least = kept, least
 
     def add(self, value: float, at_s: float) -> None:
         """Adds a measurement; dates never go back."""
-        self.newest.append(Dated(value, at_s))
+        self.newest = (*self.newest, Dated(value, at_s))[-self._kept :]
 
     def of_late(self, now_s: float, since_s: float = -inf) -> list[float]:
         """The values that count now, the lowest first; only those since a moment."""
-        new = [each for each in self.newest if now_s - each.at_s <= DAY_S and each.at_s >= since_s]
-        few = list(self.newest)[-self._least :] if self._least else []
+        newest, since_s = self.newest, max(since_s, now_s - DAY_S)
+        new = [each for each in newest if each.at_s >= since_s]
+        few = newest[-self._least :] if self._least else ()
         return sorted(each.value for each in (few if len(few) > len(new) else new))
 
     def low(self, now_s: float) -> float | None:

@@ -28,6 +28,8 @@ class FetchAttempts:
         moved_s: when that last rose.
         failures: attempts in a row that brought nothing.
         next_s: when the next attempt begins.
+        whole_s: how long the state has to become whole.
+        longest_rest_s: between two attempts.
     """
 
     begin_s: float
@@ -35,11 +37,19 @@ class FetchAttempts:
     moved_s: float
     failures: int = 0
     next_s: float = 0.0
+    whole_s: float = WHOLE_S
+    longest_rest_s: float = LONGEST_REST_S
 
     @staticmethod
-    def begun(now_s: float, num_bytes: int) -> FetchAttempts:
+    def begun(
+        now_s: float,
+        num_bytes: int,
+        *,
+        whole_s: float = WHOLE_S,
+        longest_rest_s: float = LONGEST_REST_S,
+    ) -> FetchAttempts:
         """Before the first attempt, with so many bytes here."""
-        return FetchAttempts(now_s, num_bytes, now_s, next_s=now_s)
+        return FetchAttempts(now_s, num_bytes, now_s, 0, now_s, whole_s, longest_rest_s)
 
     def failed(self, now_s: float, num_bytes: int) -> FetchAttempts:
         """After an attempt that ended with so many bytes here, and not with all of them.
@@ -49,7 +59,7 @@ class FetchAttempts:
         if num_bytes > self.most_bytes:
             return replace(self, most_bytes=num_bytes, moved_s=now_s, failures=0, next_s=now_s)
         failures = self.failures + 1
-        rest_s = backoff_s(failures, FIRST_REST_S, LONGEST_REST_S)
+        rest_s = backoff_s(failures, FIRST_REST_S, self.longest_rest_s)
         return replace(self, failures=failures, next_s=now_s + rest_s)
 
     @property
@@ -59,7 +69,7 @@ class FetchAttempts:
 
     def left_s(self, now_s: float) -> float:
         """Seconds that the state has left to become whole; not positive once it is given up."""
-        return self.begin_s + WHOLE_S - now_s
+        return self.begin_s + self.whole_s - now_s
 
     def why_given_up(self, now_s: float) -> str | None:
         """Why no further attempt is made; None while one is."""

@@ -128,9 +128,9 @@ class LinkFigures(Strict):
     rtt_ms: Amount | None
     """Shortest of the last control messages to each peer, handling included; median over peers."""
     down_mbit: Amount | None
-    """Slowest recent fetch of over 1 MiB; before one, what it measured when it joined."""
+    """Lower quartile of the day's fetches of over 1 MiB; before one, what was measured to join."""
     up_mbit: Amount | None
-    """As it measured when it joined; None of a peer that was there at the founding."""
+    """By tests of the last day, and by what others took since; None where neither is known."""
     unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
     """Peers to which the last messages in a row were lost."""
 

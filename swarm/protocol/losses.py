@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import ValidationRecord
 
+MAX_ROUNDS = 4096
+"""Losses of rounds that are remembered; of more, every second one of the older half is let go."""
+MAX_MANIFESTS = 256
+"""States whose own loss is remembered."""
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -31,10 +36,11 @@ class Losses:
         return tuple(sorted(found.items()))
 
     def with_newer(self, newer: Losses) -> Losses:
-        """Both, where what is newer wins."""
+        """Both, where what is newer wins; of long runs not every round, see `MAX_ROUNDS`."""
+        manifests = dict(self.by_manifest) | dict(newer.by_manifest)
         return Losses(
-            dict(self.by_round) | dict(newer.by_round),
-            dict(self.by_manifest) | dict(newer.by_manifest),
+            _thinned(dict(self.by_round) | dict(newer.by_round)),
+            dict(list(manifests.items())[-MAX_MANIFESTS:]),
             newer.bits_per_byte_of_nat or self.bits_per_byte_of_nat,
         )
 
@@ -53,3 +59,12 @@ def told_losses(
             exactly[record.manifest_digest] = record.val_loss
             nat = record.bits_per_byte_of_nat
     return Losses(found, exactly, nat)
+
+
+def _thinned(by_round: dict[int, float]) -> dict[int, float]:
+    """The losses, with fewer of the older rounds where there are too many."""
+    rounds = sorted(by_round)
+    while len(rounds) > MAX_ROUNDS:
+        half = len(rounds) // 2
+        rounds = [*rounds[:half:2], *rounds[half:]]
+    return {number: by_round[number] for number in rounds}

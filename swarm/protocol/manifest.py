@@ -102,7 +102,7 @@ class Member:
     invited: bool = False
     """Whether it came with an anchor's invitation, which makes it an anchor."""
     room: int = ALL_EXPERTS
-    """How many experts fit its machine, by its own word [R4]."""
+    """How many experts fit its machine, by its own word [R4]; left out of the JSON if all do."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +348,8 @@ def _plain(
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
+    if isinstance(value, Member) and value.room == ALL_EXPERTS:
+        return {name: each for name, each in vars(value).items() if name != "room"}
     if isinstance(value, Entry) and value.coding == UNCODED:
         return {name: each for name, each in vars(value).items() if name != "coding"}
     if isinstance(value, (Invitation, Used)):

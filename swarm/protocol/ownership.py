@@ -12,7 +12,7 @@ from itertools import product
 from math import ceil, fsum
 from types import MappingProxyType
 
-from swarm.protocol.manifest import ALL_EXPERTS, PeerId, turn
+from swarm.protocol.manifest import ALL_EXPERTS, Manifest, PeerId, turn
 
 NO_ROOMS: Mapping[PeerId, int] = MappingProxyType({})
 GREED = 2
@@ -130,11 +130,14 @@ class _Work:
     def fill(self, wanted: int) -> None:
         """Adds the least loaded peers until each expert has its owners, or nobody has room.
 
-        All first owners come before the second ones. Owners that are to lose an expert keep it
-        before others that did not contribute are given anything.
+        Where there is too little room, all first owners come before the second ones. Owners that
+        are to lose an expert keep it before others that did not contribute are given anything.
         """
+        num_experts = len(self.owners)
+        there = sum(min(room, num_experts) for room in self.rooms.values())
+        numbers = (wanted,) if there >= wanted * num_experts else range(1, wanted + 1)
         for able in (self._contributors_for, self._losing_of, self._members_for):
-            for number, expert in product(range(1, wanted + 1), self.owners):
+            for number, expert in product(numbers, self.owners):
                 while len(self.owners[expert]) < number and (best := able(expert)):
                     chosen = self._least_loaded(expert, best)
                     self.owners[expert].append(chosen)
@@ -310,6 +313,45 @@ class _Work:
 
 
 def waiting_text(rooms: Iterable[int]) -> str:
-    """Why an expert waits for an owner, with the room of all members."""
+    """Why an expert waits for an owner, with the room of all members, who have little."""
     rooms = list(rooms)
     return f"waits for an owner: {len(rooms)} members have room for {sum(rooms)} in all"
+
+
+def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str | None:
+    """Why nobody is to train on a tip; None when it is trained [R9].
+
+    Args:
+        tip: what would be trained.
+        rooms: experts that fit the machines of peers that are there, members or not.
+        least: share of the experts that must have an owner. Where fewer have one, it is enough if
+            the machines that are there have room for so many: a round gives them owners.
+    """
+    num_experts = len(tip.owners)
+    wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
+    there = sum(min(room, num_experts) for room in rooms.values())
+    if owned >= wanted or there >= wanted:
+        return None
+    return (
+        f"{owned} of {num_experts} experts have an owner, ownership.min_owned_share asks for "
+        f"{wanted}, and the machines of the {len(rooms)} peers here have room for {there}: start "
+        "more peers, or some of these with more memory"
+    )
+
+
+def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0) -> int | None:
+    """How many members may be lost, whichever, before too few experts have an owner.
+
+    Args:
+        num_experts: of the run.
+        rooms: experts that fit the machine of each member.
+        least: share of the experts that must have an owner.
+
+    Returns:
+        At most all but one member; None: they have too little room as it is.
+    """
+    from_smallest = sorted(rooms)
+    for left in range(1, len(from_smallest) + 1):
+        if sum(from_smallest[:left]) >= least * num_experts:
+            return len(from_smallest) - left
+    return None

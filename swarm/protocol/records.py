@@ -44,7 +44,7 @@ from swarm.protocol.figures import (
     WorkersFigures,
 )
 from swarm.protocol.manifest import RUN_ID
-from swarm.protocol.schemas import Generation
+from swarm.protocol.schemas import Generation, Room
 from swarm.protocol.strict import Strict
 from swarm.protocol.texts import Text, TokenizerFile
 
@@ -88,6 +88,7 @@ class PeerState(Enum):
     AVERAGING = "averaging"  # in a round
     MERGING = "merging"  # computes or agrees on an expert merge
     CATCHING_UP = "catching_up"  # fetches a decided manifest that it missed
+    PAUSED = "paused"  # too few experts have an owner: waits for machines with room
     LEAVING = "leaving"  # says good-bye
     FINISHED = "finished"  # all rounds done; serves blobs and records
 
@@ -127,6 +128,8 @@ class PeerRecord(Strict):
     """Multiaddresses that others can dial; empty in client mode."""
     state: PeerState
     capacity: Annotated[float, Field(gt=0, le=MAX_REAL, allow_inf_nan=False)]
+    room: Room
+    """Experts that fit its machine, those that it owns included."""
     generation: Generation
     height: Height
     round: Height

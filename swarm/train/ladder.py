@@ -241,7 +241,11 @@ def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machi
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
     """How many experts the machine can own with some engine; None if not even the shared part."""
-    ladder = rungs(run, machine, wishes or Wishes())
+    return most_with(run, machine, rungs(run, machine, wishes or Wishes()))
+
+
+def most_with(run: RunConfig, machine: Machine, ladder: Sequence[EngineOptions]) -> int | None:
+    """How many experts the machine can own with one of these; None if not even the shared part."""
 
     def fit(num_owned: int) -> bool:
         return any(_rung(run, num_owned, options, machine).fits for options in ladder)

@@ -112,6 +112,11 @@ class SteppingEngine:
         """The engine in words."""
         return describe(self.options, self._run)
 
+    @property
+    def levels(self) -> tuple[EngineOptions, ...]:
+        """The present level and those below that are left."""
+        return (self.options, *self._below)
+
     # ------------------------------------------------ as `Engine`
 
     @property

@@ -1,6 +1,7 @@
 import json
 import os
 import platform
+import shutil
 import sysconfig
 
 import pytest
@@ -11,10 +12,11 @@ from swarm.data.corpus import (
     Split,
     folder_corpus,
     is_held_out,
+    list_files,
     open_corpus,
     standard_library_corpus,
 )
-from swarm.data.documents import Tally
+from swarm.data.tally import Tally
 from swarm.errors import DataError
 
 
@@ -66,22 +68,25 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path):
 
 def test_a_folder_without_text_is_an_error_that_names_the_kinds(tmp_path):
     (tmp_path / "a.bin").write_text("a")
-    with pytest.raises(DataError, match=r"\.jsonl, \.jsonl\.gz, .*\.md, \.parquet, \.py, \.txt"):
+    with pytest.raises(DataError, match=r"\.html, \.json, .*\.txt, each .*1 \.bin; a\.bin"):
         open_corpus(str(tmp_path))
 
 
-def test_the_fingerprint_moves_with_names_sizes_and_times(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    seen = {folder_corpus(tmp_path).fingerprint()}
-    assert folder_corpus(tmp_path).fingerprint() in seen
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    (tmp_path / "a.txt").write_text("ab")
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    seen.add(folder_corpus(tmp_path).fingerprint())
-    assert len(seen) == 4
+def test_the_fingerprint_moves_with_names_and_contents_and_with_nothing_else(tmp_path):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    seen = {folder_corpus(folder).fingerprint()}
+    os.utime(folder / "a.txt", ns=(1, 1))
+    (folder / "a.txt").chmod(0o600)
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    assert {folder_corpus(tmp_path / each).fingerprint() for each in ("one", "elsewhere")} == seen
+    (folder / "a.txt").write_text("b")
+    os.utime(folder / "a.txt", ns=(1, 1))
+    seen.add(folder_corpus(folder).fingerprint())
+    (folder / "a.txt").rename(folder / "b.txt")
+    seen.add(folder_corpus(folder).fingerprint())
+    assert len(seen) == 3
 
 
 def test_a_file_that_vanished_is_skipped_and_the_fingerprint_an_error(tmp_path):
@@ -114,6 +119,77 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
         "loop.txt: cannot be read: Too many levels of symbolic links",
         "pipe.txt: a pipe, socket or device",
     ]
+
+
+def test_links_that_leave_the_folder_are_named_and_followed_only_when_asked_for(tmp_path):
+    """What lies outside could be published as held-out text."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key.txt").write_text("secret")
+    (tmp_path / "secret" / "back").symlink_to(tmp_path)
+    root = tmp_path / "text"
+    root.mkdir()
+    (root / "a.txt").write_text("a")
+    (root / "inside.txt").symlink_to("a.txt")
+    (root / "leaves.txt").symlink_to(tmp_path / "secret" / "key.txt")
+    (root / "more").symlink_to(tmp_path / "secret")
+    tally = Tally()
+    assert list(folder_corpus(root).documents(tally)) == [b"a", b"a"]
+    assert tally.named == [
+        "leaves.txt: a link that leaves the folder, followed with --follow-links",
+        "more: a link to a folder, which is not followed",
+    ]
+    tally = Tally()
+    followed = folder_corpus(root, follow_links=True)
+    assert followed.files == ("a.txt", "inside.txt", "leaves.txt", "more/key.txt")
+    assert list(followed.documents(tally))[2:] == [b"secret"] * 2
+    assert tally.named == [
+        "more/back/secret: read already by another path",
+        "more/back/text: read already by another path",
+    ]
+
+
+def test_names_may_be_any_bytes(tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9"
+    for suffix, content in ((b".txt", b"a"), (b".TXT", b"\xff"), (b".jsonl", b'{"text": "b"}')):
+        with open(name + suffix, "wb") as file:
+            file.write(content)
+    tally = Tally()
+    corpus = folder_corpus(tmp_path)
+    assert list(corpus.documents(tally)) == [b"b", b"a"] and corpus.fingerprint()
+    assert tally.named == ["caf\udce9.TXT: not UTF-8"]
+
+
+def test_what_is_not_read_for_its_name_is_counted_by_suffix_and_named(tmp_path):
+    for name in ("a.txt", "b.pdf", "c.PDF", "d.tar.gz", "e", ".f.txt", "g.npy"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / ".git").mkdir()
+    tally = Tally()
+    assert list(folder_corpus(tmp_path).documents(tally)) == [b"text"]
+    assert tally.count == 0
+    assert tally.summary() == (
+        "1 file of 4 bytes read; not read by suffix: 2 .pdf, 2 hidden, 1 .npy, 1 .tar.gz, "
+        "1 without suffix"
+    )
+    assert tally.names()[2:4] == ["b.pdf: not read, .pdf", "c.PDF: not read, .pdf"]
+
+
+def test_a_tally_names_and_counts_within_bounds():
+    tally = Tally(max_named=2)
+    for number in range(1000):
+        tally.leave(f"a.{number}", f".{number}")
+        tally.add(f"b{number}", "binary")
+    assert len(tally.unread) == 101 and len(tally.names()) == 5
+    assert tally.names()[-1] == "... and 1,996 more"
+    assert tally.summary().startswith("0 files of 0 bytes read; not read by suffix: 900 others, ")
+    assert tally.summary().endswith("; skipped: 1,000 binary")
+
+
+def test_a_folder_is_listed_alike_whatever_the_disk_says(tmp_path):
+    for name in ("b/2.txt", "a/1.txt", "a/0.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = list_files(tmp_path, lambda name: name.endswith(".txt"))
+    assert found.files == ("a/0.txt", "a/1.txt", "b/2.txt")
 
 
 def test_a_file_is_skipped_for_what_stands_at_its_very_end(tmp_path):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from peers.data import main
 from swarm.data.corpus import folder_corpus
 from swarm.data.datasets_text import DatasetText
-from swarm.data.documents import Tally
+from swarm.data.tally import Tally
 from swarm.errors import DataError
 
 TEXTS = [f"row {number} " * (1 + number % 5) for number in range(300)]

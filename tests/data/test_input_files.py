@@ -11,7 +11,8 @@ import pytest
 
 from swarm.data import documents
 from swarm.data.corpus import folder_corpus
-from swarm.data.documents import Tally
+from swarm.data.input_files import Kind, kind_of
+from swarm.data.tally import Tally
 from swarm.errors import DataError
 
 TEXTS = [f"text {number} of a few words " * (number % 9 + 1) for number in range(1500)]
@@ -122,7 +123,11 @@ def test_a_damaged_table_is_an_error_with_the_remedy(tmp_path: Path, how: str) -
 
 @pytest.mark.parametrize(
     ("name", "module", "package"),
-    [("a.parquet", "pyarrow", "pyarrow"), ("a.txt.zst", "backports.zstd", "backports.zstd")],
+    [
+        ("a.parquet", "pyarrow", "pyarrow"),
+        ("a.txt.zst", "backports.zstd", "backports.zstd"),
+        ("a.html", "justhtml", "justhtml"),
+    ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
@@ -149,3 +154,74 @@ def test_memory_does_not_grow_with_a_table(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(documents, "table_texts", noted)
     assert next(folder_corpus(tmp_path).documents()).decode() == TEXTS[0]
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.txt", Kind.TEXT),
+        ("A.TXT", Kind.TEXT),
+        ("a.md.GZ", Kind.TEXT),
+        ("a.Json.zst", Kind.JSON),
+        ("a.jsonl", Kind.LINES),
+        ("a.HTM", Kind.HTML),
+        ("a.b.html.gz", Kind.HTML),
+        ("a.parquet.zst", Kind.TABLE),
+        ("a.csv", None),
+        ("a.gz", None),
+        ("txt", None),
+    ],
+)
+def test_a_kind_is_known_by_the_end_of_a_name_in_any_case(name: str, kind: Kind | None) -> None:
+    assert kind_of(name) is kind
+
+
+@pytest.mark.parametrize("packing", [".gz", ".ZST"])
+def test_every_kind_may_be_packed(tmp_path: Path, packing: str) -> None:
+    pytest.importorskip("justhtml", reason="the extra data is not installed")
+    write_table(tmp_path / "table", text=TEXTS[:3])
+    contents = {
+        "1.txt": b"plain",
+        "2.json": b'[{"text": "listed"}]',
+        "3.html": b"<p>page</p>",
+        "4.parquet": (tmp_path / "table").read_bytes(),
+        "5.py": b"code",
+    }
+    (tmp_path / "table").unlink()
+    pack = gzip.compress if packing == ".gz" else zstd().compress
+    for name, content in contents.items():
+        (tmp_path / f"{name}{packing}").write_bytes(pack(content))
+    assert read(tmp_path) == ["plain", "listed", "page", *TEXTS[:3], "code"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts", "named"),
+    [
+        ('{"text": "one"}', ["one"], []),
+        ('{\n "text": "one"\n}\n', ["one"], []),
+        ('[{"text": "one"},\n {"text": 3}, {"text": "two"}]', ["one", "two"], ["a.json: item 2"]),
+        ('\n{"text": "one"}\n{"id": 1}\n{"text": "two"}', ["one", "two"], ["a.json:3"]),
+        ('{"text": "one"} x', [], ["a.json"]),
+        ('"text"', [], ["a.json"]),
+        ("[" * 10**5, [], ["a.json"]),
+        ("", [], ["a.json"]),
+    ],
+)
+def test_a_json_file_is_an_object_a_list_or_lines(
+    tmp_path: Path, content: str, texts: list[str], named: list[str]
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    skipped = Tally()
+    assert read(tmp_path, skipped=skipped) == texts
+    assert [each.rpartition(": ")[0] for each in skipped.named] == named
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.html"])
+def test_a_file_that_is_in_memory_as_a_whole_is_named_where_it_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 2**20)
+    (tmp_path / name).write_text("[" + " " * 2**20 + "]")
+    skipped = Tally()
+    assert read(tmp_path, skipped=skipped) == []
+    assert skipped.named[0].startswith(f"{name}: longer than 1 MiB")

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from peers.data import main
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import is_held_out
-from swarm.data.documents import Tally
 from swarm.data.mixture import Mixture, open_mixture
+from swarm.data.tally import Tally
 from swarm.data.tokenise import BYTE, document_tokens
 from swarm.errors import ConfigError, DataError, TextMismatch
 from swarm.peer.run_text import RunText

@@ -1,5 +1,7 @@
 import itertools
 import json
+import logging
+import os
 import shutil
 import threading
 
@@ -7,9 +9,10 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from swarm.data import shard_writer
 from swarm.data.corpus import folder_corpus, is_held_out
 from swarm.data.held_out import held_out_documents
-from swarm.data.shards import open_shards
+from swarm.data.shards import KEPT_CACHES, open_shards
 from swarm.data.tokenise import BYTE, ByteTokenizer, document_tokens
 from swarm.data.tokenizer import token_dtype
 from swarm.errors import DataError
@@ -61,12 +64,45 @@ def test_the_second_opening_reads_the_cache(corpus, tmp_path):
     assert (only_folder(tmp_path / "cache") / "00000.bin").stat().st_mtime_ns == written_ns
 
 
-def test_a_changed_corpus_gets_a_cache_of_its_own(corpus, tmp_path):
+def test_a_changed_corpus_gets_a_cache_in_place_of_the_one_before(corpus, tmp_path, caplog):
     open_shards(corpus, tmp_path / "cache", BYTE)
     (corpus.root / "000.txt").write_text("something else, longer than before")
-    shards = open_shards(corpus, tmp_path / "cache", BYTE)
+    with caplog.at_level(logging.INFO):
+        shards = open_shards(corpus, tmp_path / "cache", BYTE)
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert "removing tokens of corpus-" in caplog.text and "its text has changed" in caplog.text
+    only_folder(tmp_path / "cache")
+
+
+def test_a_text_with_another_mode_owner_or_place_is_not_tokenised_again(
+    corpus, tmp_path, monkeypatch
+):
+    """A container and a copy change what stat tells of each file, and of the folder."""
+    open_shards(corpus, tmp_path / "cache", BYTE)
+    for path in corpus.root.iterdir():
+        path.chmod(0o600)
+    moved = tmp_path / "moved"
+    shutil.copytree(corpus.root, moved)
+    monkeypatch.setattr(shard_writer, "_write_shard", None)
+    for text in (corpus, folder_corpus(moved)):
+        shards = open_shards(text, tmp_path / "cache", BYTE)
+        assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+
+
+def test_caches_of_other_texts_are_few_and_those_used_last(corpus, tmp_path):
+    cache, texts = tmp_path / "cache", [corpus]
+    for number in range(KEPT_CACHES + 1):
+        folder = tmp_path / f"text{number}"
+        shutil.copytree(corpus.root, folder)
+        (folder / "000.txt").write_text(f"another text, number {number}")
+        texts.append(folder_corpus(folder))
+    for number, text in enumerate(texts):
+        open_shards(text, cache, BYTE)
+        for path in cache.glob("corpus-*/origin"):
+            if json.loads(path.read_bytes())[0] == str(text.root):
+                os.utime(path, (number, number))
+    kept = {json.loads(path.read_bytes())[0] for path in cache.glob("corpus-*/origin")}
+    assert kept == {str(text.root) for text in texts[-KEPT_CACHES:]}
 
 
 def test_the_digest_is_of_all_training_tokens_however_they_are_cut(corpus, tmp_path):
@@ -88,21 +124,37 @@ def test_the_digest_depends_on_the_text_and_not_on_where_it_lies(corpus, tmp_pat
     assert moved.digest != first.digest, "another order of documents is another text"
 
 
-def test_a_line_says_files_documents_tokens_split_and_what_was_skipped(corpus, tmp_path):
+def test_a_line_says_what_was_read_and_what_was_not(corpus, tmp_path):
     (corpus.root / "bad.txt").write_bytes(b"\0")
     (corpus.root / "bad.jsonl").write_text("1\n2\n3\n")
+    (corpus.root / "paper.pdf").write_text("%PDF")
     corpus = folder_corpus(corpus.root)
     for _ in range(2):  # built, and from the cache
         shards = open_shards(corpus, tmp_path / "cache", BYTE)
         held_out = [len(each) for each in corpus.documents() if is_held_out(each)]
         assert shards.summary() == (
-            "121 files, 120 documents: "
-            f"{shards.num_tokens:,} tokens in {120 - len(held_out)} documents to train on, "
-            f"{sum(held_out)} bytes in {len(held_out)} held out; 4 skipped "
-            "(bad.jsonl:1: no object with "
-            'a string under "text", bad.jsonl:2: no object with a string under "text", '
-            'bad.jsonl:3: no object with a string under "text", ...)'
+            f"{shards.num_tokens:,} tokens; 121 files of {shards.contents.file_bytes:,} bytes "
+            'read; not read by suffix: 1 .pdf; skipped: 3 no object with a string under "text", '
+            "1 binary, since it has NUL bytes (--list-skipped names them); "
+            f"{120 - len(held_out)} documents to train on, "
+            f"{sum(held_out)} bytes in {len(held_out)} held out"
         )
+        assert shards.contents.tally.names() == [
+            *(f'bad.jsonl:{n}: no object with a string under "text"' for n in (1, 2, 3)),
+            "bad.txt: binary, since it has NUL bytes",
+            "paper.pdf: not read, .pdf",
+        ]
+
+
+def test_a_cache_is_kept_when_files_come_that_are_no_text_and_they_are_named(corpus, tmp_path):
+    open_shards(corpus, tmp_path / "cache", BYTE)
+    (made,) = (tmp_path / "cache").iterdir()
+    before = made.stat().st_ino
+    (corpus.root / "paper.PDF").write_text("%PDF")
+    shards = open_shards(folder_corpus(corpus.root), tmp_path / "cache", BYTE)
+    assert [path.stat().st_ino for path in (tmp_path / "cache").iterdir()] == [before]
+    assert shards.contents.unread == {".pdf": 1}
+    assert shards.contents.tally.names() == ["paper.PDF: not read, .pdf"]
 
 
 def test_one_large_text_is_split_into_training_and_held_out_documents(tmp_path):
@@ -128,7 +180,7 @@ def test_a_text_of_one_document_says_that_nothing_is_left(tmp_path):
 def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"holds no text; a\.txt: binary"):
+    with pytest.raises(DataError, match=r"holds no text; 0 files .*; a\.txt: binary"):
         open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache", BYTE)
 
 
@@ -177,7 +229,7 @@ def test_a_damaged_cache_is_seen_said_and_built_anew(corpus, tmp_path, damage, c
     damage(only_folder(tmp_path / "cache"))
     shards = open_shards(corpus, tmp_path / "cache", BYTE)
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
-    assert "anew" in caplog.text
+    assert "again" in caplog.text
     caplog.clear()
     open_shards(corpus, tmp_path / "cache", BYTE)
     assert not caplog.text
@@ -186,7 +238,7 @@ def test_a_damaged_cache_is_seen_said_and_built_anew(corpus, tmp_path, damage, c
 def test_nothing_is_left_beside_the_cache(corpus, tmp_path):
     open_shards(corpus, tmp_path / "cache", BYTE)
     folder = only_folder(tmp_path / "cache")
-    assert sorted(path.name for path in folder.iterdir()) == ["00000.bin", "header.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["00000.bin", "header.json", "origin"]
 
 
 def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_path):

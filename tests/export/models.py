@@ -21,19 +21,6 @@ from tests.blobs import blob_of
 from tests.scenarios.swarms import EXACT
 
 
-class Time:
-    """A clock that sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def toy_run(*overrides: str) -> RunConfig:
     """The run of the scenarios."""
     return parse_config(RunConfig, EXACT, source="test", overrides=overrides)

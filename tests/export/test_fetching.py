@@ -11,14 +11,15 @@ from peers.exporting import FETCHING, _fetched_beside
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
 from swarm.export.facts import Form
-from swarm.export.fetching import EMPTY_TURNS, FromPeers
+from swarm.export.fetching import EMPTY_TURNS, MAX_NAMES, FromPeers
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Seen
 from swarm.protocol.digests import PIECE_BYTES, piece_index
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
-from tests.export.models import Time, after, found, toy_run
+from tests.export.models import after, found, toy_run
+from tests.fake_time import Time
 from tests.peer_records import peer_record
 
 RUN = toy_run()
@@ -224,3 +225,12 @@ def test_of_its_own_round_a_model_has_only_its_own_loss(swarm: Swarm) -> None:
     swarm.remote.put(swarm.manifest.encoded)
     facts = peers.bring(swarm.manifest, Form())
     assert facts.losses == ((2, 3.25),) and facts.val_loss is None
+
+
+def test_names_of_peers_that_come_and_go_are_bounded(swarm: Swarm) -> None:
+    """Anybody may publish a record, and an exporter follows a run for weeks."""
+    peers = source(swarm)
+    for number in range(0, 2 * MAX_NAMES, 512):
+        swarm.states = {f"Qm{number + i}": PeerState.TRAINING for i in range(512)}
+        peers._look()
+    assert len(peers._names) == MAX_NAMES and f"Qm{2 * MAX_NAMES - 1}" in peers._names

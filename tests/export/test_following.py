@@ -16,7 +16,8 @@ from swarm.export.sources import idle_sources
 from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerRecord, PeerState
-from tests.export.models import Chain, Time, after, found, toy_run
+from tests.export.models import Chain, after, found, toy_run
+from tests.fake_time import Time
 from tests.peer_records import peer_record
 
 

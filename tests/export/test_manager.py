@@ -1,6 +1,7 @@
 """A folder of exports: whatever happens while one is written, those that were there are whole."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -18,10 +19,12 @@ import torch
 
 from swarm import durable
 from swarm.errors import ConfigError, StateError, StateLocked
+from swarm.export.card import card
 from swarm.export.folder import FACTS_FILE
 from swarm.export.manager import LATEST, PARTIAL, REMOVED, ExportManager
 from swarm.model.pretrained import open_checkpoint
-from tests.export.models import toy_run
+from swarm.network.blobs import BlobStore
+from tests.export.models import facts_of, found, toy_run
 
 RUN = toy_run()
 ROOT = Path(__file__).parents[2]
@@ -224,3 +227,12 @@ def test_kill_9_at_any_moment_leaves_the_last_export_whole(
         assert os.readlink(folder / LATEST) == f"round-{newest:06d}"
         assert not any(name.startswith((PARTIAL, REMOVED)) for name in names(folder))
     assert left_over, "no kill fell into the writing of an export"
+
+
+def test_a_card_says_which_experts_nobody_trains() -> None:
+    store = BlobStore(None)
+    manifest = found(store, RUN)
+    assert "without an owner" not in card(facts_of(RUN, manifest, store))
+    some = dataclasses.replace(manifest, owners={**manifest.owners, 1: (), 2: ()})
+    said = card(facts_of(RUN, some, store))
+    assert "| experts without an owner | 1-2, frozen since round 0 at the earliest |" in said

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.emulation.simulator.schedule import run_schedule
-from swarm.protocol.events import Received
+from swarm.protocol.events import Received, Undeliverable
 from swarm.protocol.messages import Ballot, Header, Ready
 from swarm.protocol.rounds.contacts import MAX_STRANGERS
 from tests.protocol.round_pump import Pump, start_swarm
@@ -30,11 +30,36 @@ def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
         machine.handle(Received(key, behind, ready), pump.now)
         machine.handle(Received(key, Header(tip.code, tip.digest, tip.generation), ready), pump.now)
         machine.handle(Received(key, behind, ready), pump.now)
-    tables = {"heard": contacts.heard, "behind": contacts.behind, "readies": contacts.readies}
+        machine.handle(Undeliverable(key), pump.now)
+    tables = {"heard": contacts.heard, "behind": contacts.behind, "readies": contacts.readies,
+              "gone": contacts.gone}  # fmt: skip
     for name, table in tables.items():
         assert MAX_STRANGERS <= len(table) <= MAX_STRANGERS + len(tip.members), name
         assert key in table, f"{name} forgets those first that came first"
     assert tip.members.keys() - {machine.me} <= contacts.heard.keys(), "members are never forgotten"
+
+
+def test_what_passing_keys_were_told_and_declared_is_kept_for_so_many_of_them_only() -> None:
+    """A height may last for weeks, while a quorum is away."""
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    machines = [pump.nodes[name].machine for name in "ABC"]
+    assert pump.run(pump.now + 30, lambda: any(m._convener.succession.campaign for m in machines))
+    machine = next(each for each in machines if each._convener.succession.campaign)
+    campaign, contacts, tip = machine._convener.succession.campaign, machine._contacts, machine.tip
+    member = next(peer for peer in tip.members if peer != machine.me)
+    tables = {"told": contacts.told, "asked": contacts.asked}
+    for table in tables.values():
+        contacts.is_rate_limited(table, (member, tip.digest))
+    for number in range(MAX_STRANGERS + 100):
+        key = f"key{number:04}"
+        ready = Ready(campaign.ballot, None, None, 1.0)
+        machine.handle(Received(key, Header(tip.code, tip.digest, tip.generation), ready), pump.now)
+        for table in tables.values():
+            contacts.is_rate_limited(table, (key, tip.digest))
+    for name, table in {**tables, "declared": campaign.grounds.last}.items():
+        assert MAX_STRANGERS <= len(table) <= MAX_STRANGERS + len(tip.members), name
+    assert all((member, tip.digest) in table for table in tables.values())
 
 
 def joined_by_idle_keys() -> Pump:

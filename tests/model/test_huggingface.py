@@ -2,21 +2,24 @@
 
 import itertools
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm import durable
 from swarm.config import RunConfig
-from swarm.errors import CorruptState
+from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of
 from swarm.model.huggingface import INDEX_FILE, SINGLE_FILE, save_model
 from swarm.model.pretrained import TensorFiles
 from swarm.model.transformer import Transformer
+from swarm.peer.local_faults import named_fault
 from tests.model.samples import random_tokens, random_weights, shapes_of, tiny_run
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -155,6 +158,32 @@ def test_an_export_over_an_older_one_that_ends_halfway_is_none(
         TensorFiles(tmp_path)
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_all_files_have_the_permissions_that_new_files_have(tmp_path: Path) -> None:
+    """A server of another user reads the weights as it reads the configuration."""
+    before = os.umask(0o027)
+    try:
+        written = exported(tmp_path, tiny_run(), max_shard_bytes=200_000)
+    finally:
+        os.umask(before)
+    assert len(written) > 3 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
+
+
+def test_a_full_disk_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    monkeypatch.setattr("swarm.model.huggingface.save_file", full)
+    with pytest.raises(OSError, match="No space left") as refused:
+        exported(tmp_path, tiny_run())
+    fault = named_fault(refused.value)
+    assert (
+        isinstance(fault, StateError) and fault.exit_code == 6 and "free some space" in str(fault)
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["missing", "foreign", "repeated"])

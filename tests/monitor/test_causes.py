@@ -176,3 +176,14 @@ def test_of_several_faults_of_a_peer_the_worst_is_told() -> None:
     gone = {"link": line(QmD=Silence.GONE)}
     snapshot = seen(look(100.0, A=gone, D={"last_round": slow, "trouble": "disk full"}))
     assert only(snapshot)[0] is Fault.DEAD
+
+
+def test_experts_that_fit_no_machine_are_told_with_the_room_that_there_is() -> None:
+    small = {letter: {"room": 1} for letter in "ABCD"}
+    tip = replace(TIP, owners={**TIP.owners, 4: (), 5: ()})
+    waiting = seen(look(100.0, tip, **small))
+    text = "experts 4-5 wait for an owner, frozen: the machines of 4 peers have room for 4 of 6"
+    assert (health_of(waiting).word, health_of(waiting).reason) == (Word.DEGRADED, text)
+    paused = {letter: {"room": 1, "state": PeerState.PAUSED} for letter in "ABCD"}
+    health = health_of(seen(look(100.0, tip, **paused)))
+    assert (health.word, health.reason) == (Word.PAUSED, text)

@@ -5,6 +5,7 @@ import hashlib
 import http.client
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from swarm.errors import ConfigError
 from swarm.monitor.feed import Feed
 from swarm.monitor.schema import as_json
-from swarm.monitor.server import MAX_LISTENERS, WEB, listening_socket
+from swarm.monitor.server import MAX_LISTENERS, WEB, listening_socket, names_this_machine
 from tests.monitor.crowds import crowd
 from tests.monitor.pages import WAIT_S, Page, page_of
 
@@ -163,3 +164,37 @@ def test_the_pages_files_are_in_the_wheel() -> None:
             folder = path.parent.relative_to(WEB.parent).as_posix()
             pattern = f"{folder}/*{path.suffix}" if path.suffix else f"{folder}/*LICENSE"
             assert f'"{pattern}"' in text, path
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("localhost", 200),
+        ("page.localhost:80", 200),
+        (socket.gethostname().upper(), 200),
+        ("evil.example:8080", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("\xff", 421),
+    ],
+)
+def test_a_page_of_others_whose_name_leads_here_reads_nothing(
+    page: Page, host: str, status: int
+) -> None:
+    """DNS rebinding: to the browser it is one site, whose name now has this machine's address."""
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=WAIT_S)
+    connection.putrequest("GET", "/snapshot.json", skip_host=True)
+    connection.putheader("Host", host.encode("latin-1"))
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    assert answer.status == status or (host == "\xff" and answer.status == 400), body
+    assert status == 200 or b"peers" not in body
+
+
+def test_the_name_that_was_given_to_listen_on_is_this_machines() -> None:
+    assert names_this_machine("Monitor.Example:8080", "monitor.example")
+    assert not names_this_machine("monitor.example", "localhost")

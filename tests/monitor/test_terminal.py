@@ -51,6 +51,16 @@ def crowd(make_sighting: Sightings, make_peer: Callable[..., PeerRecord]) -> Sna
     return found
 
 
+def test_an_expert_without_an_owner_is_shown_to_wait(
+    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
+) -> None:
+    found = snapshot_of(make_sighting(tip=make_manifest(owners={0: ("QmA",), 1: (), 2: ()})))
+    assert found
+    assert panels.NO_OWNER in shown(found)
+    (line,) = panels.experts_map(found, panels.keys_of(found.peers), 80, 1)
+    assert "wait 1-2" in line.plain
+
+
 def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
     screen = shown(snapshot)
     for fact in (

@@ -22,9 +22,11 @@ with socket.create_server(("{host}", 4000)) as listening:
 ASK = """
 import asyncio, sys, time
 from swarm.network.direct import connect, impatient
+from swarm.network.line_bytes import LineBytes
 
 async def ask():
-    connection, loop = impatient(await connect("{host}", 4000)), asyncio.get_running_loop()
+    connection = impatient(await connect(LineBytes(), "{host}", 4000))
+    loop = asyncio.get_running_loop()
     connection.send(b"what is acknowledged")
     try:
         async with asyncio.timeout({silence_s}):

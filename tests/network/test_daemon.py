@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network import daemon, substrate
 from swarm.network.daemon import Address, dialable, probe
@@ -50,6 +51,25 @@ def test_the_first_address_is_a_public_one_else_the_one_that_was_announced_first
     )
     for_documents = "/ip4/203.0.113.7/tcp/1"
     assert dialable([for_documents, near]) == (for_documents, near)
+
+
+def test_among_private_addresses_that_of_the_default_route_comes_first() -> None:
+    """Those of containers' networks, which the system names first, lead nowhere from outside."""
+    docker, lan = "/ip4/172.17.0.1/tcp/1", "/ip4/192.168.1.5/tcp/1"
+    assert dialable([docker, lan], preferred="192.168.1.5") == (lan, docker)
+    assert dialable([docker, lan], preferred=None) == (docker, lan)
+    public = "/ip4/8.8.4.4/tcp/1"
+    assert dialable([docker, lan, public], preferred="192.168.1.5") == (public, lan, docker)
+
+
+@pytest.mark.parametrize("direct_port", [0, 31331])
+def test_an_address_that_the_machine_does_not_have_names_the_remedy_that_works(
+    direct_port: int,
+) -> None:
+    """The public address of a cloud machine is the provider's, who translates it."""
+    network = NetworkSection(host_maddrs=("/ip4/198.51.100.7/tcp/31330",), direct_port=direct_port)
+    with pytest.raises(NetworkDown, match=r"--port 31330 --public-ip 198\.51\.100\.7"):
+        daemon.listen_addresses(network, None)
 
 
 def silent_address(folder: Path, undo: ExitStack) -> str:

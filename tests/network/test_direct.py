@@ -26,6 +26,7 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.handshake import NONCE_BYTES, admit, introduce
 from swarm.network.identity import load_or_create_identity
 from swarm.network.ledger import Ledger
+from swarm.network.line_bytes import LineBytes
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.streams import receive_into
@@ -86,9 +87,9 @@ def test_the_next_fetch_takes_a_connection_that_is_there(
 ) -> None:
     opened, real = [], direct.connect
 
-    async def counted(host: str, port: int) -> socket.socket:
+    async def counted(line: LineBytes, host: str, port: int) -> socket.socket:
         opened.append(port)
-        return await real(host, port)
+        return await real(line, host, port)
 
     monkeypatch.setattr(direct, "connect", counted)
     content, other = some_bytes(1000), some_bytes(1000, seed=1)
@@ -350,7 +351,7 @@ def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> 
     """What comes of talking to a peer's door from outside."""
 
     async def run() -> Any:
-        connection = await connect("127.0.0.1", node._ways.direct.door.port)
+        connection = await connect(node.traffic.line, "127.0.0.1", node._ways.direct.door.port)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await talk(connection)

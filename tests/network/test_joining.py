@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.errors import StateError
+from swarm.errors import NobodyReachable, StateError
 from swarm.network import joining, patience
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Want
@@ -25,9 +26,11 @@ from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Manifest
 from tests.blobs import blob_of
+from tests.fake_time import Time
 from tests.network.test_observer import tiny_run
 
 ME = "peer"
+NODE: Any = SimpleNamespace(peer_id=ME, traffic=SimpleNamespace(blob_bytes_received=0))
 RUN = tiny_run()
 LAYOUT = layout_of(RUN)
 
@@ -106,23 +109,78 @@ def test_a_full_disk_is_waited_for_and_nothing_is_fetched_twice(
 
     source.before = is_full
     shown = Shown(Record(manifest, None, None))
-    node = SimpleNamespace(peer_id=ME, traffic=SimpleNamespace(blob_bytes_received=0))
-    fetch = fetch_newest_state(
-        node, store, source, LAYOUT, run=None, shown=shown,
-        trust=Trust(manifest.digest), peers=[], on_blob=lambda *_: None,
-    )  # fmt: skip
-    assert asyncio.run(fetch) is shown
+    assert asyncio.run(fetch(source, shown)) is shown
     assert source.asked[1] == source.asked[0][2:]
+
+
+def fetch(source: Source, shown: Shown, **times: Any) -> Coroutine[Any, Any, Shown]:
+    return fetch_newest_state(
+        NODE, source.store, source, LAYOUT, run=None, shown=shown,
+        trust=Trust(shown.record.tip.digest), peers=[], on_blob=lambda *_: None, **times,
+    )  # fmt: skip
+
+
+class Lacking(Source):
+    """Has all blobs but one, for which it waits."""
+
+    async def fetch(self, wants: Sequence[Want], *, on_blob, **more: object) -> None:
+        lost = next(reversed(self.blobs))
+        await super().fetch([w for w in wants if w.digest != lost], on_blob=on_blob, **more)
+        if any(want.digest == lost for want in wants):
+            await asyncio.Event().wait()
+
+
+def test_a_state_that_nobody_has_any_more_is_given_up_and_what_came_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attempt ends by itself; that the same one begins again is bounded by its caller."""
+    monkeypatch.setattr(joining, "STUCK_S", 0.001)
+    manifest, blobs = state()
+    source, time, asked = Lacking(BlobStore(), blobs), Time(), list[float]()
+    shown = Shown(Record(manifest, None, None))
+
+    async def same_tip(*_: object) -> Shown:
+        asked.append(time())
+        return shown
+
+    async def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        assert time() < 30 * 86_400, "it is tried for ever"
+
+    monkeypatch.setattr(joining, "newest_tip", same_tip)
+    with pytest.raises(NobodyReachable, match=r"has 1 values of round 0: nothing of it came for 1"):
+        asyncio.run(fetch(source, shown, clock=time, sleep=sleep))
+    assert len(source.store.digests()) == len(blobs) - 1
+    assert 3600 <= time() < 3700 and len(asked) < 80
+
+
+def test_a_newer_state_begins_the_attempts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "STUCK_S", 0.001)
+    manifest, blobs = state()
+    time, source = Time(), Lacking(BlobStore(), blobs)
+    lost, first = next(reversed(blobs)), next(iter(manifest.entries))
+    there = dataclasses.replace(manifest.entries[first], version=1)
+    founding = dataclasses.replace(manifest.founding, validation=there.digest,
+                                   validation_bytes=there.num_bytes)  # fmt: skip
+    newer = dataclasses.replace(manifest, height=1, round=1, founding=founding)
+    assert lost not in newer.blobs
+    shown = Shown(Record(manifest, None, None))
+
+    async def tips(*_: object) -> Shown:
+        return shown if time() < 3000 else Shown(Record(newer, None, None))
+
+    async def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+
+    monkeypatch.setattr(joining, "newest_tip", tips)
+    found = asyncio.run(fetch(source, shown, clock=time, sleep=sleep))
+    assert found.record.tip is newer
 
 
 def test_what_is_missing_is_what_is_neither_here_nor_arriving() -> None:
     store, there, arriving = BlobStore(None), b"x" * 100, b"y" * 1000
     store.put(there)
     store.writer(digest_of(arriving), len(arriving))
-    entries = {
-        str(position): SimpleNamespace(digest=digest_of(blob), num_bytes=len(blob))
-        for position, blob in enumerate([there, arriving, arriving, b"z" * 7])
-    }
-    founding = SimpleNamespace(blobs={digest_of(b"config"): 6})
-    manifest: Any = SimpleNamespace(entries=entries, founding=founding)
+    sizes = {digest_of(blob): len(blob) for blob in (there, arriving, b"z" * 7, b"config")}
+    manifest: Any = SimpleNamespace(sizes=sizes)
     assert missing_bytes(store, manifest) == 1000 + 7 + 6

@@ -29,7 +29,9 @@ from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_CALL_BYTES, _Payload
 from swarm.network.daemon import connection_fault, is_identity_taken
 from swarm.network.identity import load_or_create_identity
+from swarm.network.line_bytes import LineBytes
 from swarm.network.node import Handlers, Node
+from swarm.network.substrate import renewed
 from tests.network.conftest import records_of
 
 WAIT_S = 30.0
@@ -230,7 +232,9 @@ def test_a_peer_that_comes_while_its_identity_is_looked_for_is_found(peers, monk
     twin = load_or_create_identity(tmp_path / "twin.key")
     first = peers.node()
     with ThreadPoolExecutor(1) as asking:
-        taken = asking.submit(asyncio.run, is_identity_taken(twin.peer_id, first.addresses))
+        taken = asking.submit(
+            asyncio.run, is_identity_taken(twin.peer_id, first.addresses, LineBytes())
+        )
         assert was_asked.wait(2 * WAIT_S) and not taken.done(), "nobody has it yet"
         monkeypatch.undo()
         peers.node(identity_path=twin.path)
@@ -264,6 +268,31 @@ def test_a_dht_that_does_not_answer_is_an_error_that_callers_know(peers, monkeyp
         node.run(node.get_many(["key"]), WAIT_S)
     with pytest.raises(NobodyReachable, match="did not answer"):
         node.run(node.store("key", b"value", 60), WAIT_S)
+
+
+def test_an_address_that_the_machine_gets_later_is_handed_out(peers, monkeypatch, caplog):
+    """Many routers give a new one each day; records go on to say where a peer is."""
+    monkeypatch.setattr(node_module, "HEAL_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(node_module, "RENEW_ADDRESSES_S", 0.0)
+    node = peers.node()
+    before, port = node.addresses, node.port
+    new = re.sub(r"/ip4/[0-9.]+/", "/ip4/10.9.8.7/", before[0])
+    mapped = new.replace(f"/tcp/{port}/", "/tcp/9/")
+    is_changed = threading.Event()
+
+    async def visible(*_: object, says: bool) -> tuple[str, ...]:
+        is_changed.set()
+        return new, mapped
+
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(node_module, "visible_addresses", visible)
+        assert is_changed.wait(WAIT_S)
+        node.run(node.renew_addresses(), WAIT_S)
+    assert node.addresses == (new,) and node.port == port
+    assert f"addresses changed: {new}" in caplog.text
+    loopback = new.replace("10.9.8.7", "127.0.0.1")
+    assert renewed((new,), (loopback,)) == renewed((new,), ()) == (new,), "its network is down"
+    assert renewed((loopback,), (loopback,)) == (loopback,) and renewed((), (new,)) == ()
 
 
 def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, caplog):

@@ -115,6 +115,15 @@ def test_a_rate_is_measured_both_ways(pair, is_down: bool) -> None:
     assert 10 < rate_mbit < 100_000
 
 
+def test_what_others_measure_takes_the_line_and_is_no_quiet_moment(pair) -> None:
+    peer, me = pair
+    before = peer.traffic.bytes_sent, me.traffic.bytes_sent
+    me.run(measure_mbit(me, peer.peer_id, **SOME), WAIT_S)
+    assert peer.traffic.bytes_sent - before[0] == SOME["num_bytes"]
+    me.run(measure_mbit(me, peer.peer_id, **SOME | {"is_down": False}), WAIT_S)
+    assert me.traffic.bytes_sent == before[1]
+
+
 def test_an_uplink_within_one_machine_has_a_rate_and_was_not_full(pair) -> None:
     peer, me = pair
     rate_mbit, full_mbit = me.run(measure_uplink(me, peer.peer_id, limit_s=5.0), WAIT_S)

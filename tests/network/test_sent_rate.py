@@ -8,8 +8,9 @@ from contextlib import ExitStack, closing
 import pytest
 
 from swarm.network import sent_rate
-from swarm.network.sent_rate import KEPT, SAMPLE_S, WINDOW_S, SentRate
+from swarm.network.sent_rate import KEPT, SAMPLE_S, SHOWN_BY, WINDOW_S, SentRate
 from swarm.network.tcp_info import TcpInfo, tcp_info
+from swarm.protocol.estimates import DAY_S
 
 FRESH = TcpInfo(*[0] * len(TcpInfo._fields))
 
@@ -51,7 +52,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     return Line(monkeypatch)
 
 
-def test_the_fastest_window_of_late_is_the_rate_and_pauses_are_not_in_it(line: Line) -> None:
+def test_the_fast_windows_of_late_are_the_rate_and_pauses_are_not_in_it(line: Line) -> None:
     assert line.rate.mbit is None
     line.send(50.0, "A", "B", seconds=WINDOW_S)
     assert line.rate.mbit is None, "too short"
@@ -83,6 +84,34 @@ def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line:
     assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the bound, not this one"
     line.send(8.0, "A", "thin", seconds=(KEPT + 1) * WINDOW_S)
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
+
+
+def test_one_window_that_is_too_fast_is_not_the_rate_and_yesterdays_are_none(line: Line) -> None:
+    line.send(20.0, "A", "B", seconds=3 * WINDOW_S + SAMPLE_S)
+    line.send(900.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
+    line.send(20.0, "A", "B", seconds=3 * WINDOW_S + SAMPLE_S)
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01)
+    assert line.rate.mbit_since(line.now + 1.0) is None
+    line.now += DAY_S + 1.0
+    assert line.rate.mbit is None
+
+
+def test_where_nobody_else_takes_anything_one_receiver_shows_a_line_that_got_slower(
+    line: Line,
+) -> None:
+    """In a swarm of two the figure only rose."""
+    line.send(80.0, "A", seconds=4 * WINDOW_S)
+    line.send(6.0, "A", seconds=(KEPT + 1) * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(6.0, rel=0.01)
+
+
+def test_what_one_of_several_takes_is_shown_and_does_not_count(line: Line) -> None:
+    line.send(20.0, "A", "B", seconds=2 * WINDOW_S)
+    since_s = line.now
+    line.send(2.0, "thin", seconds=(SHOWN_BY + 2) * WINDOW_S)
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01)
+    assert line.rate.shown_since(since_s) == pytest.approx(2.0, rel=0.01)
+    assert line.rate.shown_since(line.now - WINDOW_S) is None, "too few windows"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not say")

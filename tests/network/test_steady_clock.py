@@ -11,7 +11,7 @@ from hivemind.dht import protocol
 
 from swarm.errors import NobodyReachable
 from swarm.network import steady_clock
-from swarm.network.steady_clock import SteadyClock, dht_clock
+from swarm.network.steady_clock import LIMIT_S, NEAR_S, SteadyClock, compared, dht_clock
 from tests.network.conftest import Peers, records_of
 
 WAIT_S = 60.0
@@ -45,6 +45,100 @@ def test_a_jump_is_said_once_with_its_size(monkeypatch, caplog) -> None:
         assert clock.look() == pytest.approx(300, abs=1)
         clock.look()
     assert caplog.text.count("jumped by +300.0 s") == 1
+
+
+class Machine:
+    """A machine whose count of time drifts, and whose wall clock is set by steps, or is not."""
+
+    def __init__(self, ppm: float, *, set_every_s: float | None, begin_s: float = 1e9) -> None:
+        self.true_s, self.begin_s, self.rate = begin_s, begin_s, 1 + ppm * 1e-6
+        self.set_every_s, self.set_at_s, self.jumped_s = set_every_s, begin_s, 0.0
+        self.clock = SteadyClock(self.passed, self.wall)
+
+    def passed(self) -> float:
+        return (self.true_s - self.begin_s) * self.rate
+
+    def wall(self) -> float:
+        since = self.begin_s if self.set_every_s is None else self.set_at_s
+        return since + (self.true_s - since) * self.rate + self.jumped_s
+
+    def run(self, seconds: float, told=lambda machine: ()) -> float:
+        """The largest error meanwhile; it is compared with others every ten minutes."""
+        end_s, worst_s, before_s = self.true_s + seconds, 0.0, self.clock()
+        while self.true_s < end_s:
+            self.true_s += 60.0
+            if self.set_every_s and self.true_s - self.set_at_s >= self.set_every_s:
+                self.set_at_s = self.true_s
+            self.clock.look()
+            if (self.true_s - self.begin_s) % 600 == 0:
+                self.clock.compare(told(self))
+            assert self.clock() > before_s, "records' expirations grow"
+            before_s, worst_s = self.clock(), max(worst_s, abs(self.error_s))
+        return worst_s
+
+    @property
+    def error_s(self) -> float:
+        return self.clock() - self.true_s
+
+
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize("ppm", [60.0, -60.0])
+def test_a_drift_that_the_wall_clock_corrects_by_steps_is_followed(caplog, ppm: float) -> None:
+    """After 14 hours it was 3 s off, after a week 36 s, and the wall clock was blamed."""
+    machine = Machine(ppm, set_every_s=3600.0)
+    with caplog.at_level(logging.INFO):
+        assert machine.run(7 * DAY_S) < 0.5
+    assert "jumped" not in caplog.text
+    assert f"count of time drifted by {ppm * 0.036:+.1f} s in 10.0 h" in caplog.text
+    assert f"({ppm:+.0f} ppm)" in caplog.text
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_drift_that_nothing_corrects_is_followed_by_the_other_members(others: int) -> None:
+    machine = Machine(60.0, set_every_s=None)
+    right = [lambda m: m.true_s - m.clock()] * others
+    assert machine.run(7 * DAY_S, lambda m: [clock(m) for clock in right]) < 1.5 < LIMIT_S
+
+
+def test_two_members_meet_in_the_middle() -> None:
+    one, other = Machine(60.0, set_every_s=None), Machine(-60.0, set_every_s=None)
+    for _ in range(7 * 144):
+        one.run(600.0)
+        other.run(600.0)
+        apart_s = other.clock() - one.clock()
+        one.clock.compare([apart_s])
+        other.clock.compare([-apart_s])
+    assert abs(one.clock() - other.clock()) < 2 * NEAR_S and abs(one.error_s) < LIMIT_S
+
+
+def test_a_jump_is_followed_once_another_member_has_the_new_time(caplog) -> None:
+    machine = Machine(0.0, set_every_s=None, begin_s=1e9)
+    machine.jumped_s = 300.0
+    assert machine.run(DAY_S) < 0.1 and caplog.text.count("jumped by +300.0 s") == 1
+    machine.jumped_s = 0.0
+    machine.run(3600.0)
+    wrong = Machine(0.0, set_every_s=None)
+    wrong.clock = SteadyClock(wrong.passed, lambda: wrong.wall() - 300.0)  # it began too early
+    wrong.clock._wall = wrong.wall  # somebody sets it right
+    with caplog.at_level(logging.WARNING):
+        wrong.run(2 * 3600.0, lambda m: [m.true_s - m.clock()])
+    assert (
+        abs(wrong.error_s) < 0.1 and "have the time that this machine's wall clock" in caplog.text
+    )
+
+
+def test_what_counts_of_the_clocks_of_others() -> None:
+    def ahead(*told: float, wall: float = 0.0, jumped: bool = False) -> float | None:
+        return compared(told, wall, has_jumped=jumped).ahead_s
+
+    assert ahead() is None and ahead(0.9, 50.0, 50.0) is None, "one has the time that is here"
+    assert ahead(4.0) == 2.0 and ahead(4.0, 4.5) == 4.25
+    assert ahead(4.0, 9.0, -9.0) is None, "they have three times"
+    assert ahead(4.0, 4.0, wall=60.0, jumped=True) == 4.0
+    assert ahead(60.5, -9.0, wall=60.0, jumped=True) == 60.0
+    assert ahead(60.5, -9.0, wall=60.0) is None
 
 
 def test_time_in_which_the_machine_slept_counts(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from swarm.codecs import Content
 from swarm.errors import StateError
 from swarm.experts import UnitLayout, expert_unit
 from swarm.network.blobs import BlobStore
-from swarm.network.traffic import Traffic
+from swarm.network.traffic import Arriving, Traffic
 from swarm.network.transfers import Transfers
 from swarm.protocol.events import BlobWanted, Fetch, Purpose
 from swarm.protocol.layout import Layout
@@ -100,3 +100,36 @@ def test_nor_one_for_which_the_disk_fails_then_and_that_says_so(
 
     asyncio.run(begin())
     assert "fetching for reduce failed" in caplog.text
+
+
+def test_a_line_that_is_cut_while_blobs_come_does_not_change_the_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And so do a source that is not ready and a disk that is full."""
+    now_s, mib = 1000.0, 2**20
+    node, store = Nowhere(), BlobStore()
+    node.traffic = Traffic(arriving=Arriving(lambda: now_s))
+    transfers = Transfers(node, store, LAYOUT, lambda _: None, lambda: now_s)
+    pauses = [0.0, 0.0, 0.0, 1200.0]
+
+    async def bring(*_: object, **__: object) -> None:
+        nonlocal now_s
+        pause_s = pauses.pop(0)
+        for number in range(60):
+            now_s += 1.0 + (pause_s if number == 30 else 0.0)
+            node.traffic.arriving.add(mib)
+        now_s += pause_s
+
+    monkeypatch.setattr(Transfers, "_bring", bring)
+
+    async def fetch() -> None:
+        nonlocal now_s
+        while pauses:
+            now_s += 500.0  # a round's local steps
+            await transfers.start(wanted(store, is_here=False))
+            await asyncio.wait(transfers._running.values())
+            assert transfers.rate_bytes_per_s == pytest.approx(mib, rel=0.1)
+
+    asyncio.run(fetch())
+    rates = [each.value for each in transfers.pace._rates.newest]
+    assert rates == pytest.approx([mib, mib, mib, mib], rel=0.06), "an outage counts three seconds"

@@ -16,6 +16,7 @@ from swarm.peer.entering import Started, Starter
 from swarm.peer.founding import found
 from swarm.peer.host import Reception
 from swarm.peer.leaving import Stop, Stopped
+from swarm.peer.machine import Room
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.run_text import FoundText, RunText
 from swarm.peer.state_directory import StateDirectory
@@ -58,6 +59,16 @@ def founder(tmp_path: Path) -> Iterator[Founder]:
 
 def killed_before_its_record(started: Started) -> None:
     started.directory.record_path.rename(started.directory.record_path.with_name("record.new"))
+
+
+def test_a_founder_owns_what_fits_its_machine_from_the_start(
+    founder: Founder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "__call__", lambda _: 1)
+    tip = founder.found().record.tip
+    assert tip.members["me"].room == 1
+    owned = [expert for expert, owners in tip.owners.items() if owners]
+    assert len(owned) == 1 and len(tip.ownerless) == RUN.model.num_experts - 1
 
 
 @pytest.mark.parametrize("step", ["sync", "write"])

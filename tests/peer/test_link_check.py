@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,7 +11,7 @@ import pytest
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.network.full_line import agreed_mbit
-from swarm.network.lines import Lines
+from swarm.network.lines import MAX_FULL, Lines
 from swarm.network.node import Node
 from swarm.peer import link_check
 from swarm.peer.link_check import (
@@ -22,6 +22,7 @@ from swarm.peer.link_check import (
     require_link,
     verdict_for,
 )
+from swarm.protocol.estimates import DAY_S
 from swarm.protocol.fitness import HOME_MBIT, Fitness
 from swarm.protocol.records import PeerRecord
 from tests.peer_records import peer_record
@@ -170,8 +171,53 @@ def test_an_uplink_is_measured_without_a_byte_of_others_uplinks(
     asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert [is_down for _, is_down in measured.asked] == [False] * ASKED
     assert (measured.lines.up_mbit, measured.lines.down_mbit) == (9.0, None)
-    asyncio.run(measure_full_uplink(measured.node, measured.present))
-    assert measured.lines.up_mbit == 9.0, "it only rises"
+
+
+def test_an_uplink_that_changed_counts_after_two_tests_and_none_for_longer_than_a_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured once at 80, then 48 times at 6 Mbit/s, a peer published 80 for weeks."""
+    now_s = 0.0
+    rates = [80.0] * 3 + [6.0] * 3 + [80.0] * 3
+    measured = Measured(monkeypatch, uplinks=[(rate, None) for rate in rates for _ in range(2)])
+    measured.lines = Lines(lambda: now_s)
+    measured.node = cast(Node, SimpleNamespace(peer_id="me", lines=measured.lines))
+    monkeypatch.setattr(link_check, "HOME_MBIT", 1e9)
+    found = []
+    for _ in rates:
+        now_s += 3600.0
+        asyncio.run(measure_full_uplink(measured.node, measured.present))
+        found.append((measured.lines.up_mbit, measured.lines.is_agreed))
+    slower, faster = (80.0, False), (6.0, False)
+    assert found == [
+        *[(80.0, True)] * 3, slower, *[(6.0, True)] * 2, faster, *[(80.0, True)] * 2
+    ]  # fmt: skip
+    now_s += DAY_S + 1.0
+    assert measured.lines.up_mbit is None
+
+
+def test_a_test_that_is_broken_off_counts_with_what_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uplinks() -> Iterator[tuple[float, None]]:
+        yield 5.0, None
+        raise TimeoutError
+
+    measured = Measured(monkeypatch, uplinks=uplinks())
+    with pytest.raises(TimeoutError):
+        asyncio.run(measure_full_uplink(measured.node, measured.present))
+    assert measured.lines.up_mbit == 5.0
+
+
+def test_receivers_at_which_the_line_was_full_are_few_and_of_the_last_day() -> None:
+    now_s = 0.0
+    lines = Lines(lambda: now_s)
+    for number in range(3 * MAX_FULL):
+        lines.full(str(number), 20.0)
+    assert len(lines.full_mbit) == MAX_FULL
+    now_s = DAY_S + 1.0
+    lines.full("A", 6.0)
+    assert lines.full_mbit == {"A": 6.0}
 
 
 @pytest.mark.parametrize(("silent", "found"), [(1, 9.0), (TRIES - 1, 5.0), (TRIES, None)])

@@ -11,6 +11,7 @@ from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.peer import machine
 from swarm.peer.machine import (
+    Room,
     described_machine,
     engine_for,
     plan_here,
@@ -18,6 +19,7 @@ from swarm.peer.machine import (
     this_machine,
     wishes_of,
 )
+from swarm.protocol.manifest import ALL_EXPERTS
 from swarm.train.hardware import Machine
 from swarm.train.ladder import EnginePlan
 from swarm.train.stepping import SteppingEngine
@@ -97,6 +99,22 @@ def test_an_engine_is_planned_for_the_experts_that_are_owned_if_they_are_more(
     engine = engine_for(run, little, tmp_path)
     assert isinstance(engine, SteppingEngine) and not engine._fits(engine.options, 1)
     engine.close()
+
+
+def test_the_room_of_a_machine_shrinks_as_its_engine_steps_down(tmp_path: Path) -> None:
+    run, enough = tiny_run(), ComputeSection(device="cpu", threads=1)
+    room = Room(run, enough, tmp_path)
+    assert room() == ALL_EXPERTS
+    engine = engine_for(run, enough, tmp_path)
+    room.engine = engine
+    assert room() == ALL_EXPERTS, "with this engine, or one of those below"
+    assert isinstance(engine, SteppingEngine)
+    engine._below.clear()
+    fitting = [n for n in range(run.model.num_experts + 1) if engine._fits(engine.options, n)]
+    assert room() == (ALL_EXPERTS if len(fitting) > run.model.num_experts else max(fitting))
+    engine.close()
+    little = ComputeSection(device="cpu", threads=1, host_memory_gb=0.1)
+    assert Room(run, little, tmp_path)() == 0
 
 
 @pytest.fixture

@@ -12,15 +12,18 @@ import pytest
 from peers.findings import CLOCK_LIMIT_S
 from swarm.errors import Unreachable
 from swarm.network.probing import About
-from swarm.network.steady_clock import LIMIT_S, dht_clock
+from swarm.network.steady_clock import LIMIT_S, SteadyClock
 from swarm.peer import publisher
-from swarm.peer.own_clock import OwnClock, clock_warning
+from swarm.peer.own_clock import AGAIN_S, OwnClock, clock_warning
 from swarm.peer.publisher import Publisher
+from tests.fake_time import Time
 from tests.peer_records import peer_record
 
 
 class Neighbours:
     """A node whose neighbours have clocks of the test's; `None` does not answer."""
+
+    peer_id = "me"
 
     def __init__(self, **ahead_s: float | None) -> None:
         self.ahead_s, self.asked = ahead_s, 0
@@ -52,7 +55,7 @@ def test_a_clock_that_is_none_of_the_others_is_said_once(
 ) -> None:
     node = Neighbours(a=ahead_s, b=ahead_s * 2, c=None)
     text = said(node, caplog, times=3)
-    assert text.count("this machine's clock is") == text.count(f"{words} ") == 1
+    assert text.count("the clock of this peer's records is") == text.count(f"{words} ") == 1
     assert "told the time (2)" in text and "timedatectl set-ntp true" in text
 
 
@@ -73,20 +76,35 @@ def test_others_are_asked_until_one_has_answered(caplog: pytest.LogCaptureFixtur
     node.ahead_s["b"] = -60.0
     for _ in range(3):
         asyncio.run(clock.compare())
-    assert caplog.text.count("this machine's clock is 60.0 s ahead of those") == 1
+    assert caplog.text.count("records is 60.0 s ahead of those") == 1
     before = node.asked
     asyncio.run(clock.compare())
     assert node.asked == before
 
 
-def test_what_counts_is_the_clock_of_the_start(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The DHT goes by it, though the wall clock was set right since."""
-    dht_clock()
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 60.0)
-    assert "60.0 s behind" in said(Neighbours(a=0.0), caplog)
+def test_clocks_are_compared_again_with_members_and_never_with_strangers() -> None:
+    node, time, moved = Neighbours(a=0.0, b=0.0, stranger=60.0), Time(), list[list[float]]()
+    steady = SteadyClock()
+    steady.compare = lambda told: moved.append(list(told))  # type: ignore[method-assign]
+    clock = OwnClock(node, lambda: ("a", "b", "me"), time_s=time, clock=steady)  # type: ignore[arg-type]
+    for ahead_s in (0.0, 4.0):
+        node.ahead_s = {"a": ahead_s, "b": ahead_s, "stranger": 60.0}
+        for _ in range(3):
+            asyncio.run(clock.compare())
+        time.sleep(AGAIN_S)
+    assert [[round(ahead_s, 1) for ahead_s in told] for told in moved] == [[0.0, 0.0], [4.0, 4.0]]
+    node.ahead_s = {"a": 60.0, "b": None}
+    asyncio.run(clock.compare())
+    assert len(moved) == 2, "one of several members moves nothing"
+
+
+def test_a_clock_that_stays_wrong_is_said_once_a_day(caplog: pytest.LogCaptureFixture) -> None:
+    node, time = Neighbours(a=60.0), Time()
+    clock = OwnClock(node, time_s=time)  # type: ignore[arg-type]
+    for _ in range(6 * 48):
+        asyncio.run(clock.compare())
+        time.sleep(AGAIN_S)
+    assert caplog.text.count("the clock of this peer's records is 60.0 s behind") == 2
 
 
 def test_the_limit_is_the_one_of_the_network_and_of_the_doctor() -> None:

@@ -12,11 +12,28 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown
 from swarm.network.lines import Lines
+from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 from swarm.peer import own_line
-from swarm.peer.own_line import AGAIN_S, QUIET_S, TRIES, OwnLine, measure_line
+from swarm.peer.kept_line import read_line
+from swarm.peer.own_line import AGAIN_S, DOUBT_AGAIN_S, QUIET_S, TRIES, OwnLine, measure_line
 from swarm.peer.round_account import up_mbit
+from swarm.protocol.estimates import DAY_S
 from swarm.protocol.fitness import ALWAYS_LATE, CAP_SHARE, HOME_MBIT
+
+
+class Sent:
+    """What others took: so much that counts, and so much that shows at least."""
+
+    def __init__(self) -> None:
+        self.mbit: float | None = None
+        self.shown: float | None = None
+
+    def mbit_since(self, _: float) -> float | None:
+        return self.mbit
+
+    def shown_since(self, _: float) -> float | None:
+        return self.shown
 
 
 class Measured:
@@ -29,6 +46,7 @@ class Measured:
         self.caps: list[float | None] = []
         """In force while it measured."""
         self.up_mbit, self.full_mbit = 1.0, list[float]()
+        self.num_full = 0
         self.now, self.is_down = 0.0, False
         self.status = SimpleNamespace(missed=0, manifest=SimpleNamespace(members={"A": 1}))
         self.state = SimpleNamespace(line_path=folder / "line")
@@ -39,10 +57,8 @@ class Measured:
 
     def begins_anew(self, cap_mbit: float | None = None) -> None:
         """As after a kill: of what it knew, its state directory is left."""
-        self.lines = Lines()
-        self.traffic = SimpleNamespace(
-            sent=SimpleNamespace(mbit=None), up=Throttle(cap_mbit), bytes_sent=0
-        )
+        self.lines = Lines(lambda: self.now)
+        self.traffic = SimpleNamespace(sent=Sent(), up=Throttle(cap_mbit), bytes_sent=0)
         self.config = SimpleNamespace(network=NetworkSection(max_upload_mbit=cap_mbit))
 
     def watched(self) -> OwnLine:
@@ -58,9 +74,23 @@ class Measured:
     async def measure(self, _: object, peers: object) -> None:
         self.calls.append(peers)
         self.caps.append(self.cap)
-        self.lines.up_mbit = max(self.up_mbit, self.lines.up_mbit or 0.0)
+        self.lines.tested(self.up_mbit)
         for rate in self.full_mbit:
-            self.lines.full_mbit[f"receiver {len(self.lines.full_mbit)}"] = rate
+            self.num_full += 1
+            self.lines.full(f"receiver {self.num_full}", rate)
+
+    def knows(self, mbit: float, *full_mbit: float) -> None:
+        """As a joiner that has measured its line before."""
+        self.lines.tested(mbit)
+        for rate in full_mbit:
+            self.num_full += 1
+            self.lines.full(f"receiver {self.num_full}", rate)
+
+    @property
+    def published(self) -> float | None:
+        """The uplink that it tells others."""
+        traffic: Any = self.traffic
+        return up_mbit(self.lines, traffic)
 
     def starts(self) -> float | None:
         """Measures as it does before its first round; returns the cap."""
@@ -105,7 +135,8 @@ def test_a_line_is_measured_before_the_first_round_unless_it_is_known(measured: 
     measured.starts()
     assert measured.calls == [{"A": "its record"}]
     measured.starts()
-    measured.lines.up_mbit, measured.traffic.sent.mbit = None, 18.0
+    measured.begins_anew()
+    measured.traffic.sent.mbit = 18.0
     measured.starts()
     assert len(measured.calls) == 1
 
@@ -143,13 +174,13 @@ def test_all_that_gather_are_asked_and_members_alone_in_a_run(measured: Measured
 def test_a_cap_is_no_lower_than_three_quarters_of_what_the_line_was_seen_to_carry(
     measured: Measured,
 ) -> None:
-    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, {"A": 3.0, "B": 3.0}
+    measured.knows(19.5, 3.0, 3.0)
     measured.traffic.sent.mbit = 16.0
     assert measured.starts() == pytest.approx(12.0)
 
 
 def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> None:
-    measured.lines.up_mbit, measured.lines.full_mbit = 19.5, {"A": 19.0, "B": 20.0}
+    measured.knows(19.5, 19.0, 20.0)
     assert measured.starts() == pytest.approx(CAP_SHARE * 19.0)
     assert not measured.calls
 
@@ -224,6 +255,82 @@ def test_a_cap_is_lifted_when_the_line_turns_out_to_be_fast(measured: Measured) 
     assert measured.cap is None
 
 
+@pytest.mark.parametrize("hours", [1, 24, 24 * 21])
+def test_uplink_and_cap_follow_a_line_that_got_slower_and_faster_again(
+    measured: Measured, hours: int
+) -> None:
+    """Measured once at 80, then 48 times at 6 Mbit/s, a peer published 80 and had no cap."""
+    measured.up_mbit, measured.full_mbit = 80.0, []
+    measured.starts()
+    line = measured.watched()
+    for _ in range(min(hours, 30)):
+        measured.now += AGAIN_S
+        measured.beats(line)
+    assert (measured.published, measured.cap) == (80.0, None)
+    measured.now, measured.up_mbit, measured.full_mbit = measured.now + AGAIN_S, 6.0, [6.0, 6.0]
+    assert measured.beats(line, 5) == 2, "a test that shows another line is repeated"
+    assert measured.cap == pytest.approx(CAP_SHARE * 6.0)
+    assert measured.published == pytest.approx(CAP_SHARE * 6.0)
+    measured.now, measured.up_mbit, measured.full_mbit = measured.now + AGAIN_S, 80.0, []
+    assert measured.beats(line, 5) == 2
+    assert (measured.published, measured.cap) == (80.0, None)
+
+
+def test_what_others_take_has_a_line_measured_that_got_slower_within_two_quiet_moments(
+    measured: Measured,
+) -> None:
+    measured.up_mbit = 80.0
+    measured.starts()
+    line = measured.watched()
+    assert measured.beats(line, 20) <= 1
+    sent: Any = measured.traffic.sent
+    measured.up_mbit, measured.full_mbit, sent.shown = 6.0, [6.0, 6.0], 6.0
+    assert measured.beats(line, 3, sent=1) == 0, "beside a round a test shows too little"
+    assert measured.beats(line, 2) == 2
+    assert measured.published == pytest.approx(CAP_SHARE * 6.0)
+
+
+def test_receivers_that_are_thin_themselves_cost_few_tests(measured: Measured) -> None:
+    measured.up_mbit = 80.0
+    measured.starts()
+    line, sent = measured.watched(), measured.traffic.sent
+    sent.shown = 1.0
+    assert measured.beats(line, int(AGAIN_S / 8.0)) <= 1 + AGAIN_S / DOUBT_AGAIN_S
+    assert measured.published == 80.0
+
+
+def test_what_was_seen_long_ago_does_not_outlive_two_tests_that_say_otherwise(
+    measured: Measured,
+) -> None:
+    """By the real count of what others took, whose windows are of a day."""
+    clock = lambda: measured.now  # noqa: E731
+    sent = measured.traffic.sent = SentRate(clock)
+    measured.now = 100.0
+    sent._rates.add(80.0, measured.now)
+    assert measured.published == 80.0
+    measured.up_mbit = 6.0
+    line = measured.watched()
+    measured.now += 2 * AGAIN_S
+    measured.beats(line, 2)
+    assert measured.published == pytest.approx(6.0)
+
+
+def test_under_a_persons_cap_the_line_is_tested_twice_a_day(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = Measured(monkeypatch, tmp_path, cap_mbit=50.0)
+    measured.up_mbit = 50.0
+    measured.starts()
+    line, counts = measured.watched(), []
+    for _ in range(5):
+        measured.now += DAY_S / 4
+        counts.append(measured.beats(line, 3))
+    assert counts == [0, 1, 0, 1, 0]
+    measured.up_mbit, measured.now = 6.0, measured.now + DAY_S / 2
+    assert measured.beats(line, 5) == 2
+    assert (measured.published, measured.cap) == (6.0, 50.0)
+
+
 # ------------------------------------------------ a peer that comes back
 
 
@@ -235,8 +342,7 @@ def test_a_peer_that_comes_back_soon_goes_by_what_it_knew_and_measures_when_all_
     measured.begins_anew()
     assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
     assert len(measured.calls) == 1
-    traffic: Any = measured.traffic
-    assert up_mbit(measured.lines, traffic) == pytest.approx(CAP_SHARE * 20.0)
+    assert measured.published == pytest.approx(CAP_SHARE * 20.0)
     measured.up_mbit, measured.full_mbit = 8.0, [8.0, 8.0]
     assert measured.beats(measured.watched(), 3) == 1
     assert measured.cap == pytest.approx(CAP_SHARE * 8.0)
@@ -250,7 +356,19 @@ def test_a_fast_line_is_not_measured_before_a_peer_comes_back(measured: Measured
     measured.begins_anew()
     assert measured.starts() is None
     assert len(measured.calls) == 1
-    assert measured.lines.kept_up_mbit == HOME_MBIT + 1
+    assert (measured.lines.up_mbit, measured.published) == (None, HOME_MBIT + 1)
+    measured.now += DAY_S + 1.0
+    assert measured.published is None, "nobody knows what the line is after a day"
+
+
+def test_what_is_kept_is_as_old_as_the_test_that_found_it(measured: Measured) -> None:
+    """A peer that wrote the file an hour after a test had it trusted for two."""
+    measured.up_mbit = HOME_MBIT + 1
+    measured.starts()
+    measured.now += AGAIN_S / 2
+    asyncio.run(own_line._keep(measured.node))
+    line = read_line(measured.state.line_path)
+    assert line is not None and time.time() - line.at == pytest.approx(AGAIN_S / 2, abs=60.0)
 
 
 def test_after_an_hour_the_line_is_measured_at_the_start(

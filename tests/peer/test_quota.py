@@ -134,6 +134,20 @@ def test_a_peer_is_warned_once_at_each_mark_and_leaves_while_it_still_can(
     assert why == "96 of 100 GB of 2026-11 are used, and leaving takes up to 4 GB"
 
 
+def test_the_rate_that_a_warning_names_is_that_of_the_last_day(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After two quiet weeks it had said that a peer leaves in months."""
+    now_s, moved = NOVEMBER_S - 20 * DAY_S, 0
+    data = DataQuota(MonthlyCount(file, now_s), 100.0 * GB, 4.0 * GB, clock=lambda: now_s)
+    with caplog.at_level(logging.WARNING):
+        for hour in range(14 * 24 + 60):
+            now_s += 3600.0
+            moved += GB if hour >= 14 * 24 else 0
+            data.look(moved)
+    assert "50 of 100 GB of 2026-11 are used; at this rate it leaves in 46.0 h" in caplog.text
+
+
 def test_what_leaving_takes_is_a_round_both_ways_and_the_moments() -> None:
     run = tiny_run()
     needed = 2 * bytes_sent_per_peer_per_round(run, 4) + handover_bytes(run, 4)

@@ -86,15 +86,31 @@ def test_another_text_is_refused_with_both_digests_and_the_remedy(books: Path, c
         joiner.shards  # noqa: B018 - nothing of another text is handed out
 
 
-def test_shards_of_a_folder_with_equal_documents_are_another_text_and_the_remedy_names_them(
+def shards_of(books: Path, out: Path, *, drop_copies: bool = True) -> Path:
+    corpus = open_corpus(str(books))
+    out.mkdir()
+    held_out = held_out_documents(corpus.documents(), RUN.data.validation_bytes)
+    write_shards(corpus, out, BYTE, drop_copies=drop_copies, held_out=held_out)
+    return out
+
+
+def test_a_folder_and_the_shards_made_of_it_are_one_text_also_with_equal_documents(
+    books: Path, cache: Path, tmp_path: Path
+) -> None:
+    for path in list(books.iterdir()):  # also those that are held out
+        shutil.copy(path, books / f"again-{path.name}")
+    shards = shards_of(books, tmp_path / "shards")
+    needed = founded(shards, cache)
+    RunText(str(books), cache, print).require(RUN, BYTE, needed, None)
+    one, other = (RunText(str(path), cache, print).found(RUN, BYTE) for path in (books, shards))
+    assert one == other, "the held-out text too"
+
+
+def test_shards_that_keep_copies_are_another_text_and_the_remedy_names_them(
     books: Path, cache: Path, tmp_path: Path
 ) -> None:
     shutil.copy(books / "0.txt", books / "again.txt")
-    corpus, shards = open_corpus(str(books)), tmp_path / "shards"
-    shards.mkdir()
-    held_out = held_out_documents(corpus.documents(), RUN.data.validation_bytes)
-    write_shards(corpus, shards, BYTE, drop_copies=True, held_out=held_out)
-    needed = founded(shards, cache)
+    needed = founded(shards_of(books, tmp_path / "shards", drop_copies=False), cache)
     assert needed.name == "books"
     with pytest.raises(TextMismatch, match=r"unchanged: --corpus FOLDER, or the founder's shards"):
         RunText(str(books), cache, print).require(RUN, BYTE, needed, None)

@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from swarm import durable
 from swarm.errors import CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered
+from swarm.peer import state_directory
 from swarm.peer.state_directory import (
     MAX_ENTERED_BY,
     MAX_KNOWN_PEERS,
@@ -22,6 +24,18 @@ def test_a_line_torn_by_a_kill_spoils_no_other_line(tmp_path: Path) -> None:
     lines = run.events_path.read_bytes().splitlines()
     assert len(lines) == 3
     assert [json.loads(line)["height"] for line in (lines[0], lines[2])] == [0, 3]
+
+
+def test_a_history_of_weeks_is_bounded_and_its_newest_lines_are_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_directory, "MAX_EVENTS_BYTES", 4096)
+    run = RunDirectory(tmp_path)
+    for number in range(1000):
+        run.append_event("applied", round=number)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2 * 4096 + 100
+    rounds = [json.loads(line)["round"] for line in durable.read_lines(run.events_path)]
+    assert rounds == list(range(rounds[0], 1000)) and len(rounds) > 4096 // 60
 
 
 @pytest.mark.parametrize("name", ["config.json", "founding"])

@@ -1,6 +1,7 @@
 """What a peer says about itself: totals, differences between rounds, and nothing of others."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from swarm import durable
 from swarm.data.held_out import HeldOut
 from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.throttle import Throttle
 from swarm.network.traffic import Traffic
+from swarm.peer import state_directory
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
@@ -86,13 +89,12 @@ def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
 
 
 def watch(status: PeerStatus, **refused: int) -> None:
-    pace = SimpleNamespace(rate_bytes_per_s=0.0)
     driver = SimpleNamespace(
         tip=TIP,
         refused=Counter(refused),
         last_reason="roster closed",
         reasons=[],
-        transfers=SimpleNamespace(pace=pace),
+        transfers=SimpleNamespace(rate_bytes_per_s=0.0),
     )
     status.watch(cast(RoundDriver, driver), "run-1")
 
@@ -113,7 +115,8 @@ def test_a_cap_is_the_rate_of_a_link_that_is_faster_or_was_not_measured(
     node.lines.down_mbit = 900.0
     link = status.record().link
     assert link is not None and (link.up_mbit, link.down_mbit) == (20.0, 100.0)
-    node.lines.down_mbit, node.lines.up_mbit = 50.0, 10.0
+    node.lines.down_mbit = 50.0
+    node.lines.tested(10.0)
     link = status.record().link
     assert link is not None and (link.up_mbit, link.down_mbit) == (10.0, 50.0)
 
@@ -164,6 +167,29 @@ def test_a_round_s_event_says_how_much_of_it_was_training(status: PeerStatus) ->
     assert (last["steps"], last["training_s"], last["wait_s"]) == (3, 0.5, 0.25)
     status.applied(report(successor(successor(TIP)), None))
     assert (events(status)[-1]["steps"], events(status)[-1]["training_s"]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("most_bytes", [900, 1300, 1700])
+def test_each_file_of_a_bounded_history_is_whole_by_itself(
+    status: PeerStatus, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """The lines that a line leaves out something for go with the file before."""
+    monkeypatch.setattr(state_directory, "MAX_EVENTS_BYTES", most_bytes)
+    watch(status)
+    tip, seen = TIP, set[int]()
+    for number in range(12):
+        tip = successor(tip)
+        status.applied(report(tip))
+        if number % 3 == 0:
+            status.waits("a reason")
+        assert status.directory is not None
+        path = status.directory.events_path
+        for file in (durable.older(path), path):
+            reader = EventReader()
+            for line in file.read_text().splitlines() if file.exists() else ():
+                _, _, event = reader.parse(line)
+                seen.add(getattr(event, "round", 0))
+    assert seen >= set(range(TIP.round + 1, tip.round + 1))
 
 
 def test_a_round_s_bytes_are_those_since_the_manifest_before(
@@ -218,7 +244,7 @@ def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
     status: PeerStatus, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch(status)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         status.validated(TIP, 3 * math.log(2), HELD_OUT)
     assert "val_loss=2.0794 nats/token bits_per_byte=1.5000" in caplog.text
     assert status.validation is not None
@@ -268,7 +294,7 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     watch(status)
     assert status.record().routing is None
     status.end_steps(STATS)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         status.applied(report(successor(TIP)))
     figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
     assert status.record().routing == RoutingFigures(
@@ -422,7 +448,23 @@ def test_a_peer_that_waits_says_for_what_also_in_its_history(
 def test_a_round_without_a_reason_does_not_show_an_empty_one(
     status: PeerStatus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     watch(status)
     status.applied(replace(report(successor(TIP)), reason=""))
     assert "reason" not in caplog.text
+
+
+def test_a_round_is_one_line_that_fits_a_terminal(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.validated(TIP, 7.29, HELD_OUT)
+    status.end_steps(STATS)
+    status.applied(report(successor(TIP)))
+    assert len(caplog.messages) == 1
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"round 1/\d+  loss [\d.]+  held-out 7.29  \d of \d peers  [\d.]+ s  [\d.]+ MB", line
+    )
+    assert len(line) < 80

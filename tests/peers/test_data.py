@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import logging
+import os
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DataError
 from swarm.peer.run_text import RunText, corpus_of
+from swarm.protocol.printable import printable
 from tests.scenarios.swarms import EXACT
 
 
@@ -213,3 +216,112 @@ def test_of_ready_tokens_whole_documents_are_kept_as_text(
     lines = (tokenised_bytes(tmp_path, documents) / "held_out.jsonl").read_text().splitlines()
     kept = [json.loads(line)["text"] for line in lines]
     assert set(kept) <= set(documents) and 700 < sum(len(text.encode()) for text in kept) <= 1000
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A folder of all kinds that people have, and of some that break readers."""
+    pytest.importorskip("justhtml", reason="the extra data is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra data is not installed")
+    zstd = pytest.importorskip("backports.zstd", reason="the extra data is not installed")
+    import pyarrow
+
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    words = "words to make up more than one batch of tokens " * 40
+    for name in ("a.txt", "b.TXT", "c.md"):
+        (folder / name).write_text(f"{name} {words}")
+    (folder / "copy.txt").write_text(f"a.txt {words}")
+    (folder / "d.html").write_text(f"<p>d.html {words}")
+    (folder / "e.txt.gz").write_bytes(gzip.compress(f"e.txt {words}".encode()))
+    (folder / "f.json").write_text(json.dumps([{"text": f"f.json {words}"}, {"txt": ""}]))
+    line = json.dumps({"text": f"g.jsonl {words}"}).encode()
+    (folder / "g.jsonl.zst").write_bytes(zstd.compress(line + b"\nbroken"))
+    parquet.write_table(pyarrow.table({"text": [f"h {words}", None]}), folder / "h.parquet")
+    os.mkfifo(folder / "pipe.txt")
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "broken.txt").write_bytes(b"caf\xe9")
+    (folder / "paper.pdf").write_bytes(b"%PDF")
+    (folder / os.fsdecode(b"caf\xe9.doc")).write_bytes(b"")
+    return folder
+
+
+NOT_READ = (
+    "link.txt: a link that leaves the folder, followed with --follow-links",
+    "pipe.txt: a pipe, socket or device",
+    "broken.txt: not UTF-8",
+    'f.json: item 2: no object with a string under "text"',
+    "g.jsonl.zst:2: not valid JSON",
+    "h.parquet: row 2: no text",
+    r"caf\udce9.doc: not read, .doc",
+    "paper.pdf: not read, .pdf",
+)
+
+
+@pytest.mark.parametrize("program", ["train-tokenizer", "tokenize", "info", "swarm-peer"])
+def test_a_folder_of_mixed_kinds_is_read_or_named_file_by_file(
+    mixed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, program: str
+) -> None:
+    if program == "swarm-peer":
+        run = parse_config(RunConfig, EXACT, source="test")
+        text = RunText(str(mixed), tmp_path / "cache", print, list_skipped=True)
+        with caplog.at_level(logging.INFO):
+            text.found(run, BYTE)
+        lines = [printable(record.getMessage()) for record in caplog.records]
+    else:
+        more = {
+            "train-tokenizer": ("--corpus", mixed, "--vocab-size", 300, "--out", tmp_path / "out"),
+            "tokenize": ("--corpus", mixed, "--out", tmp_path / "out"),
+            "info": (mixed,),
+        }[program]
+        code, said = invoke(program, *more, "--list-skipped")
+        assert code == 0, said
+        lines = said.splitlines()
+    (summary,) = [line for line in lines if "read by suffix" in line]
+    read = sum(path.stat().st_size for path in mixed.iterdir() if path.name[0] in "abcdefgh")
+    unread = sum((mixed / name).stat().st_size for name in ("broken.txt",))
+    assert f"9 files of {read - unread:,} bytes read; " in summary, summary
+    assert "not read by suffix: 1 .doc, 1 .pdf; skipped: 1 a link that leaves the" in summary
+    assert "1 not UTF-8" in summary and summary.endswith("; 1 copies left out"), summary
+    assert set(NOT_READ) <= set(lines), "and nothing is named that was read"
+    assert not any("secret" in line for line in lines)
+
+
+def test_a_folder_of_which_nothing_is_readable_ends_a_program_and_info_describes_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        (tmp_path / "in" / f"{number:02}.pdf").write_text("%PDF")
+    out = ("--vocab-size", 300, "--out", tmp_path / "out")
+    code, said = invoke("train-tokenizer", "--corpus", tmp_path / "in", *out)
+    assert code == DataError.exit_code
+    for part in ("20 .pdf", "00.pdf: not read, .pdf", "info FOLDER --list-skipped names all"):
+        assert part in said
+    (tmp_path / "in" / "a.txt").write_bytes(b"\xff")
+    code, said = invoke("train-tokenizer", "--corpus", tmp_path / "in", *out)
+    assert code == DataError.exit_code and "1 not UTF-8" in said
+    assert not (tmp_path / "out").exists()
+    code, said = invoke("info", tmp_path / "in", "--list-skipped")
+    assert code == 0 and said.count("not read, .pdf") == 20 and "a.txt: not UTF-8" in said
+    code, said = invoke("info", tmp_path / "in", "--json")
+    assert json.loads(said)["unread"] == {".pdf": 20}
+    code, said = invoke("info", tmp_path / "nowhere")
+    assert code == DataError.exit_code and "nowhere: no such folder" in said
+
+
+def test_ready_tokens_are_not_taken_through_a_link_that_leaves_their_folder(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in").mkdir()
+    for path, documents in (("in/a.bin", 200), ("b.bin", 100)):
+        stream = np.concatenate(list(BYTE.encoded([f"{n}".encode() for n in range(documents)])))
+        (tmp_path / path).write_bytes(stream.astype("<u2").tobytes())
+    (tmp_path / "in" / "b.bin").symlink_to(tmp_path / "b.bin")
+    (tmp_path / "in" / "meta.json").write_text("{}")
+    code, said = invoke("tokenize", "--corpus", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 0 and "1 file of" in said and "1 a link that leaves the folder" in said, said
+    more = ("--follow-links", "--out", tmp_path / "both")
+    code, said = invoke("tokenize", "--corpus", tmp_path / "in", *more)
+    assert code == 0 and "2 files of" in said, said

@@ -204,14 +204,14 @@ def test_what_the_peer_would_refuse_is_a_fault(
 
 
 def test_settings_that_a_peer_would_print_are_printed() -> None:
-    given = ["--run", str(RUN_FILE), "--capacity", "0.5", "--print-config"]
+    given = ["--run", str(RUN_FILE), "--capacity", "0.5", "--print-config", "machine"]
     printed = [CliRunner().invoke(program, given).stdout for program in (main, peer_main)]
     assert printed[0] == printed[1] and "capacity = 0.5" in printed[0]
 
 
 def test_settings_that_are_kept_from_an_earlier_start_are_printed_too(tmp_path: Path) -> None:
     (tmp_path / "settings").write_text('{"network.data_quota_gb": 200.0}')
-    given = ["--state-dir", str(tmp_path), "--print-config"]
+    given = ["--state-dir", str(tmp_path), "--print-config", "machine"]
     printed = [CliRunner().invoke(program, given).stdout for program in (main, peer_main)]
     assert printed[0] == printed[1] and "data_quota_gb = 200.0" in printed[0]
     now = CliRunner().invoke(peer_main, [*given, "--data-quota", "50GB"]).stdout

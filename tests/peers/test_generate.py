@@ -1,5 +1,7 @@
 """swarm-generate: a text that an export goes on with."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,23 @@ def test_a_torn_file_is_an_error_that_says_what_to_do(folder: Path, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:-10])
     code, said = invoke(tmp_path, "--prompt", "a")
     assert code == CorruptState.exit_code and "(export it again)" in said
+
+
+def test_a_prompt_may_be_any_bytes(folder: Path) -> None:
+    code, said = invoke(folder, "--prompt", os.fsdecode(b"caf\xe9"), "--max-new-tokens", 1)
+    assert code == 0 and said.startswith("caf\ufffd"), said
+
+
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
+    folder: Path, tmp_path: Path
+) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    config |= {"model_type": "mine", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code, said = invoke(tmp_path, "--prompt", "a", stdin="y\n" * 9)
+    assert not (tmp_path / "ran").exists()
+    assert code == ConfigError.exit_code and "which is not run" in said, said

@@ -72,7 +72,7 @@ def test_the_folder_reaches_every_peer(
     CliRunner().invoke(local.main, ["--run", DEMO, *arguments.get(how, [])], env=environment)
     (swarm,) = started
     monkeypatch.delenv("SWARM_CORPUS", raising=False)
-    shown = CliRunner().invoke(peer_main, [*swarm.options, "--print-config"])
+    shown = CliRunner().invoke(peer_main, [*swarm.options, "--print-config", "machine"])
     assert f'folder = "{books}"' in shown.output
 
 

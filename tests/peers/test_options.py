@@ -1,6 +1,8 @@
 """Flags, environment, files and defaults: which wins, and what an error looks like."""
 
+import importlib
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +21,7 @@ from swarm.run_files import read_text
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 DEMO = str(RUNS / "demo.toml")
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 Call = Callable[..., Options]
 
@@ -142,7 +145,7 @@ def test_caps_and_quotas_are_written_with_units(given: Call) -> None:
 def test_a_cap_that_could_mean_two_things_or_stops_a_peer_is_refused(
     flag: str, value: str, words: str
 ) -> None:
-    result = CliRunner().invoke(peer_main, ["--print-config", flag, value])
+    result = CliRunner().invoke(peer_main, ["--print-config", "machine", flag, value])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
@@ -311,3 +314,117 @@ def test_gpus_are_a_number_or_all(given: Call) -> None:
         result = CliRunner().invoke(peer_main, ["--gpus", wrong])
         assert result.exit_code == 2
         assert "is no number of GPUs" in result.output
+
+
+# ---------------------------------------------------------------- short forms, help
+
+
+@pytest.mark.parametrize(
+    ("words", "listens", "announces"),
+    [
+        (["--port", "31330"], ("/ip4/0.0.0.0/tcp/31330",), ()),
+        (
+            ["--port", "31330", "--public-ip", "203.0.113.7"],
+            ("/ip4/0.0.0.0/tcp/31330",),
+            ("/ip4/203.0.113.7/tcp/31330",),
+        ),
+        (
+            ["--port", "31330", "--public-ip", "2001:DB8::7"],
+            ("/ip4/0.0.0.0/tcp/31330", "/ip6/::/tcp/31330"),
+            ("/ip6/2001:db8::7/tcp/31330",),
+        ),
+    ],
+)
+def test_a_port_and_a_public_address_stand_for_the_addresses_to_listen_on_and_to_announce(
+    given: Call, words: list[str], listens: tuple[str, ...], announces: tuple[str, ...]
+) -> None:
+    network = given(*words).peer_config().network
+    assert (network.host_maddrs, network.announce_maddrs) == (listens, announces)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--port", "1", "--host-maddrs", "/ip4/0.0.0.0/tcp/1"], "--port and --host-maddrs"),
+        (["--public-ip", "203.0.113.7"], "without a port"),
+        (
+            [
+                *("--port", "1", "--public-ip", "203.0.113.7"),
+                *("--announce-maddrs", "/ip4/203.0.113.7/tcp/1"),
+            ],
+            "--public-ip and --announce-maddrs",
+        ),
+    ],
+)
+def test_short_and_long_forms_do_not_go_together(
+    given: Call, words: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        given(*words).peer_config()
+
+
+def test_a_founder_of_a_run_for_two_peers_waits_for_two(given: Call) -> None:
+    assert given("--run", DEMO, "--peers", "2").peer_config().peer.wait_for_peers == 2
+    both = given("--run", DEMO, "--peers", "4", "--wait-for-peers", "2")
+    assert both.peer_config().peer.wait_for_peers == 2
+    assert given("--peers", "2").peer_config().peer.wait_for_peers == 1
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("run", "--run"), ("machine", "--config")])
+def test_printed_settings_are_taken_back_by_the_option_for_such_files(
+    given: Call, tmp_path: Path, kind: str, flag: str
+) -> None:
+    words = ["--run", DEMO, "--set", "run.rounds=3", "--capacity", "2.5"]
+    printed = CliRunner().invoke(
+        peer_main, [*words, "--state-dir", str(tmp_path), "--print-config", kind]
+    )
+    assert printed.exit_code == 0, printed.output
+    file = tmp_path / "printed.toml"
+    file.write_text(printed.output)
+    before, after = given(*words), given(flag, str(file))
+    if kind == "run":
+        assert after.run_config() == before.run_config()
+    else:
+        assert after.peer_config() == before.peer_config()
+
+
+PROGRAMS = sorted(tomllib.loads(PYPROJECT.read_text())["project"]["scripts"].items())
+
+
+def commands_of(command: click.Command) -> list[click.Command]:
+    """A program and its subcommands."""
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return [command, *(found for each in below for found in commands_of(each))]
+
+
+@pytest.mark.parametrize(("name", "place"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_the_help_of_each_program_fits_a_terminal_and_names_no_variable_at_each_option(
+    name: str, place: str
+) -> None:
+    module, _, function = place.partition(":")
+    found = getattr(importlib.import_module(module), function)
+    for command in commands_of(found if isinstance(found, click.Command) else peer_main):
+        context = click.Context(command, info_name=name, terminal_width=80)
+        text = command.get_help(context)
+        assert [line for line in text.splitlines() if len(line) > 80] == []
+        assert "env var" not in text
+        for below in getattr(command, "commands", {}):
+            assert f"  {below} " in text
+        if any(parameter.envvar for parameter in command.params):
+            assert " is SWARM_" in " ".join(text.split())
+
+
+def test_the_options_of_a_peer_are_in_groups_and_show_their_defaults() -> None:
+    text = CliRunner().invoke(peer_main, ["--help"]).output
+    headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == [
+        "Run:", "Text and weights:", "This machine:", "Network:", "Compute:", "Output:", "Other:"
+    ]  # fmt: skip
+    folded = " ".join(text.split())
+    for default in ("[default: 120]", "[default: yes]", "[default: auto]"):
+        assert default in folded
+    assert "--state-dir is SWARM_STATE_DIR" in folded or "--run is SWARM_RUN" in folded
+
+
+def test_each_common_option_has_a_group() -> None:
+    assert set(OPTIONS) == {each.name for each in fields(Options) if each.metadata}

@@ -65,6 +65,8 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "fits",
         "owned_experts",
         "experts_that_fit",
+        "losses_survived",
+        "losses_until_pause",
         "micro_batch_tokens",
         "device_peak_bytes",
         "host_peak_bytes",
@@ -137,6 +139,19 @@ def test_the_number_of_experts_that_fit_is_named_as_the_remedy() -> None:
     said = refused("--peers", "1", *size, "128GB")
     assert 0 < most < 32
     assert f"own at most {most} experts" in said
+
+
+def test_a_plan_says_how_many_such_machines_may_be_lost() -> None:
+    size = ("--gpu", "80GB", "--disk", "2TB", "--host", "128GB", "--peers", "4")
+    figures = plan("spes_7b", *size)
+    most, peers = figures["experts_that_fit"], 4
+    enough = next(n for n in range(1, peers + 1) if n * most >= 32)
+    assert figures["losses_survived"] == peers - enough
+    half = next(n for n in range(1, peers + 1) if n * most >= 16)
+    assert figures["losses_until_pause"] == peers - half
+    said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml"), *size]).stdout
+    assert f"4 such peers, each with room for {most} experts and owner of 8" in said
+    assert re.search(rf"peers that may be lost +{peers - enough} +before an expert waits", said)
 
 
 def test_a_table_is_printed_before_it_is_said_that_nothing_fits() -> None:

@@ -1,6 +1,6 @@
 """Held-out losses: what members have published, the newest word about each round."""
 
-from swarm.protocol.losses import Losses, told_losses
+from swarm.protocol.losses import MAX_MANIFESTS, MAX_ROUNDS, Losses, told_losses
 from swarm.protocol.records import ValidationRecord
 
 OLD, NEW = "ab" * 32, "cd" * 32
@@ -18,3 +18,14 @@ def test_the_newest_record_of_a_member_counts_and_that_of_a_stranger_does_not() 
     assert found.bits_per_byte_of_nat == told["QmB"].bits_per_byte_of_nat
     assert told_losses(told, ()) == told_losses({}, told) == Losses()
     assert told_losses(told, told).by_round[10**6] == 0.001
+
+
+def test_losses_of_a_long_run_are_thinned_and_the_newest_are_all_there() -> None:
+    told, last = Losses(), 10 * MAX_ROUNDS
+    for first in range(0, last, 64):
+        some = {number: float(number) for number in range(first, first + 64)}
+        told = told.with_newer(Losses(some, {f"manifest{first}": 1.0}))
+    assert MAX_ROUNDS // 2 <= len(told.by_round) <= MAX_ROUNDS
+    assert len(told.by_manifest) == MAX_MANIFESTS
+    newest = set(range(last - MAX_ROUNDS // 4, last))
+    assert newest <= told.by_round.keys() and 0 in told.by_round

@@ -5,9 +5,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.config import MergingConfig
 from swarm.experts import expert_unit
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.ownership import assign
+from swarm.protocol.ownership import assign, losses_survived
 from tests.protocol.round_pump import Pump, found, make_rules
 from tests.protocol.test_rounds_membership import join
 
@@ -110,24 +111,31 @@ def rounds_of(rooms, **rounds) -> tuple[Pump, Manifest]:
 
 
 def test_an_expert_that_fits_nowhere_survives_rounds_frozen_and_goes_to_a_joiner() -> None:
-    for rounds in ({}, {"stagger": True, "experts_every": 2}):
-        pump, tip = rounds_of({"a": 3, "b": 2}, **rounds)
-        (waiting,) = (expert for expert, owners in tip.owners.items() if not owners)
-        unit = expert_unit(waiting)
-        assert tip.ownerless == {unit}
-        assert {peer: member.room for peer, member in tip.members.items()} == {"a": 3, "b": 2}
-        entry = tip.entries[unit]
-        assert unit not in pump.rules.schedule.due(tip)
-        pump.run_rounds(tip.round + 4, "ab", within_s=400.0)
-        later = pump.nodes["a"].machine.tip
-        assert later.entries[unit] == entry
-        others = [e.version for name, e in later.entries.items() if name != unit]
-        assert min(others) > later.round - 3, "all others are renewed as ever"
-        join(pump, "d", via="a")
-        pump.run(pump.now + 100, lambda: "d" in pump.nodes["a"].machine.tip.members)
-        assert pump.nodes["a"].machine.tip.owners[waiting] == ("d",)
-        pump.run(pump.now + 100, lambda: pump.nodes["a"].machine.tip.entries[unit] != entry)
-        assert pump.nodes["a"].machine.tip.entries[unit].source == "d"
+    check_that_it_waits_and_is_trained_again()
+
+
+def test_so_it_does_where_rounds_are_slices() -> None:
+    check_that_it_waits_and_is_trained_again(stagger=True, experts_every=2)
+
+
+def check_that_it_waits_and_is_trained_again(**rounds) -> None:
+    pump, tip = rounds_of({"a": 3, "b": 2}, **rounds)
+    (waiting,) = (expert for expert, owners in tip.owners.items() if not owners)
+    unit = expert_unit(waiting)
+    assert tip.ownerless == {unit}
+    assert {peer: member.room for peer, member in tip.members.items()} == {"a": 3, "b": 2}
+    entry = tip.entries[unit]
+    assert unit not in pump.rules.schedule.due(tip)
+    pump.run_rounds(tip.round + 4, "ab", within_s=400.0)
+    later = pump.nodes["a"].machine.tip
+    assert later.entries[unit] == entry
+    others = [e.version for name, e in later.entries.items() if name != unit]
+    assert min(others) > later.round - 3, "all others are renewed as ever"
+    join(pump, "d", via="a")
+    pump.run(pump.now + 100, lambda: "d" in pump.nodes["a"].machine.tip.members)
+    assert pump.nodes["a"].machine.tip.owners[waiting] == ("d",)
+    pump.run(pump.now + 100, lambda: pump.nodes["a"].machine.tip.entries[unit] != entry)
+    assert pump.nodes["a"].machine.tip.entries[unit].source == "d"
 
 
 def test_a_member_whose_room_has_grown_gets_the_expert_that_waits() -> None:
@@ -156,3 +164,23 @@ def test_a_reform_gives_nobody_more_than_fits_it() -> None:
     assert reformed
     assert load_of(pump.nodes["a"].machine.tip.owners) == {"a": 3}
     pump.run_rounds(4, "a", within_s=400.0)
+
+
+def test_how_many_losses_machines_survive_whichever_are_lost() -> None:
+    assert losses_survived(8, [4, 4, 4, 4]) == 2
+    assert losses_survived(8, [2, 2, 2, 2]) == 0
+    assert losses_survived(8, [2, 2, 2, 1]) is None
+    assert losses_survived(8, [2, 2, 2, 1], 0.5) == 1, "the largest are lost first"
+    assert losses_survived(8, [8]) == 0
+
+
+def test_an_expert_that_waits_takes_part_in_merges() -> None:
+    merging = MergingConfig(alpha=0.1, top_k=2, interval_steps=10, decay_steps=10**6)
+    pump, tip = rounds_of({"a": 3, "b": 2}, merging=merging)
+    (waiting,) = (expert for expert, owners in tip.owners.items() if not owners)
+    entry = tip.entries[expert_unit(waiting)]
+    pump.run_to_height(tip.height + 4, "ab")
+    merges = [m for m in pump.nodes["b"].applied[-4:] if m.kind is Kind.MERGE]
+    merged = merges[-1].entries[expert_unit(waiting)]
+    assert (merged.version, merged.digest == entry.digest) == (entry.version, False)
+    assert merges[-1].owners == tip.owners

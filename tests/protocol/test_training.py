@@ -19,6 +19,7 @@ from swarm.protocol.training import (
     SavedWork,
     Training,
     TrainingShell,
+    WhyPaused,
     Work,
     at_once,
 )
@@ -60,6 +61,8 @@ class Peer(TrainingShell):
     gone: frozenset[str] = frozenset()
     """Manifests whose blobs were collected."""
     value: str = "trained"
+    while_paused: list[Applied] = field(default_factory=list)
+    """What a pause gives."""
     calls: list[SimpleNamespace] = field(default_factory=list)
 
     def go(self, **options: Any) -> None:
@@ -127,6 +130,10 @@ class Peer(TrainingShell):
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         self._note("submit", offer=offer)
+
+    async def pause(self, tip: Manifest, why: WhyPaused) -> Sequence[Applied]:
+        self._note("pause", why=why)
+        return self.while_paused
 
     async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
         self._note("wait", state=state)
@@ -454,3 +461,32 @@ def test_a_private_state_that_does_not_fit_has_a_problem(
     tip = after(TIP, kind=Kind.REFORM) if is_reformed else TIP
     problem = problem_of(saved_on(TIP, **changes), "run-1", tip)
     assert (problem is None) if words is None else (problem and words in problem)
+
+
+# ---------------------------------------------------------------- too few experts have an owner
+
+
+def test_a_peer_waits_while_too_few_experts_have_an_owner_and_no_machine_has_room() -> None:
+    rules = replace(RULES, min_owned_share=1.0)
+    waiting = replace(TIP, owners={**TIP.owners, 1 - MINE: ()})
+    peer = Peer([applied(after(waiting))], at=Applied(waiting, 0.0))
+    peer.go(rules=rules, rounds=1)
+    names = peer.names()
+    assert names.index("pause") < names.index("train")
+    (call,) = peer.of("pause")
+    why = call.why({"me": 1})
+    assert why == (
+        "1 of 2 experts have an owner, ownership.min_owned_share asks for 2, and the machines of "
+        "the 1 peers here have room for 1: start more peers, or some of these with more memory"
+    )
+    assert call.why({"me": 1, "newcomer": 1}) is None, "a round gives it an owner"
+    half = Peer([applied(after(waiting))], at=Applied(waiting, 0.0))
+    half.go(rules=replace(RULES, min_owned_share=0.5), rounds=1)
+    assert not half.of("pause")
+
+
+def test_a_tip_that_comes_while_it_waits_is_adopted_without_training() -> None:
+    waiting = replace(TIP, owners={**TIP.owners, 1 - MINE: ()})
+    peer = Peer([], at=Applied(waiting, 0.0), while_paused=applied(after(waiting)))
+    peer.go(rules=replace(RULES, min_owned_share=1.0), rounds=1)
+    assert not peer.of("train") and len(peer.of("report")) == 1

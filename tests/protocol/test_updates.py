@@ -80,7 +80,8 @@ def test_shared_tensors_have_the_steps_of_the_offer_and_experts_those_since_thei
     assert steps(shared_unit(0), 300) == 3
     assert steps(expert_unit(0), 1000) == 10
     assert steps(expert_unit(0), 0) == 10, "a late offer: those of a round"
-    assert steps(expert_unit(0), 0, replace(TIP, round=4)) == 50, "five rounds have left it out"
+    assert steps(expert_unit(0), 0, replace(TIP, round=3)) == 40, "four rounds have left it out"
+    assert steps(expert_unit(0), 0, replace(TIP, round=99)) == 40, "it waited for an owner"
     units = [shared_unit(0), expert_unit(0)]
     coded = replace(
         RULES, unit_coding=dict.fromkeys(units, "b2"), delta_bytes=dict.fromkeys(units, 30)
@@ -117,7 +118,7 @@ def plain_steps(unit: str, peer: PeerId, tokens: int, tip: Manifest, rules: Rule
     if not is_expert and rules.shared_every == 1:
         return tokens // batch + a_round
     period = rules.experts_every if is_expert else rules.shared_every
-    rounds = max(1, tip.round + 1 - tip.entries[unit].version)
+    rounds = min(max(1, tip.round + 1 - tip.entries[unit].version), 4 * period)
     return a_round * (rounds + period * is_carried)
 
 

@@ -48,7 +48,7 @@ def test_it_ends_within_its_time_to_leave_also_when_a_worker_hangs(tmp_path: Pat
     peer = Training(tmp_path / "alone", *alone, *given)
     try:
         victim = int(peer.says(r"workers began within .*processes \d+, (\d+)\)"))
-        peer.says(r"(round=1/9)")
+        peer.says(r"(round 1/9)")
         os.kill(victim, signal.SIGSTOP)
         began_s = time.monotonic()
         peer.process.send_signal(signal.SIGTERM)

@@ -1,6 +1,5 @@
 """A peer of two worker processes and a peer of one process in one swarm."""
 
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ import pytest
 from swarm.api import load_run
 from swarm.model.cost import bytes_sent_per_peer_per_round
 from swarm.network.record_file import RecordFile
+from swarm.protocol.life_events import EventReader
 from swarm.protocol.manifest import Digest, Unit
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
@@ -79,7 +79,7 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
         address = peers[0].says(r"--initial-peers (/ip4/\S+)")
         peers.append(Training(tmp_path / "one", "--initial-peers", address, *corpus))
         victim = int(peers[0].says(r"workers began within .*processes \d+, (\d+)\)"))
-        peers[1].says(r"(round=1/6)")
+        peers[1].says(r"(round 1/6)")
         os.kill(victim, signal.SIGKILL)
         assert [peer.process.wait(LIMIT_S) for peer in peers] == [0, 0]
     finally:
@@ -132,7 +132,7 @@ def test_a_peer_that_is_killed_takes_its_workers_along_and_resumes_bit_for_bit(
     try:
         for lives in range(2):
             pids = peer.says(r"workers began within .*processes (\d+, \d+)\)").split(", ")
-            peer.says(rf"(round={2 * lives + 1}/4)")
+            peer.says(rf"(round {2 * lives + 1}/4)")
             peer.process.kill()
             peer.process.wait()
             end_s = time.monotonic() + GONE_S
@@ -169,7 +169,7 @@ def model(folder: Path) -> tuple[int, dict[Unit, Digest]]:
 def applied(folder: Path) -> list[dict[str, Any]]:
     """What a peer has written of each manifest behind the founding one."""
     (path,) = (folder / "runs").glob("*/events.jsonl")
-    events = map(json.loads, path.read_text().splitlines())
+    events = map(EventReader().read, path.read_text().splitlines())
     return [event for event in events if event["event"] == "applied" and event["round"]]
 
 
@@ -186,7 +186,7 @@ def test_a_node_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_pa
         command = [sys.executable, "-m", "peers.worker", "--controller", controller, "--once"]
         command += ["--key", str(key), "--workers", "1"]
         agents.append(subprocess.Popen(command))
-        peers[1].says(r"(round=1/6)")
+        peers[1].says(r"(round 1/6)")
         agents[0].kill()
         agents.append(subprocess.Popen(command))
         assert [peer.process.wait(LIMIT_S) for peer in peers] == [0, 0]
@@ -210,10 +210,16 @@ def corpus_in(folder: Path) -> list[str]:
 
 def assert_members_throughout(peers: list[Training]) -> None:
     """With the same digests, and both counted again before the end."""
-    logs = [peer.log for peer in peers]
+    histories = [applied(peer.path.with_suffix("")) for peer in peers]
     rounds = [
-        re.findall(r"height=(\d+) digest=(\w+) members=2 contributors=(\d)", log) for log in logs
+        [
+            (e["height"], e["digest"], len(e["contributors"]))
+            for e in history
+            if e["kind"] != "merge"
+        ]
+        for history in histories
     ]
+    assert all(len(event["members"]) == 2 for event in histories[0])
     assert rounds[0] == rounds[1]
-    assert [int(height) for height, _, _ in rounds[0]] == list(range(1, 7))
-    assert "2" in [contributors for height, _, contributors in rounds[0] if int(height) > 2]
+    assert [height for height, _, _ in rounds[0]] == list(range(1, 7))
+    assert 2 in [contributors for height, _, contributors in rounds[0] if height > 2]

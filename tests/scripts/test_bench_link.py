@@ -8,7 +8,7 @@ import pytest
 from swarm.emulation.links import Link
 from swarm.errors import ConfigError
 
-APPLIED = "INFO round={n}/9 kind=quorum height={n} digest=abcdef members=4\n"
+APPLIED = "DEBUG round={n}/9 kind=quorum height={n} digest=abcdef members=4\n"
 CLOSED = "DEBUG topic=round roster closed with 4 of 4 offers: nobody else\n"
 LOG = f"""2026-11-25T12:00:01Z {CLOSED}\
 2026-11-25T12:00:02Z INFO waiting state=averaging reason='roster closed with 4 of 4 offers'

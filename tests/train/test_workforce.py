@@ -17,7 +17,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.exchange import Message
 from swarm.train.parallel.history import Command, History, Saved, load_commands
-from swarm.train.parallel.workforce import TRIES, Patience, Workforce
+from swarm.train.parallel.workforce import KEPT, TRIES, Patience, Workforce
 from swarm.train.tensor_file import JoinedFiles, TensorFile
 from tests.train.runs import tiny_run
 
@@ -151,6 +151,27 @@ def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) 
     assert started[0].given_s["stands"] == started[0].given_s["finish_step"] == patience.first_s
     force.tell(BEGIN)
     assert started[0].given_s["begin_step"] == patience.least_s + patience.times * 14.0
+
+
+def test_a_step_that_a_machine_slept_through_sets_no_deadline_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 8 hours gave workers that hang 160, for weeks."""
+    clock = {"now_s": 100.0, "step_s": 8 * 3600.0}
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now_s"])
+
+    def act(message: Message) -> Message:
+        if message["do"] == "step":
+            clock["now_s"] += clock["step_s"]
+        return {}
+
+    force, started = force_of(lambda: act)
+    force.tell(Command({"do": "step"}))
+    clock["step_s"] = 10.0
+    for _ in range(KEPT + 1):
+        force.tell(Command({"do": "step"}))
+    patience = Patience()
+    assert started[0].given_s["step"] == patience.least_s + patience.times * 10.0
 
 
 def test_of_what_workers_were_told_only_what_came_since_the_state_on_disk_is_kept() -> None:

@@ -258,7 +258,14 @@ SLOW_LINKS = replace(
 )
 """Links on which no proposal can be fetched within the model's own T_vote."""
 
+
+class _AnyRoom(Rules):
+    def rooms_of(self, members: Members) -> dict[PeerId, int]:
+        return {}
+
+
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
+    "any_room": Mutant("R4: nobody is given what does not fit", tested_under(_AnyRoom)),
     "rolled_back_votes": Mutant(
         "P5: a rolled-back record casts no vote",
         UnderTest(rolled_back=lambda earlier: earlier),

@@ -82,6 +82,8 @@ class Mix:
     """How long a slow peer's disk may take to make blobs durable."""
     restart_s: tuple[float, ...] = (0.3, 3.0, 15.0)
     """Times after which a peer that crashed by trap starts again."""
+    small: float = 0.35
+    """Chance that machines have room for some experts only."""
     is_sliced: bool = False
     """Whether each round exchanges its slice of the units [U2]."""
     certificates: float = 1.0
@@ -157,6 +159,22 @@ class Draw:
             peer for peer in self.victims if peer != keeper and random.random() < mix.strangers
         ]
 
+    def _with_rooms(self, characters: Mapping[PeerId, Character]) -> dict[PeerId, Character]:
+        """The machines, which may be too small for all experts, or for those of lost peers.
+
+        Drawn by a generator of its own, so that a seed stands for the same faults without it.
+        """
+        aside = Random()
+        aside.setstate(self.random.getstate())
+        if aside.random() >= self.mix.small:
+            return dict(characters)
+        fair = -(-self.mix.experts // len(self.peers))
+        sizes = [0, 1, fair, fair, fair + 1, 2 * fair, self.mix.experts]
+        return {
+            peer: replace(each, rooms=tuple(aside.choices(sizes, k=aside.choice([1, 1, 2, 3]))))
+            for peer, each in characters.items()
+        }
+
     def scenario(self) -> Scenario:
         """Draws everything that is left to be drawn."""
         random, mix = self.random, self.mix
@@ -170,7 +188,7 @@ class Draw:
             calm
             if haste == 1.0
             else _hurry(calm, haste, mix.hasty_reform and random.random() < 0.5),
-            {peer: self._character(peer) for peer in self.peers},
+            self._with_rooms({peer: self._character(peer) for peer in self.peers}),
         )
         for peer in self.strangers:
             self._plan(random.uniform(0.0, self.heal_s), World.join, peer)

@@ -16,12 +16,16 @@ TEXT = Text("text", "byte", "digest", documents=1, tokens=2001, windows=500)
 def found(setup: Setup, values: Values) -> Manifest:
     """Manifest 0 with all founders as members."""
     rules = setup.rules
-    members = {peer: Member(0, setup.characters[peer].capacity) for peer in sorted(setup.founders)}
+    characters = {peer: setup.characters[peer] for peer in sorted(setup.founders)}
+    members = {
+        peer: Member(0, each.capacity, room=each.rooms[0]) for peer, each in characters.items()
+    }
     owners = assign(
         {},
         {peer: member.capacity for peer, member in members.items()},
         members,
         stale=(),
+        rooms=rules.rooms_of(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         seed="founding",

@@ -1,10 +1,11 @@
-"""What must hold whatever happens: I1, I2, I4 and I6 to I11, checked at every persist and apply.
+"""What must hold whatever happens: I1, I2, I4 and I6 to I13, checked at every persist and apply.
 
 I3 (progress) and I5 (one chain after healing) are judged over a whole schedule, in `schedule`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.bringing import check_brought
@@ -42,6 +43,8 @@ class Invariants:
         self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
         self.capacities: Mapping[PeerId, float] = {}
         """Of all peers that there will ever be."""
+        self.rooms: Mapping[PeerId, Collection[int]] = {}
+        """What they ever say of their machines."""
         self.liar: PeerId | None = None
         """A peer whose word is not judged, and whose disk is taken to hold what it says."""
 
@@ -128,7 +131,7 @@ class Invariants:
         assert parent is not None
         self.manifests[manifest.digest] = manifest
         self.first_seen_s[manifest.digest] = now
-        self._check_owners(manifest)
+        self._check_owners(manifest, parent)
         if manifest.kind is Kind.REFORM:
             self._check_reform(manifest, parent)
             self._book_keeping(manifest, parent)
@@ -202,16 +205,21 @@ class Invariants:
 
     # ------------------------------------------------------------ contents
 
-    def _check_owners(self, manifest: Manifest) -> None:
+    def _check_owners(self, manifest: Manifest, parent: Manifest) -> None:
+        """All owners that there is room for, and nobody is given what does not fit [I4, I13]."""
         wanted = min(self.rules.owners_per_expert, len(manifest.members))
+        load = Counter(peer for owners in manifest.owners.values() for peer in owners)
+        rooms = {peer: member.room for peer, member in manifest.members.items()}
+        free = {peer for peer, room in rooms.items() if load[peer] < room}
         for expert in range(self.rules.num_experts):
             owners = manifest.owners.get(expert, ())
-            if not (
-                len(set(owners)) == len(owners) == wanted > 0
-                and manifest.members.keys() >= set(owners)
-            ):
-                why = f"expert {expert} is owned by {owners} of {sorted(manifest.members)}"
+            is_known = len(set(owners)) == len(owners) <= wanted and rooms.keys() >= set(owners)
+            if not is_known or (len(owners) < wanted and free - set(owners)):
+                why = f"expert {expert} is owned by {owners} of {rooms}"
                 raise Violation("I4", f"{short(manifest)}: {why}")
+            for peer in set(owners) - set(parent.owners[expert]):
+                why = f"{peer} owns {load[peer]} experts, expert {expert} since now"
+                require(load[peer] <= rooms[peer], "I13", f"{short(manifest)}: {why} of {rooms}")
 
     def _check_reform(self, manifest: Manifest, parent: Manifest) -> None:
         survivors = len(reform_electors(parent.head) & manifest.voters)
@@ -301,14 +309,15 @@ class Invariants:
                 self._check_value(name, unit, manifest, parent)
 
     def _check_members(self, manifest: Manifest, parent: Manifest) -> None:
-        """Members are peers that there are, with the capacity that they have said [I12]."""
+        """Members are peers that there are, with capacity and room as they have said [I12]."""
         for peer, member in manifest.members.items():
             before = parent.members.get(peer)
             is_said = member.capacity in (self.capacities.get(peer), before and before.capacity)
+            is_said &= member.room in (*self.rooms.get(peer, ()), before and before.room)
             require(
                 is_said or peer == self.liar,
                 "I12",
-                f"{short(manifest)}: {peer} has not asked to be a member of {member.capacity}",
+                f"{short(manifest)}: {peer} has not asked to be {member}",
             )
 
     def _check_offers(self, manifest: Manifest, parent: Manifest) -> None:

@@ -21,7 +21,7 @@ from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Trained, mean_of
 from swarm.experts import expert_of_unit
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.manifest import ALL_EXPERTS, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
     Accept,
@@ -145,13 +145,14 @@ class Liar:
     # ------------------------------------------------------------ member and reducer
 
     def _ready(self, header: Header, ready: Ready) -> Ready:
-        """Another capacity, an absurd attempt, or no word of its vote."""
+        """Another capacity and room, an absurd attempt, or no word of its vote."""
         if self._will("attempts", 0.1):
             return replace(ready, ballot=Ballot(MAX_ATTEMPT, ready.ballot.convener))
         if "hides" in self.lies:
             ready = replace(ready, accepted=None)
         if self._will("capacity", 0.5):
-            greedy = replace(ready, capacity=1e6)
+            room = self._random.choice([0, ALL_EXPERTS])
+            greedy = replace(ready, capacity=1e6, room=room)
             run, said = self._shell.task.rules.run, greedy.declared.declaration
             return replace(greedy, signature=sign(self.me, ready_statement(run, header.tip, said)))
         return ready
@@ -242,7 +243,9 @@ class Liar:
         run, declared = self._shell.task.rules.run, dict(evidence.declared)
         for peer in [*attendance.heard, *attendance.joiners]:
             capacity = {**attendance.joiners, **attendance.capacities}.get(peer, 1.0)
-            said = declaration_of(plan.offers.get(peer), capacity, peer in attendance.leaving)
+            room = attendance.rooms.get(peer, ALL_EXPERTS)
+            offer, leaves = plan.offers.get(peer), peer in attendance.leaving
+            said = declaration_of(offer, capacity, leaves, room)
             known = declared.get(peer)
             if known is None or known.declaration != said:
                 statement = ready_statement(run, self.tip.digest, said)
@@ -318,6 +321,10 @@ class Liar:
         weak = dict.fromkeys(self.tip.members, 1e-3)
         return self.anew(propose, capacities={**weak, self.me: 9.0})
 
+    def rooms(self, propose: Propose) -> Propose:
+        """Others have no room for any expert."""
+        return self.anew(propose, rooms={**dict.fromkeys(self.tip.members, 0), self.me: 99})
+
     def joiner(self, propose: Propose) -> Propose:
         """A stranger joins that never asked to."""
         return self.anew(propose, joiners={PHANTOM: 9.0})
@@ -371,6 +378,7 @@ CONVENING: Mapping[str, Lie] = {
     "ghost": Liar.ghost,
     "tokens": Liar.tokens,
     "strength": Liar.strength,
+    "rooms": Liar.rooms,
     "joiner": Liar.joiner,
     "silence": Liar.silence,
     "alone": Liar.alone,

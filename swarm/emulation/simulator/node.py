@@ -126,6 +126,12 @@ class Node(Ports):
 
     # ------------------------------------------------------------ life
 
+    @property
+    def room(self) -> int:
+        """Experts that fit the machine, since its last start."""
+        rooms = self.character.rooms
+        return rooms[min(self._boots, len(rooms)) - 1]
+
     def boot(self) -> None:
         """Starts the process from the disk."""
         assert not self.is_up and not self.has_left
@@ -152,6 +158,7 @@ class Node(Ports):
             random=Random(world.random.getrandbits(32)),
             sign=partial(sign, self.me),
             uplink_of=lambda: self.character.uplink,
+            room_of=lambda: self.room,
             fetches_ahead=True,
             chain=Chain.of(self.disk.record, self.disk.links),
         )

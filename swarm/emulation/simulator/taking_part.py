@@ -17,7 +17,7 @@ from swarm.protocol import abstaining
 from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import Link
 from swarm.protocol.remainders import Remainders
 from swarm.protocol.rounds import Parts, RoundMachine, Rules
@@ -45,6 +45,8 @@ class Character:
     down_bytes_per_s: float = inf
     clock_s: float = 0.0
     """What its monotonic clock shows when everything begins."""
+    rooms: tuple[int, ...] = (ALL_EXPERTS,)
+    """Experts that fit its machine after each of its starts; the last one holds from then on."""
 
     @property
     def uplink(self) -> int:

@@ -68,6 +68,7 @@ class World:
         self.on_apply: Callable[[Node], None] | None = None
         characters = setup.characters.items()
         self.invariants.capacities = {peer: each.capacity for peer, each in characters}
+        self.invariants.rooms = {peer: each.rooms for peer, each in characters}
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))

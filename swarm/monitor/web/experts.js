@@ -36,6 +36,7 @@ export function matrixOf(state) {
 
 /** One word for an expert: dead, orphan, hot, old or well. */
 export function wordOf(expert) {
+  if (!expert.names.length) return "waits for an owner";
   if (!expert.names.some((row) => row?.there)) return "no owner present";
   if (expert.share === 0) return "dead";
   if (expert.times !== null && expert.times > HOT) return "hot";
@@ -44,7 +45,7 @@ export function wordOf(expert) {
 }
 
 export function ownersOf(expert) {
-  return expert.names.map((row) => `${row.key} ${row.name}`).join(", ") || "nobody";
+  return expert.names.map((row) => `${row.key} ${row.name}`).join(", ") || "nobody: it fits no machine";
 }
 
 export function shareText(expert) {

@@ -86,7 +86,7 @@ class Averaging(Role):
         """Peers that the round waits for in vain: their machines refuse messages."""
         late = self.late_reducers(campaign)
         reported = (campaign.missing.get(reporter, {}) for reporter in late)
-        missed = late.union(*reported) & self.contacts.gone
+        missed = late.union(*reported) & self.contacts.gone.keys()
         return dict.fromkeys(sorted(missed), "it is gone")
 
     def late_reducers(self, campaign: Campaign) -> set[PeerId]:

@@ -86,6 +86,7 @@ class Collector(Role):
         if ready.leave or not guests.may_come(stranger):
             return
         campaign.grounds.note(stranger, ready.declared)
+        self.contacts.forget_strangers(campaign.grounds.last)
         campaign.invitations |= guests.shown
 
     def _note_word(
@@ -330,7 +331,7 @@ class Collector(Role):
     def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
         """The round over these offers, by what is known of lines; made anew if that has changed."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
-        unable = campaign.undialable | campaign.relieved | self.contacts.gone
+        unable = campaign.undialable | campaign.relieved | self.contacts.gone.keys()
         follows_from = offers, unable, dict(campaign.uplinks)
         if campaign.planned is None or campaign.planned[0] != follows_from:
             uplinks, voters = follows_from[2], self.standing.electorate()

@@ -119,7 +119,7 @@ def owners_after(
         _capacities(members),
         [peer for peer in contributors if peer in members],
         stale=stale_experts(entries, tip.round + 1, rules),
-        rooms=rooms_of(members),
+        rooms=rules.rooms_of(members),
         silent=[
             peer for peer, member in members.items() if member.silent > rules.owner_silent_rounds
         ],
@@ -219,7 +219,7 @@ def compose_reform(
         _capacities(members),
         contributors,
         stale=(),
-        rooms=rooms_of(members),
+        rooms=rules.rooms_of(members),
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
@@ -266,8 +266,3 @@ def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:
 
 def _capacities(members: Mapping[PeerId, Member]) -> dict[PeerId, float]:
     return {peer: member.capacity for peer, member in members.items()}
-
-
-def rooms_of(members: Mapping[PeerId, Member]) -> dict[PeerId, int]:
-    """How many experts fit the machine of each member."""
-    return {peer: member.room for peer, member in members.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -30,8 +31,8 @@ class Contacts(Role):
     """When a message of this generation came from them last [H3]. Of members, and MAX_STRANGERS."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
     """When a message came last from them with a lesser tip, unless one with this tip followed."""
-    gone: set[PeerId] = field(init=False, default_factory=set)
-    """Peers whose machine refused a message, until they are heard again."""
+    gone: dict[PeerId, None] = field(init=False, default_factory=dict)
+    """Peers whose machine refused a message, until they are heard again; likewise bounded."""
     known: dict[PeerId, None] = field(init=False)
     """Peers to greet now and then, the one remembered last at the end."""
     told: Exchanged = field(init=False, default_factory=dict)
@@ -61,23 +62,28 @@ class Contacts(Role):
 
     def note_header(self, peer: PeerId, header: Header) -> None:
         """Remembers that a peer was heard just now, and whether it is behind."""
-        self.gone.discard(peer)
+        self.gone.pop(peer, None)
         if header.generation == self.tip.generation and peer != self.me:
             self.heard[peer] = self.now
-            self._forget_strangers(self.heard)
+            self.forget_strangers(self.heard)
         if header.code < self.tip.code:
             self.behind[peer] = self.now
-            self._forget_strangers(self.behind)
+            self.forget_strangers(self.behind)
         else:
             self.behind.pop(peer, None)
+
+    def note_gone(self, peer: PeerId) -> None:
+        """Remembers that a peer's machine refused a message."""
+        self.gone[peer] = None
+        self.forget_strangers(self.gone)
 
     def keep_ready(self, peer: PeerId, ready: Ready) -> None:
         """Keeps what a peer said for the campaign of this height that may follow."""
         self.readies[peer] = ready
-        self._forget_strangers(self.readies)
+        self.forget_strangers(self.readies)
 
-    def _forget_strangers(self, entries: dict[PeerId, Any]) -> None:
-        """Bounds what keys that anybody can make cost in rounds of hours."""
+    def forget_strangers(self, entries: dict[PeerId, Any]) -> None:
+        """Bounds the entries of keys that anybody can make, also while a height lasts for weeks."""
         excess = len(entries) - len(self.tip.members) - MAX_STRANGERS
         if excess > 0:
             strangers = [peer for peer in entries if peer not in self.tip.members]
@@ -130,5 +136,11 @@ class Contacts(Role):
         """Whether that was done less than a poll period ago; else it is noted as done now."""
         if key in last and self.now - last[key] < self.timers.poll_s:
             return True
+        last.pop(key, None)  # the newest are at the end
         last[key] = self.now
+        excess = len(last) - len(self.tip.members) - MAX_STRANGERS
+        if excess > 0:
+            strangers = (known for known in last if known[0] not in self.tip.members)
+            for old in list(islice(strangers, excess)):
+                del last[old]
         return False

@@ -180,7 +180,7 @@ class RoundMachine:
         elif isinstance(event, NotMade):
             self._blobs.note_not_made(event)
         elif isinstance(event, Undeliverable):
-            self._contacts.gone.add(event.peer)
+            self._contacts.note_gone(event.peer)
         elif isinstance(event, UnitReduced):
             self._reducer.on_unit_reduced(event)
         elif isinstance(event, MergeComputed):

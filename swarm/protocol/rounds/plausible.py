@@ -42,6 +42,9 @@ def _steps(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) 
     that was not due [S1]; each of these gave its owner no more than it was dealt [T2]. Where
     deltas are averaged, the steps of one period that left them out may be carried on [W8], and
     where rounds overlap, so may those of the round before.
+
+    An expert that waited for an owner has an old version and no progress [R4]: more than K + 1 of
+    its periods never count, or its first owner could move it by all the rounds that it waited.
     """
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
@@ -53,7 +56,8 @@ def _steps(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) 
     if not is_expert and rules.shared_every == 1:
         return max(tokens // batch + a_round[peer] for peer, tokens in work.items())
     period = rules.experts_every if is_expert else rules.shared_every
-    rounds = max(1, tip.round + 1 - tip.entries[unit].version)
+    most = (rules.silent_limit + 1) * period
+    rounds = min(max(1, tip.round + 1 - tip.entries[unit].version), most)
     return max(a_round.values()) * (rounds + period * is_carried)
 
 

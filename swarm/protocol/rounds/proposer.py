@@ -43,7 +43,7 @@ class Proposer(Role):
 
     def _uplinks(self, campaign: Campaign) -> dict[PeerId, int]:
         """Of the other members that can be dialled."""
-        unable = campaign.undialable | self.contacts.gone | {self.me}
+        unable = campaign.undialable | self.contacts.gone.keys() | {self.me}
         said = campaign.uplinks.items()
         return {p: mbit for p, mbit in said if p in self.tip.members and p not in unable}
 
@@ -161,7 +161,7 @@ class Proposer(Role):
         limit_s = self.timers.vote_s / 2 if have_failed else self.timers.vote_s
         if self.now - proposal.progress_at < self.timers.grace_s:
             return limit_s
-        if self.contacts.gone.issuperset(sources.values()):
+        if self.contacts.gone.keys() >= set(sources.values()):
             return self.timers.grace_s
         lost_s = self.timers.lost_after_s(self.timers.vote_s)
         if all(self._is_silent(source, proposal.since, lost_s) for source in sources.values()):

@@ -70,6 +70,8 @@ class Rules:
     """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
     owner_silent_limit: int = 1
     """Silent cycles after which a member keeps its experts; it votes on until K [R4]."""
+    min_owned_share: float = 0.0
+    """Nobody trains while fewer of the experts have an owner, and none is there for them [R9]."""
     step_bound: StepBound | None = None
     """How far a local step moves an element at most [U1]; None: values are not judged."""
     is_open: bool = True
@@ -104,6 +106,7 @@ class Rules:
             planned_peers=run.run.peers,
             round_seconds=run.round.seconds,
             is_dealt=run.data.mode == "common",
+            min_owned_share=run.ownership.min_owned_share,
             step_bound=StepBound.of(run),
             is_open=run.run.admission == "open",
         )
@@ -115,6 +118,10 @@ class Rules:
     def reformed_book(self, book: Book, quotas: Counts) -> Book:
         """The book of a reform [T4]."""
         return reformed_book(book, quotas)
+
+    def rooms_of(self, members: Members) -> dict[PeerId, int]:
+        """How many experts fit the machine of each member [R4]."""
+        return {peer: member.room for peer, member in members.items()}
 
     def with_voters(
         self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool

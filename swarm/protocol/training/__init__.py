@@ -13,8 +13,18 @@ from swarm.protocol.training.shell import (
     Assignment,
     SavedWork,
     TrainingShell,
+    WhyPaused,
     Work,
     at_once,
 )
 
-__all__ = ["Applied", "Assignment", "SavedWork", "Training", "TrainingShell", "Work", "at_once"]
+__all__ = [
+    "Applied",
+    "Assignment",
+    "SavedWork",
+    "Training",
+    "TrainingShell",
+    "WhyPaused",
+    "Work",
+    "at_once",
+]

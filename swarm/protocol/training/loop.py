@@ -18,6 +18,7 @@ from swarm.protocol.adoption import Action, Adoption, adopt, still_late
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
+from swarm.protocol.ownership import why_paused
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.training.ahead import Ahead, Tally
@@ -100,6 +101,8 @@ class Training:
         if not self.may_train():
             return await self.shell.wait(self.tip, PeerState.AVERAGING)
         if not self.is_done:
+            if newer := await self.pause():
+                return newer
             self.offer_late()
             await self.train()
         in_flight = self.ahead.flight is not None
@@ -122,6 +125,13 @@ class Training:
             return True
         tokens = self.ahead.uncounted.tokens
         return self.reading.work_left(self.tip, tokens, 0, 0.0, 0.0).steps > 0
+
+    async def pause(self) -> Sequence[Applied]:
+        """Waits while too few experts have an owner [R9]; returns newer tips, if there are any."""
+        tip, least = self.tip, self.rules.min_owned_share
+        why = partial(why_paused, tip, least=least)
+        owned = len(tip.owners) - len(tip.ownerless)
+        return await self.shell.pause(tip, why) if owned < least * len(tip.owners) else ()
 
     # ------------------------------------------------------------ its parts
 

@@ -16,11 +16,13 @@ from typing import Any, Protocol, TypeVar
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 
 T = TypeVar("T")
+WhyPaused = Callable[[Mapping[PeerId, int]], str | None]
+"""Why nobody is to train, given how many experts fit each machine that is there."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,14 @@ class TrainingShell(Protocol):
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         """Puts an offer into the round after a tip."""
+
+    async def pause(self, tip: Manifest, why: WhyPaused) -> Sequence[Applied]:
+        """Waits until `why` gives None for the rooms of the peers that are there, or a newer tip.
+
+        Returns:
+            Newer tips, oldest first; empty if there is none.
+        """
+        return ()
 
     async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
         """Tips after this one, oldest first, one at least; `state` is for people."""

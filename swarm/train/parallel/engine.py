@@ -89,6 +89,11 @@ class ParallelEngine:
         return f"{self._force.size} workers, each {each}"
 
     @property
+    def levels(self) -> tuple[EngineOptions, ...]:
+        """The present level of each worker and those below that are left."""
+        return self._force.levels
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the workers, by rank."""
         return self._force.pids

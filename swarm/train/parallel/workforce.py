@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,6 +30,8 @@ Answer = TypeVar("Answer")
 COMPUTES = ("step", "rehearse", "evaluate")
 STEPS = ("step", "begin_step", "stands", "finish_step")
 """A step as one command, or in parts."""
+KEPT = 64
+"""Computations of each kind of which the longest sets the deadline of the next."""
 STANDS_EVERY_S = 0.02
 """Questions get their turn between."""
 
@@ -40,7 +43,8 @@ class Patience:
     Attributes:
         least_s: any.
         first_s: a computation, before there is one of its kind to compare with.
-        times: a computation may take so many times as long as the longest of its kind.
+        times: a computation may take so many times as long as the longest of its
+            kind of late.
         bytes_per_s: of reading or writing a private state, at least.
     """
 
@@ -79,7 +83,7 @@ class Workforce:
         self._lock = threading.RLock()
         self._crew: Crew | None = None
         self.size = 0
-        self._longest_s: dict[str, float] = {}
+        self._took_s: dict[str, deque[float]] = {}
         self._stood_s, self._losses = 0.0, 0
         self.ask({"do": "count_from", "updates": 0})
 
@@ -121,7 +125,7 @@ class Workforce:
         long are lost, and others begin the step.
         """
         message, losses = {"do": "stands"}, self._losses
-        within_s = self._patience.within_s(message, self._longest_s, 0)
+        within_s = self._patience.within_s(message, self._longest_s(), 0)
         asked: dict[Crew, float] = {}
 
         def stands(crew: Crew) -> bool:
@@ -208,6 +212,11 @@ class Workforce:
             f"; steps made again: {again}" if again else "",
         )
 
+    @property
+    def levels(self) -> tuple[EngineOptions, ...]:
+        """The present level and those below that are left."""
+        return (self.options, *self._below)
+
     def _judge(self, lost: Lost, tries: int) -> None:
         """Says what happened; raises if there is no use in starting workers again."""
         if not lost.is_memory:
@@ -234,11 +243,15 @@ class Workforce:
             file.take(tensors)
         return self._timed(crew, message | {"tensors": listed(file)}, file)
 
+    def _longest_s(self) -> Mapping[str, float]:
+        """Of each kind of computation; one that a machine slept through does not count for ever."""
+        return {kind: max(took_s) for kind, took_s in self._took_s.items()}
+
     def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> list[Message]:
         num_bytes = sum(place.num_bytes for place in file.places.values()) if file else 0
         num_bytes = message.get("bytes", num_bytes)
         began_s = time.monotonic()
-        within_s = self._patience.within_s(message, self._longest_s, num_bytes)
+        within_s = self._patience.within_s(message, self._longest_s(), num_bytes)
         answers = crew.ask(message, file, within_s)
         kind, seconds = message["do"], time.monotonic() - began_s
         if kind == "begin_step":
@@ -246,5 +259,5 @@ class Workforce:
         elif kind == "finish_step":
             kind, seconds = "step", self._stood_s + seconds
         if kind in COMPUTES:
-            self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
+            self._took_s.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
         return answers
