@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-
 LARGE_BYTES = 9 * 2**19
 """Above a chunk of values in fp32, which comes and goes all the time."""
 TRIM_BYTES = 16 * 2**20
