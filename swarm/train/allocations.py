@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-LARGE_BYTES = 9 * 2**19
-"""Above a chunk of values in fp32, which comes and goes all the time."""
+LARGE_BYTES = 4 * 2**20
+"""A chunk of values in fp32, or a piece of a blob: each thread would keep some in a heap of its own."""
 TRIM_BYTES = 16 * 2**20
 _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": (-1, TRIM_BYTES),
@@ -22,7 +22,7 @@ _SETTINGS = {
 
 
 def return_large_blocks() -> None:
-    """Has freed blocks of more than `LARGE_BYTES` go back to the system at once.
+    """Has freed blocks of `LARGE_BYTES` and more go back to the system at once.
 
     glibc raises that bound up to 32 MiB as blocks are freed. Tensors below it leave holes then: a
     model of 83 M parameters took 1.3 to 1.5 times its plan. A step pays for fresh pages, which
