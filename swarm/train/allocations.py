@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 LARGE_BYTES = 4 * 2**20
-"""A chunk of values in fp32, or a piece of a blob: each thread would keep some in a heap of its own."""
+"""A chunk of values in fp32 has as many: each thread would keep some in a heap of its own."""
 TRIM_BYTES = 16 * 2**20
 _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": (-1, TRIM_BYTES),
