@@ -366,8 +366,8 @@ class Chain:
                 behind[_code(link)] = link
         kept = sorted(behind.values(), key=_code)
         if kept and kept[-1].head.digest == tip.digest:
-            shown = [replace(kept[-1], parent=kept[-1].parent or (parent and parent.head))]
-            kept[-1:] = closed(kept[:-1], shown)
+            behind_tip = kept[-1].parent or (parent.head if parent else None)
+            kept[-1:] = closed(kept[:-1], [replace(kept[-1], parent=behind_tip)])
         else:
             if record.certificate is None or parent is None:
                 return Chain((Link(tip),))
