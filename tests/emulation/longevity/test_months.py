@@ -1,6 +1,8 @@
 """A short month of each group of classes is sound, and its audit sees what is not."""
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +41,14 @@ def test_a_fault_that_is_put_back_is_shown(name: str) -> None:
 def test_a_month_of_ten_thousand_rounds_is_sound(scenario: str) -> None:
     outcome = run_job(Job(scenario, Scale(30.0, 10_000), memory=True))
     assert not outcome.problems, outcome.warnings
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_others() -> Iterator[None]:
+    """What other tests have left is not looked at with each sample."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Grown:
