@@ -16,8 +16,8 @@ from tests.hostile import test_m02_members_of_one
 from tests.protocol import round_pump
 
 CAUGHT_BY_SCHEDULE = {
-    "nothing_is_shown": "P:11",
-    "anybody_signs": "P:11",
+    "nothing_is_shown": "P:5",
+    "anybody_signs": "P:5",
     "any_proof": "P:2",
     "any_attempt": "P:20",
     "gaps_stay": "Q:2",
