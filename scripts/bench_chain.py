@@ -16,6 +16,7 @@ import json
 import os
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -94,8 +95,8 @@ def grown(run: Run, rounds: int, changes_a_day: float, file: RecordFile) -> tupl
         file.chain.append(chain.beyond(before))
         appended += 1
         if appended >= max(RECENT, len(chain.links)):
-            links, appended = chain.links, 0
-            file.chain.rewrite(lambda links=links: links)
+            appended = 0
+            file.chain.rewrite(partial(tuple, chain.links))
     return chain, longest_s
 
 

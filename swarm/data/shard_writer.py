@@ -238,17 +238,24 @@ def write_shards(
         finished.add((*written, kept.seen, kept.left_out, kept.left_out_bytes))
     if not finished.shards:
         raise one_pass.no_text()
-    header: dict[str, Any] = {
+    header = _header_of(source, tokenizer, dtype, pack)
+    header["shards"] = [shard[:3] for shard in finished.shards]
+    header["contents"] = asdict(one_pass.contents(kept.left_out, kept.left_out_bytes))
+    _finish(folder, header, held_out)
+
+
+def _header_of(
+    source: Source, tokenizer: Tokenizer, dtype: np.dtype[Any], pack: int | None
+) -> dict[str, Any]:
+    """What is known of the shards before the text is read."""
+    return {
         "format": FORMAT,
         "name": source.name,
         "mixture": source.mixture,
         "tokenizer": tokenizer.name,
         "dtype": dtype.str,
-        "shards": [shard[:3] for shard in finished.shards],
-        "contents": asdict(one_pass.contents(kept.left_out, kept.left_out_bytes)),
         **({"pack": pack} if pack else {}),
     }
-    _finish(folder, header, held_out)
 
 
 def _finish(folder: Path, header: dict[str, Any], held_out: Iterable[bytes] | None) -> None:

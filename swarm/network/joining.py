@@ -128,22 +128,27 @@ async def fetch_newest_state(
             return shown
         now_s = clock()
         attempts = attempts.failed(now_s, _bytes_here(store, tip))
-        try:
-            newer = await newest_tip(node, downloads, run, sources, trust)
-        except NobodyReachable as error:
-            logger.info("height=%d is still being fetched: %s", tip.height, error)
-        else:
-            if newer.record.tip.code > tip.code:
-                logger.info(
-                    "height=%d is fetched instead of %d", newer.record.tip.height, tip.height
-                )
-                shown = newer
-                sources = sorted({*sources, *newer.record.tip.members} - {node.peer_id})
-                attempts = _attempts_for(store, newer.record.tip, now_s)
-                continue
+        if newer := await _newer_than(tip, newest_tip(node, downloads, run, sources, trust)):
+            shown = newer
+            sources = sorted({*sources, *newer.record.tip.members} - {node.peer_id})
+            attempts = _attempts_for(store, newer.record.tip, now_s)
+            continue
         if why := attempts.why_given_up(now_s):
             raise _lost(store, tip, why)
         await sleep(max(0.0, attempts.next_s - now_s))
+
+
+async def _newer_than(tip: Manifest, asking: Awaitable[Shown]) -> Shown | None:
+    """The tip that members show, if it is newer than this one."""
+    try:
+        newer = await asking
+    except NobodyReachable as error:
+        logger.info("height=%d is still being fetched: %s", tip.height, error)
+        return None
+    if newer.record.tip.code <= tip.code:
+        return None
+    logger.info("height=%d is fetched instead of %d", newer.record.tip.height, tip.height)
+    return newer
 
 
 def _attempts_for(store: BlobStore, tip: Manifest, now_s: float) -> FetchAttempts:

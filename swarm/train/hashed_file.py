@@ -101,10 +101,8 @@ class HashedFile:
                 for `STALLED_S`.
             Exception: what asking for tensors has raised.
         """
-        assert self._hashed is not None and self._written is not None, "it was given up"
-        written = self._written
         self._once_done(self._hashed)
-        with self._once_done(written) as file:
+        with self._once_done(self._written) as file:
             for chunk in trailer():
                 self._digest.update(chunk)
                 file.write(chunk)
@@ -123,22 +121,24 @@ class HashedFile:
         """
         self._given_up = True
         self._room.release()  # for the thread that hashes
-        if not self._pool.end(END_S, cancels=False):
-            self._hashed = None
-            return
-        if self._written is not None and self._written.exception() is None:
-            self._written.result().close()
+        self._pool.end(END_S, cancels=False)
+        if self._written is not None:
+            self._written.add_done_callback(_close)
         # The tracebacks of their errors hold tensors.
         self._written = self._hashed = None
 
-    def _once_done(self, future: Future[Result]) -> Result:
+    def _once_done(self, future: Future[Result] | None) -> Result:
         """The result of a thread, unless the disk has not answered for `STALLED_S`."""
-        while not wait([future], LOOK_S).done:
-            began_s = self._in_disk_since_s
-            if began_s is not None and time.monotonic() - began_s > STALLED_S:
-                text = f"the disk has not answered for {STALLED_S:.0f} s"
-                raise OSError(errno.ETIMEDOUT, text)
-        return future.result()
+        assert future is not None, "it was given up"
+        try:
+            while not wait([future], LOOK_S).done:
+                began_s = self._in_disk_since_s
+                if began_s is not None and time.monotonic() - began_s > STALLED_S:
+                    text = f"the disk has not answered for {STALLED_S:.0f} s"
+                    raise OSError(errno.ETIMEDOUT, text)
+            return future.result()
+        finally:
+            del future  # its error refers to this frame
 
     def _hash(self, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
         try:
@@ -177,6 +177,12 @@ class HashedFile:
                 os.fdatasync(file.fileno())
                 unflushed = 0
             self._in_disk_since_s = None
+
+
+def _close(written: Future[BinaryIO]) -> None:
+    """Closes a file that is written as far as it will be."""
+    if written.exception() is None:
+        written.result().close()
 
 
 def _emptied(file: BinaryIO) -> None:

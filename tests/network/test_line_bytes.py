@@ -188,7 +188,7 @@ def test_where_the_kernel_says_nothing_the_nodes_own_counters_do(
 OPENS = re.compile(r"socket\.socket\(|create_connection\(|create_server\(|open_connection\(|"
                    r"start_server\(|sock_accept\(|sock_connect\(")  # fmt: skip
 KNOWN = {
-    "daemon.py": 2,  # a greeting of 20 bytes, and a port that is tried
+    "daemon.py": 3,  # a greeting of 20 bytes, a port that is tried, a UDP socket that sends nothing
     "direct.py": 2,  # `connect`, which counts
     "direct_door.py": 3,  # listens, accepts and counts, reads what was accepted
     "probing.py": 2,  # greetings of 20 bytes, both ways
