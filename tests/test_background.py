@@ -430,7 +430,7 @@ def emulation_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Pat
 
 
 def monitor_page_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    def serve(feed: Any, _: Any) -> None:
+    def serve(feed: Any, *_: Any) -> None:
         assert soon(lambda: "nobody answers" in str(feed.state))
         assert looks.has_gone_on()
 
@@ -441,7 +441,7 @@ def monitor_page_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: 
     source: Any = SimpleNamespace(refresh_s=0.001, look=looks)
     patch.setattr(monitor_page, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        monitor_page._show_page(bound, source)
+        monitor_page._show_page(bound, "localhost", source)
 
 
 def tensorboard_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:

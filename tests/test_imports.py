@@ -60,13 +60,17 @@ MAY_IMPORT["swarm.peer"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["swarm.export"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["swarm.api"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["peers"] = frozenset(MAY_IMPORT) - {"swarm.api"}
+# Runs the peer as a whole in virtual time, so it stands above all parts of it.
+LONGEVITY = "swarm.emulation.longevity"
+MAY_IMPORT[LONGEVITY] = frozenset(MAY_IMPORT) - {"swarm.api", "peers"}
 # The package's own file hands on the names of swarm.api, when they are first used: a script gets
 # them by `import swarm`, and whoever imports a part of the library pays for that part only.
 FACADE = ("swarm.api", "swarm.version")
 
 # Outside package -> the only parts that may import it.
 RESERVED = {
-    "hivemind": frozenset({"swarm.network"}),
+    "hivemind": frozenset({"swarm.network", LONGEVITY}),
+    "greenlet": frozenset({LONGEVITY}),
     "click": frozenset({"peers"}),
     # The page and its metrics: nothing else needs a server.
     "starlette": frozenset({"swarm.monitor"}),
@@ -152,6 +156,8 @@ def module_at(path: str, text: str) -> Module:
 
 
 def part_of(name: str) -> str:
+    if name.startswith(LONGEVITY):
+        return LONGEVITY
     return "peers" if name.split(".")[0] == "peers" else ".".join(name.split(".")[:2])
 
 

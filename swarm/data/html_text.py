@@ -37,12 +37,12 @@ def html_text(page: str) -> str:
 
     lines = _Lines()
     for event, value in justhtml.stream(page):
-        if event == "text":
-            lines.text(value)
-        elif event == "start":
-            lines.begin(value[0])
+        if event == "start":
+            lines.begin(str(value[0]))
+        elif event == "text":
+            lines.text(str(value))
         elif event == "end":
-            lines.end(value)
+            lines.end(str(value))
     return "".join(lines.written)
 
 

@@ -1,7 +1,7 @@
-"""The heads that a peer shows to others, and those that it asks for, because it passed over them.
+"""The heads that a peer shows to others, and those that it asks for, because it has lost them.
 
-A peer that joined along a proof lacks heads. It asks members for them in the background, one at a
-time and by lot, until it has all; nobody waits for it. See `swarm.protocol.gaps`.
+A peer whose chain file was damaged lacks links. It asks members for them in the background, one at
+a time and by lot, until it has all; nobody waits for it. See `swarm.protocol.gaps`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from swarm.protocol.gaps import (
     decode_question,
     encode_page,
     encode_question,
+    filled,
     gaps,
 )
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Code, Digest, PeerId
 from swarm.protocol.messages import Commit, Header
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain
@@ -73,8 +74,8 @@ class Heads:
 
     # ------------------------------------------------ for others
 
-    def commit_of_tip(self, trusted: Digest) -> bytes:
-        """The tip as a COMMIT, proved to a stranger that trusts this head, as far as can be."""
+    def commit_of_tip(self, trusted: Code | Digest) -> bytes:
+        """The tip as a COMMIT, proved to a stranger that trusts this, as far as can be."""
         record = self._machine.record
         tip, path = record.tip, self._machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)
@@ -83,7 +84,7 @@ class Heads:
     async def answer(self, source: PeerId, payload: bytes) -> bytes:
         """What this peer has of the heads that a member asks for; nothing to any other question.
 
-        Strangers get none: a page has up to 1 MB, and whoever joins asks again as a member.
+        Strangers get none: a page has up to 1 MB, and a stranger has a proof from its tip on.
 
         Raises:
             BadMessage: the question is not of the schema.
@@ -143,10 +144,14 @@ class Heads:
             self._node.traffic.refuse(error.reason)
             logger.warning("peer=%s heads refused: %s", peer[-6:], error)
             return False
-        self._begun[filling.ends] = filling
-        if filling.is_whole:
-            del self._begun[filling.ends]
-            self._deliver(HeadsFound(filling.links))
+        chain = self._machine.chain
+        _, problem = filled(chain, filling.path)
+        if problem is None:
+            self._deliver(HeadsFound(filling.path))
+        if problem is None or filling.links[-1].head.code >= chain.tip.code:
+            self._begun.pop(filling.ends, None)
+        else:
+            self._begun[filling.ends] = filling
         return True
 
 

@@ -11,6 +11,7 @@ import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from blake3 import blake3
@@ -20,9 +21,10 @@ from swarm.errors import BadManifest, BadMessage, CorruptState, no_access
 from swarm.network.chain_file import ChainFile
 from swarm.protocol import abstaining
 from swarm.protocol.events import Record
+from swarm.protocol.manifest import Head
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_record, encode_record
-from swarm.protocol.trust import Chain
+from swarm.protocol.trust import RECENT, Chain
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class RecordFile:
         """The record before the newest."""
         return self.path.with_suffix(".previous")
 
-    @property
+    @cached_property
     def chain(self) -> ChainFile:
         """The heads behind the record's tip, beside it."""
         return ChainFile(self.path.with_name("chain"))
@@ -111,11 +113,24 @@ class RecordFile:
             )
         return None
 
-    def read_chain(self, record: Record) -> Chain:
-        """The chain that ends with the record's tip; begins the file if there is none."""
-        chain = Chain.of(record, self.chain.read())
-        if not self.chain.path.exists():
-            self.chain.append(chain.links)
+    def read_chain(self, record: Record, founding: Head | None = None) -> Chain:
+        """The chain that ends with the record's tip; writes the file if there is none.
+
+        Args:
+            record: of this peer.
+            founding: manifest 0's head, with which a chain begins again that has lost its
+                beginning.
+        """
+        kept = self.chain.read_kept()
+        links, torn = kept.links, kept.torn
+        if not kept.has_end:
+            torn |= {record.tip.head.digest}
+        if founding and not kept.has_beginning and founding.digest != record.tip.head.digest:
+            logger.warning("%s lacks its beginning; members are asked", self.chain.path.name)
+            links = (Link(founding), *links)
+        chain = Chain.of(record, links, torn)
+        if len(links) > 2 * len(chain.links) + RECENT or not self.chain.path.exists():
+            self.chain.rewrite(lambda: chain.links)
         return chain
 
     def read_earlier(self) -> Record | None:

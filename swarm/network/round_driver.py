@@ -279,8 +279,13 @@ class RoundDriver:
         self.node.ledger.admit(*who_takes_part(effect.record))
         self._parent = effect.record.parent
 
-    async def _rewrite_chain(self, effect: RewriteChain) -> None:
-        await self._slowly.record("chain of heads", self.record_file.chain.rewrite, effect.links)
+    async def _rewrite_chain(self, _: RewriteChain) -> None:
+        """Beside the rounds: no vote waits for it, and what is appended meanwhile stays."""
+        self._work.spawn(self._replace_chain())
+
+    async def _replace_chain(self) -> None:
+        rewrite = self.record_file.chain.rewrite
+        await self._slowly.do("chain of heads", rewrite, lambda: self.machine.chain.links)
 
     async def _send(self, effect: Send) -> None:
         try:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from pydantic import TypeAdapter
+
+from swarm.canonical import canonical
 from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable
 from swarm.network.fetch import Downloads, Want
 from swarm.network.inbound import open_message, verified
 from swarm.network.node import Node, Unreachable
 from swarm.protocol.events import Record
 from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.manifest import Code, Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Header, Link, Message
 from swarm.protocol.records import RunRecord
-from swarm.protocol.schemas import IS_DIGEST
-from swarm.protocol.trust import proof_problem
+from swarm.protocol.schemas import IS_DIGEST, CodeText, parse
+from swarm.protocol.trust import Chain, proof_problem
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ MAX_ASKED = 8
 TIP_QUESTION = b"tip "
 
 Answer = TypeVar("Answer")
+_CODE: TypeAdapter[Code] = TypeAdapter(CodeText)
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,49 @@ class Trust:
 
     Attributes:
         begin: head from which others are asked to prove theirs.
-        others: heads from which a proof may begin as well.
+        chain: of a peer that has a tip of its own. Others need not have its head any more, and
+            prove their tip from its place [L3].
         is_new: whether the peer has no tip of its own, see `swarm.protocol.trust`.
     """
 
     begin: Digest
-    others: frozenset[Digest] = frozenset()
+    chain: Chain | None = None
     is_new: bool = True
 
+    @staticmethod
+    def own(chain: Chain) -> Trust:
+        """Of a peer with a tip of its own."""
+        return Trust(chain.tip.digest, chain, is_new=False)
+
+    def question(self, run: str) -> bytes:
+        """What to ask members of a run for."""
+        place = canonical(self.chain.tip.code).decode() if self.chain else self.begin
+        return TIP_QUESTION + f"{run} {place}".encode()
+
+    def rooted(self, path: Sequence[Link]) -> tuple[Link, ...]:
+        """A proof from what this peer trusts, see `Chain.rooted`."""
+        return tuple(self.chain.rooted(path) if self.chain else path)
+
     def problem(self, commit: Commit) -> str | None:
-        """Why a tip is not believed; None when it is."""
-        heads = self.others | {self.begin}
+        """Why a tip is not believed, whose proof is rooted; None when it is."""
+        heads = {self.begin, *(self.chain.trusted if self.chain else ())}
         return proof_problem(commit.path, commit.manifest.head, heads, is_new=self.is_new)
 
 
-def asked_tip(payload: bytes, run: str) -> Digest | None:
-    """The head that a stranger trusts, if this asks for the tip of the run."""
+def asked_tip(payload: bytes, run: str) -> Code | Digest | None:
+    """What a stranger trusts, if this asks for the tip of the run.
+
+    The digest of a head, as a newcomer asks, or the place of its own tip.
+    """
     question, _, trusted = payload.rpartition(b" ")
-    digest = trusted.decode("ascii", "replace")
-    return digest if question == TIP_QUESTION + run.encode() and IS_DIGEST.match(digest) else None
+    if question != TIP_QUESTION + run.encode():
+        return None
+    if IS_DIGEST.match(digest := trusted.decode("ascii", "replace")):
+        return digest
+    try:
+        return parse(_CODE, trusted, "tip_question")
+    except BadMessage:
+        return None
 
 
 async def newest_tip(
@@ -149,7 +177,7 @@ async def _ask_tip(
     node: Node, downloads: Downloads, run: RunRecord, trust: Trust, peer: PeerId
 ) -> Shown | str:
     """The tip that a peer proves, or why it did not."""
-    question = TIP_QUESTION + f"{run.run} {trust.begin}".encode()
+    question = trust.question(run.run)
     try:
         async with asyncio.timeout(BLOB_DEADLINE_S):
             payload = await node.request(peer, question, ASK_DEADLINE_S)
@@ -179,7 +207,7 @@ def _proved_tip(
 def _checked_tip(message: object, run: RunRecord, trust: Trust) -> Shown:
     if not isinstance(message, Commit):
         raise BadMessage("not_a_tip", "the answer is no tip")
-    tip = message.manifest
+    tip, message = message.manifest, replace(message, path=trust.rooted(message.path))
     problem = trust.problem(message)
     if problem:
         raise BadManifest("no_proof", problem)

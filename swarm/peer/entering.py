@@ -203,7 +203,7 @@ class Starter:
                 started.layout,
                 run=announcement(started.run_id, started.run, directory.read_founding()),
                 shown=Shown(record),
-                trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
+                trust=Trust.own(file.read_chain(record)),
                 peers=others,
                 on_blob=fetching(self.observer.on_fetched),
             )

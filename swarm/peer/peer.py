@@ -378,8 +378,8 @@ class Peer:
 
 def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) -> RoundMachine:
     host, config = starter.host, starter.host.config
-    blobs = [*started.record.tip.founding.blobs, started.directory.read_founding().blob]
-    started.store.pin(blobs)
+    founding, file = started.directory.read_founding(), RecordFile(started.directory.record_path)
+    started.store.pin([*started.record.tip.founding.blobs, founding.blob])
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,
@@ -394,7 +394,7 @@ def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) 
         uplink_of=host.uplink_mbit,
         room_of=room_of,
         fetches_ahead=True,
-        chain=RecordFile(started.directory.record_path).read_chain(started.record),
+        chain=file.read_chain(started.record, founding.head),
         invitation=kept_invitation(starter.wanted.invitation, started.directory),
     )
 

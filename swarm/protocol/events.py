@@ -174,10 +174,10 @@ class Discovered:
 
 @dataclass(frozen=True)
 class HeadsFound:
-    """Members have sent heads that the chain lacked; wrong signatures were dropped from them."""
+    """Members have sent links that the chain had lost; wrong signatures were dropped from them."""
 
     links: tuple[Link, ...]
-    """All of one gap, oldest first."""
+    """The link before the gap, and steps from there, oldest first."""
 
 
 Event = (

@@ -1,15 +1,15 @@
-"""Heads that a chain lacks, and how it gets them from others. Pure.
+"""Links that a chain has lost, and how others' take their place. Pure.
 
-Who comes along a proof has passed over heads, and can prove nothing to a peer whose own tip is one
-of them. It asks members for the heads of such a *gap* afterwards. They come from the newest to the
-oldest, a *page* at a time: each must be the parent of what is there already, so that nobody can
-send another past, and each needs the certificate that others will ask for. Pages are kept aside
-until the gap is closed, since a part of it may prove less than the step that passed over all of it.
+A chain passes over heads on purpose [L3]. It has a *gap* where a line of its file was damaged, so
+that the next link no longer follows, or may no longer follow from each head in between. The peer
+asks members for the links after the last one that is sound, a *page* at a time, oldest first. Each
+must be a step [L1] from the one before. What comes takes the place of the peer's own links there,
+up to one that follows from it. Pages are kept aside until then.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,29 +19,27 @@ from pydantic import TypeAdapter
 from swarm.canonical import canonical
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Code, Digest, Head, Kind
+from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
-from swarm.protocol.schemas import MAX_LINKS, CodeText, DigestText, OnWire, parse
-from swarm.protocol.trust import Chain, Sound, counted, step_problem
+from swarm.protocol.schemas import MAX_LINKS, CodeText, OnWire, parse
+from swarm.protocol.trust import Chain, Sound, closed, counted, is_parent, step_problem
 
 MAX_PAGE_BYTES = 900_000
-"""Of one answer over the control path; some 25 links at 256 members."""
+"""Of one answer over the control path; some 20 links at 256 members."""
 
 
 @dataclass(frozen=True)
 class Question(OnWire):
-    """Which heads a peer lacks: those after one, up to and with another."""
+    """Which links a peer lacks: those after a place in the order of codes, up to another."""
 
-    since: DigestText
-    until: DigestText
-    place: CodeText
-    """The code of `until`, so that it is found without going through the chain."""
+    since: CodeText
+    until: CodeText
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A gap between two neighbours of a chain, and what has come of it: its newest part."""
+    """A gap between two neighbours of a chain, and what has come of it: its oldest part."""
 
     before: Link
     after: Link
@@ -53,133 +51,106 @@ class Filling:
         return self.before.head.digest, self.after.head.digest
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing is lacking any more."""
-        return bool(self.links) and self.links[0].head.parent == self.before.head.digest
+    def path(self) -> tuple[Link, ...]:
+        """The link before the gap, and what has come."""
+        return (self.before, *self.links)
 
     @property
     def question(self) -> Question:
         """What to ask for next."""
-        oldest = self.links[0] if self.links else self.after
-        assert oldest.head.parent is not None, "only manifest 0 has no parent"
-        return Question(self.before.head.digest, oldest.head.parent, _place_of_parent(oldest.head))
+        newest = self.path[-1].head.code
+        return Question(newest, max(newest, self.after.head.code))
 
     def extended(self, page: Sequence[Link], sound: Sound) -> Filling:
         """With a page that a member has sent; of certificates only what is right is kept.
 
         Args:
-            page: links that follow from each other, the last is what was asked for. The first has
-                its parent's head, unless that is the head before the gap.
+            page: links, each a step from the one before; the first from the newest that is here.
             sound: a certificate without the signatures that are wrong, for the head's digest.
 
         Raises:
-            BadMessage: reason `false_heads`: they do not lead to what this peer has.
+            BadMessage: reason `false_heads`: they are no steps from what this peer has.
         """
-        if not page or page[-1].head.digest != self.question.until:
-            raise BadMessage("false_heads", "the heads do not lead to the one that was asked for")
-        if page[0].head.code <= self.before.head.code:
-            raise BadMessage("false_heads", "the heads go on beyond the gap")
-        reaches = page[0].head.parent == self.before.head.digest
-        parent = self.before.head if reaches else page[0].parent
-        if parent is None:
-            raise BadMessage("false_heads", "the head before the first is missing")
-        checked: list[Link] = []
+        if not page:
+            raise BadMessage("false_heads", "there are no heads")
+        checked = [self.path[-1]]
         for link in page:
-            certificate = link.certificate and sound(*counted(link, [Link(parent)]))
-            link = Link(link.head, certificate)
-            problem = _next_problem(parent, link)
+            if link.certificate:
+                link = replace(link, certificate=sound(*counted(link, checked)))
+            problem = step_problem(checked[-1].head, link)
             if problem:
                 raise BadMessage("false_heads", problem)
             checked.append(link)
-            parent = link.head
-        return replace(self, links=(*checked, *self.links))
+        return replace(self, links=(*self.links, *checked[1:]))
 
 
 def gaps(chain: Chain) -> tuple[Filling, ...]:
-    """The gaps of a chain, oldest first: neighbours of which one is not the other's parent."""
+    """The gaps of a chain, oldest first."""
     return tuple(
         Filling(before, after)
         for before, after in pairwise(chain.links)
-        if not _is_next(before.head, after.head)
+        if _is_gap(chain, before, _whole(before, after))
     )
 
 
 def between(chain: Chain, question: Question) -> tuple[Link, ...]:
-    """What a chain has of the heads that are asked for: the newest that follow from each other.
+    """The links of a chain after a place, up to the first that is at another, or beyond it.
 
-    At most `MAX_LINKS` and `MAX_PAGE_BYTES`; the first link has its parent's head, unless that is
-    where the question begins. Empty if the newest of them is not here.
+    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first has its parent's head. Empty if nothing
+    here is in the ancestry of that place, or nothing comes after it.
     """
-    links, page, num_bytes = chain.links, list[Link](), 0
-    at, wanted = _place(chain, question.place), question.until
-    while 0 <= at < len(links) and wanted != question.since and len(page) < MAX_LINKS:
-        link, before = links[at], links[at - 1] if at else None
-        if link.certificate is None or link.head.digest != wanted:
-            break
-        if before and _is_next(before.head, link.head):
-            link = replace(link, parent=before.head)
+    at, page, num_bytes = chain.num_behind(question.since), list[Link](), 0
+    for before, link in pairwise(chain.links[at - 1 :] if at else ()):
+        if not page:
+            link = _whole(before, link)
         num_bytes += len(encode_link(link))
-        if link.parent is None or (page and num_bytes > MAX_PAGE_BYTES):
+        if page and num_bytes > MAX_PAGE_BYTES:
             break
         page.append(link)
-        wanted, at = link.parent.digest, at - 1
-    lone = [replace(link, parent=None) for link in reversed(page)]
-    if page and wanted != question.since:
-        lone[0] = page[-1]
-    return tuple(lone)
+        if link.head.code >= question.until or len(page) == MAX_LINKS:
+            break
+    return tuple(page)
 
 
-def filled(chain: Chain, links: Sequence[Link]) -> tuple[Chain, str | None]:
-    """The chain with one of its gaps closed; as it is, with the reason, if the links do not fit.
+def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
+    """The chain with a gap closed; as it is, with the reason, if the links do not do so.
 
     Args:
         chain: of this peer; it may have changed since the links were asked for.
-        links: all heads of the gap, oldest first; wrong signatures have been dropped from them.
+        path: the link before the gap, which this peer has, and steps from there, oldest first;
+            wrong signatures have been dropped from them.
     """
-    if not links:
-        return chain, "there are none"
-    at = _place(chain, links[0].head.code)
-    if not 0 < at < len(chain.links):
-        return chain, f"no gap is at height {links[0].head.height}"
-    before, after = chain.links[at - 1], chain.links[at]
-    if links[-1].head.digest != after.head.parent:
-        return chain, f"they do not lead to height {after.head.height}"
-    parent = before.head
-    for link in links:
-        problem = _next_problem(parent, link)
-        if problem:
+    first, *links = path
+    at = chain.num_behind(first.head.code)
+    is_mine = at and chain.links[at - 1].head.digest == first.head.digest
+    if not links or not is_mine or first.head.digest == chain.tip.digest:
+        return chain, f"nothing follows from height {first.head.height}"
+    tip = chain.tip
+    links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
+    newest = links[-1] if links else first
+    further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
+    replaced = {link.head.digest for link in chain.links[at : further + 1]}
+    if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
+        return chain, f"no gap is after height {first.head.height}"
+    kept, rest = chain.links[:at], chain.links[further:]
+    if rest:
+        links.append(_whole(chain.links[further - 1], rest[0]))
+    for before, link in pairwise([kept[-1], *links]):
+        if problem := step_problem(before.head, link):
             return chain, problem
-        parent = link.head
-    new = [Link(link.head, link.certificate) for link in links]
-    closed = (*new, replace(after, parent=None))
-    return Chain((*chain.links[:at], *closed, *chain.links[at + 1 :])), None
+    return Chain((*kept, *closed(kept, links), *rest[1:]), chain.torn - replaced), None
 
 
-def _place(chain: Chain, code: Code) -> int:
-    """Where in a chain a head of this code is, or would be."""
-    return bisect_left(chain.links, code, key=lambda link: link.head.code)
+def _is_gap(chain: Chain, before: Link, after: Link) -> bool:
+    is_torn = after.head.digest in chain.torn and not is_parent(before.head, after.head)
+    return is_torn or step_problem(before.head, after) is not None
 
 
-def _next_problem(parent: Head, link: Link) -> str | None:
-    """Why a link does not follow from its parent, without any head between; None if it does."""
-    if link.head.parent != parent.digest:
-        return f"height {link.head.height} does not follow from height {parent.height}"
-    return step_problem(parent, link)
-
-
-def _is_next(before: Head, after: Head) -> bool:
-    """Whether of two heads of one ancestry the first is the parent of the second.
-
-    By their codes: one ancestry has one head of each, and digests of ten thousands take a while.
-    """
-    return before.code == _place_of_parent(after)
-
-
-def _place_of_parent(head: Head) -> Code:
-    """The code of a head's parent: a reform repeats the height of its own."""
-    if head.kind is Kind.REFORM:
-        return (*head.lineage[:-1], (head.height, ()))
-    return (*head.lineage, (head.height - 1, ()))
+def _whole(before: Link, link: Link) -> Link:
+    """A link with its parent's head, if that is here."""
+    if link.parent is None and is_parent(before.head, link.head):
+        return replace(link, parent=before.head)
+    return link
 
 
 # ---------------------------------------------------------------- as bytes

@@ -6,6 +6,7 @@ message is created, so a vote never crosses tips, generations or electorates [H1
 
 from __future__ import annotations
 
+import operator
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -222,6 +223,9 @@ class Link(OnWire):
     """None where a proof begins."""
     parent: NamedHead | None = None
     """Its parent's head, unless that is the link before."""
+    alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
+    """Whether the heads between the link before and this one all have that one's voters; left out
+    of the JSON where it is false."""
 
 
 @dataclass(frozen=True)

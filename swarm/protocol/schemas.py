@@ -33,7 +33,7 @@ from swarm.protocol.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
-"""Of one proof; a peer that needs more asks again from where it ended."""
+"""Of one proof. Each link reaches over some five changes of voters, see `trust.pruned`."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"

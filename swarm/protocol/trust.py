@@ -8,6 +8,9 @@ head that a person named. From there it walks along *links*, a head with its cer
 - heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
 - a reform of the trusted head itself: signed by voters of it that have left for it.
 
+A chain keeps those links that lead on from each head behind its tip (`pruned`), so its length
+follows the turnover of voters.
+
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
 trusted electorate share a voter, and a voter signs one manifest a height; the
 parent's quorum has then decided no other chain than the one that the trusted members are on. The
@@ -35,6 +38,8 @@ from swarm.protocol.messages import Certificate, Link
 from swarm.protocol.schemas import MAX_LINKS
 
 Sound = Callable[[Certificate, Digest], Certificate]
+RECENT = 64
+"""Newest links of a chain, which all stay; so many are looked at for one that reaches further."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
@@ -209,38 +214,166 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
     """What takes the place of the links on disk: reforms of other branches stay, too.
 
     The record before the newest one, which is read when that is damaged, may be on such a branch.
-    Without its reforms this peer would not know what it trusts, see `Chain.trusted`.
+    Without its reforms this peer would not know what it trusts, see `Chain.trusted`. Each has its
+    parent's head, from which others may prove what they have.
     """
     known = {link.head.digest for link in links}
     reforms = (link for link in before if link.head.kind is Kind.REFORM)
     return (*(link for link in reforms if link.head.digest not in known), *links)
 
 
+# ---------------------------------------------------------------- which links a chain keeps
+
+
+def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
+    """The links that prove the last head to everybody who has any of the heads behind it [L3].
+
+    A head is left out if the next link that stays is signed by more than half of its voters, so
+    that one step leads there [L1]. What stays follows the turnover of voters: a certificate that
+    nobody has signed who is new since the last link that stays reaches over all between. Such a
+    one is looked for among `RECENT`.
+
+    Args:
+        links: heads of one ancestry, oldest first. They may have passed over heads themselves.
+        recent: so many of the last stay, since a later one may reach over all before it. Until
+            then the first of each electorate stays, which stands for others with these voters.
+    """
+    kept, at, end = [links[0]], 0, len(links) - recent
+    while at < len(links) - 1:
+        further = _furthest(links, at)
+        if further >= end:
+            kept += _first_of_each_electorate(links, at, end)
+            break
+        kept.append(_joined(links, at, further))
+        at = further
+    return tuple(kept)
+
+
+def _furthest(links: Sequence[Link], at: int) -> int:
+    """The furthest link to which one step leads from a link, and from all heads up to there."""
+    electorates, furthest = [frozenset(links[at].head.voters)], at + 1
+    for to in range(at + 1, len(links)):
+        before, link = links[to - 1], links[to]
+        if to > furthest + RECENT or not _may_step(before, link):
+            break
+        if all(_has_majority(electorate, link) for electorate in electorates):
+            furthest = to
+        if not _is_open(before, link):
+            break
+        if link.head.voters != before.head.voters:
+            electorates.append(frozenset(link.head.voters))
+    return furthest
+
+
+def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[Link]:
+    """The links after one of them, up to `end` without such as have the voters of the one before.
+
+    All links from `end` on are among them.
+    """
+    kept, last = list[Link](), at
+    for to in range(at + 1, len(links)):
+        if to >= end or not _is_spare(links, last, to):
+            kept.append(_joined(links, last, to))
+            last = to
+    return kept
+
+
+def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
+    """Whether who has this head, or the voters of the one that stays before it, steps on."""
+    before, link, after = links[at - 1 : at + 2]
+    return (
+        link.head.voters == links[last].head.voters
+        and _is_open(before, link)
+        and _may_step(before, link)
+        and _is_open(link, after)
+        and _may_step(link, after)
+        and _has_majority(frozenset(link.head.voters), after)
+    )
+
+
+def _joined(links: Sequence[Link], last: int, at: int) -> Link:
+    """A link that follows one further back, with its parent's head if that is left out."""
+    link, before = links[at], links[at - 1]
+    if at == last + 1:
+        return link
+    voters, passed = links[last].head.voters, range(last + 1, at)
+    alike = all(
+        links[to].head.voters == voters and _is_open(links[to - 1], links[to]) for to in passed
+    ) and _is_open(before, link)
+    parent = before.head if is_parent(before.head, link.head) else link.parent
+    return replace(link, parent=parent, alike=alike)
+
+
+def _may_step(before: Link, link: Link) -> bool:
+    """Whether steps may lead over a link to the next one, as far as heads say."""
+    head, parent = before.head, link.head
+    return (
+        parent.kind is not Kind.REFORM
+        and (head.generation, head.lineage) == (parent.generation, parent.lineage)
+        and (link.parent is not None or is_parent(head, parent))
+    )
+
+
+def _is_open(before: Link, link: Link) -> bool:
+    """Whether the voters of all heads between two neighbours are known: the first one's, if any."""
+    return link.alike or is_parent(before.head, link.head)
+
+
+def _has_majority(electorate: frozenset[PeerId], link: Link) -> bool:
+    """Whether more than half have signed; half decides only with a voter that depends on a head."""
+    signers = link.certificate.signatures if link.certificate else {}
+    return 2 * len(electorate.intersection(signers)) > len(electorate)
+
+
+def is_parent(before: Head, after: Head) -> bool:
+    """Whether of two heads of one ancestry the first is the parent of the second.
+
+    By their codes: one ancestry has one head of each, and to make digests takes a while.
+    """
+    return before.code == place_of_parent(after)
+
+
+def place_of_parent(head: Head) -> Code:
+    """The code of a head's parent: a reform repeats the height of its own."""
+    if head.kind is Kind.REFORM:
+        return (*head.lineage[:-1], (head.height, ()))
+    return (*head.lineage, (head.height - 1, ()))
+
+
 @dataclass(frozen=True)
 class Chain:
-    """The heads behind a tip, oldest first, as far as this peer has them; the last is the tip's.
+    """The heads behind a tip, oldest first, as far as proofs need them; the last is the tip's.
 
     Attributes:
-        links: the first has no certificate: the peer began with it. There may be ten thousands, so
-            they are looked up by their codes, which only grow, and gone through only once, at the
-            start.
+        links: the first has no certificate: the peer began with it. Between two of them all heads
+            are left out from which the later one follows, see `pruned`. They are looked up by
+            their codes, which only grow.
+        torn: digests of links behind one that was lost, see `swarm.protocol.gaps`.
     """
 
     links: tuple[Link, ...]
+    torn: frozenset[Digest] = frozenset()
 
     @staticmethod
-    def of(record: Record, links: Iterable[Link] = ()) -> Chain:
+    def of(record: Record, links: Iterable[Link] = (), torn: Collection[Digest] = ()) -> Chain:
         """The chain that ends with a record's tip, of links that may go on or end before it."""
         tip, parent = record.tip.head, record.parent
-        behind = {_code(link): link for link in links if is_ancestor(_code(link), tip.code)}
-        kept = tuple(sorted(behind.values(), key=_code))
+        behind = dict[Code, Link]()
+        for link in links:  # a path to a tip, as it is written, begins with a head alone
+            if is_ancestor(_code(link), tip.code) and (
+                link.certificate or _code(link) not in behind
+            ):
+                behind[_code(link)] = link
+        kept = sorted(behind.values(), key=_code)
         if kept and kept[-1].head.digest == tip.digest:
-            return Chain(kept)
-        if record.certificate is None or parent is None:
-            return Chain((Link(tip),))
-        last = Link(tip, record.certificate, parent.head)
-        known = kept or (Link(parent.head),)
-        return Chain((*known, *_closed(known, [last])))
+            behind_tip = kept[-1].parent or (parent.head if parent else None)
+            kept[-1:] = closed(kept[:-1], [replace(kept[-1], parent=behind_tip)])
+        else:
+            if record.certificate is None or parent is None:
+                return Chain((Link(tip),))
+            kept = kept or [Link(parent.head)]
+            kept += closed(kept, [Link(tip, record.certificate, parent.head)])
+        return Chain(pruned(kept, RECENT), frozenset(torn))
 
     @property
     def tip(self) -> Head:
@@ -253,39 +386,50 @@ class Chain:
 
         At a reform's parent the old generation may have gone on, and come back as the better one.
         """
-        lineage, trusted = self.tip.lineage, {self.tip.digest}
+        parents = (self.links[at].head.parent for at in self._reforms)
+        return frozenset([self.tip.digest, *(parent for parent in parents if parent)])
+
+    @cached_property
+    def _reforms(self) -> tuple[int, ...]:
+        """Where the reforms of the tip's ancestry are, as far as they are here, oldest first."""
+        lineage, found = self.tip.lineage, list[int]()
         for number, (height, _) in enumerate(lineage, 1):
             at = self._place((*lineage[:number], (height, ())))
-            head = self.links[at].head if at < len(self.links) else self.tip
-            if head.kind is Kind.REFORM and head.parent:
-                trusted.add(head.parent)
-        return frozenset(trusted)
+            at = min(at, len(self.links) - 1)
+            if self.links[at].head.kind is Kind.REFORM:
+                found.append(at)
+        return tuple(found)
+
+    @cached_property
+    def _footings(self) -> tuple[Head, ...]:
+        """The trusted heads, as far as they are here, oldest first."""
+        found = list[Head]()
+        for at in self._reforms:
+            before = self.links[at - 1].head if at else None
+            reform = self.links[at]
+            if before is not None and is_parent(before, reform.head):
+                found.append(before)
+            elif reform.parent:
+                found.append(reform.parent)
+        return (*found, self.tip)
 
     def rooted(self, path: Sequence[Link]) -> Sequence[Link]:
-        """A proof that begins with one of this chain's heads, from a trusted one later than that.
+        """A proof that begins with an older head than those that are trusted, from one of them.
 
-        Whoever joined along a proof and heard no more has a manifest at its beginning that all
-        believe, and none begins with. What follows must be proved from the later head alone.
+        Others no longer have each head, so they begin with the last one before that they have, and
+        go on with a link to which all heads since lead [L3]. It is judged from the trusted head,
+        as each proof is.
         """
-        if not path or path[0].head.digest in self.trusted or not self._has(path[0].head):
+        if not path or path[0].head.digest in self.trusted:
             return path
         after = [
             replace(link, parent=link.parent or before.head) for before, link in pairwise(path)
         ]
-        for link in reversed(self._footings):
-            rest = [each for each in after if _code(each) > _code(link)]
-            if rest and is_ancestor(_code(link), _code(rest[-1])):
-                return (Link(link.head), *_closed([link], rest))
+        for footing in reversed(self._footings):
+            rest = [each for each in after if _code(each) > footing.code > _code(path[0])]
+            if rest and step_problem(footing, rest[0]) is None:
+                return (Link(footing), *closed([Link(footing)], rest))
         return path
-
-    @cached_property
-    def _footings(self) -> tuple[Link, ...]:
-        """The trusted heads, as far as they are here."""
-        return tuple(link for link in self.links if link.head.digest in self.trusted)
-
-    def _has(self, head: Head) -> bool:
-        at = self._place(head.code)
-        return at < len(self.links) and self.links[at].head.digest == head.digest
 
     def _place(self, code: Code) -> int:
         """How many links come before this place in the order of codes, which only grow."""
@@ -297,11 +441,13 @@ class Chain:
         if not new:
             return self
         known = {link.head.digest for link in new}
-        end = self._ancestors(new[-1].head.code)
+        end = self.num_behind(new[-1].head.code)
         begin = min(end, self._place(new[0].head.code))
         between = [link for link in self.links[begin:end] if link.head.digest not in known]
         kept = self.links[:begin]
-        return Chain((*kept, *_closed(kept, sorted([*between, *new], key=_code))))
+        links = (*kept, *closed(kept, sorted([*between, *new], key=_code)))
+        begin = _open_from(links, begin - RECENT - 1)
+        return replace(self, links=(*links[:begin], *pruned(links[begin:], RECENT)))
 
     def beyond(self, other: Chain) -> tuple[Link, ...]:
         """The links whose heads another chain lacks, which this one has grown out of."""
@@ -310,12 +456,15 @@ class Chain:
         known = {link.head.digest for link in other.links[first:]}
         return tuple(link for link in self.links[first:] if link.head.digest not in known)
 
-    def _ancestors(self, code: Code) -> int:
+    def num_behind(self, code: Code) -> int:
         """How many links are in the ancestry of a manifest of this code: the first so many."""
         return bisect_right(self.links, False, key=lambda link: not is_ancestor(_code(link), code))
 
     def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
-        """The shortest path found to the tip for a peer with another tip.
+        """A path to the tip for a peer with another tip.
+
+        It begins with the last head before that tip that is here, and leads on from each head
+        between (`rooted`). Who takes it up proves the tip to all to whom this peer does.
 
         Args:
             since: its tip's code, or the digest of a head that it trusts; None for the oldest.
@@ -325,46 +474,36 @@ class Chain:
         at = self._beginning(since)
         if at is None:
             return ()
-        path = [Link(self.links[at].head)]
-        while at < len(self.links) - 1 and len(path) < MAX_LINKS:
-            further = self._furthest(at)
-            link = self.links[further]
-            if link.parent is None and further > at + 1:
-                link = replace(link, parent=self.links[further - 1].head)
-            path.append(link)
-            at = further
-        return tuple(path)
+        return pruned((Link(self.links[at].head), *self.links[at + 1 :]))[:MAX_LINKS]
 
     def _beginning(self, since: Code | Digest | None) -> int | None:
         if since is None or since == self.links[0].head.digest:  # as newcomers ask
             return 0
         if not isinstance(since, str):
-            return self._ancestors(since) - 1 if self._ancestors(since) else None
+            return self.num_behind(since) - 1 if self.num_behind(since) else None
         back = range(len(self.links) - 1, 0, -1)
         return next((at for at in back if self.links[at].head.digest == since), None)
 
-    def _furthest(self, at: int) -> int:
-        """The furthest link that one step reaches, found by halving the distance."""
-        before, further = self.links[at].head, len(self.links) - 1
-        while further > at + 1:
-            link = self.links[further]
-            parent = link.parent or self.links[further - 1].head
-            if step_problem(before, replace(link, parent=parent)) is None:
-                return further
-            further = at + (further - at) // 2
-        return further
+
+def _open_from(links: Sequence[Link], at: int) -> int:
+    """From which link on the voters of all heads up to another are known; before it is settled."""
+    at = max(at, 0)
+    while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
+        at -= 1
+    return at
 
 
-def _closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links, without the parents' heads that are the links before them."""
+def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
+    """New links, without the parents' heads that are the links before them, but for reforms'."""
     before = kept[-1].head if kept else None
-    closed = []
+    lone = []
     for link in new:
-        if link.parent and before and link.parent.digest == before.digest:
-            link = replace(link, parent=None)
-        closed.append(link)
+        if before and link.parent and link.parent.digest == before.digest:
+            parent = link.parent if link.head.kind is Kind.REFORM else None
+            link = replace(link, parent=parent, alike=False)
+        lone.append(link)
         before = link.head
-    return closed
+    return lone
 
 
 def _code(link: Link) -> Code:

@@ -1,4 +1,4 @@
-"""Heads that a peer passed over, between real nodes: asked for, checked, kept."""
+"""Heads that a peer has lost, between real nodes: asked for, checked, kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from swarm.protocol.trust import Chain, proof_problem
 from tests.network.conftest import Peers
 from tests.network.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
-from tests.protocol.test_gaps import without
 from tests.protocol.test_handover import next_round
 
 WAIT_S = 60.0
@@ -38,7 +37,7 @@ RULES = make_rules()
 
 
 class Duo:
-    """One member that has all heads and one that has passed over some, each with its node."""
+    """One member that has all heads and one whose chain file was damaged, each with its node."""
 
     def __init__(self, peers: Peers) -> None:
         folder = peers.folder
@@ -61,8 +60,11 @@ class Duo:
         self.lacking = peers.node()
         self.knowing.ledger.admit([self.lacking.peer_id])
         self.file = RecordFile(folder / "record")
-        joined = without(links, {2, 3, 4, 6})
-        self.file.write(self.record, joined.links)
+        self.file.write(self.record, links)
+        lines = self.file.chain.path.read_bytes().splitlines(keepends=True)
+        flipped = lines[6][:99] + bytes([lines[6][99] ^ 1]) + lines[6][100:]
+        torn = [*lines[:2], lines[2][:200], *lines[4:6], flipped, *lines[7:]]
+        self.file.chain.path.write_bytes(b"".join(torn))
         self.driver = RoundDriver(
             self.lacking,
             BlobStore(),
@@ -106,17 +108,18 @@ def wait_until(condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-def test_who_joined_along_a_proof_gets_the_heads_that_it_passed_over_and_keeps_them(
+def test_links_of_a_damaged_file_come_from_a_member_and_the_file_is_whole_again(
     duo: Duo,
 ) -> None:
     machine = duo.driver.machine
-    away = duo.whole.links[3].head
+    away = Chain((Link(duo.whole.links[2].head),))
+    assert [link.head.height for link in machine.chain.links] == [0, 1, 5, 7]
     assert len(gaps(machine.chain)) == 2
-    assert proof_problem(machine.chain.proof(away.code), duo.record.tip.head, {away.digest})
+    assert away.rooted(machine.chain.proof(away.tip.code))[0].head != away.tip
     duo.driver.start()
     assert wait_until(lambda: machine.chain == duo.whole)
-    path = machine.chain.proof(away.code)
-    assert proof_problem(path, duo.record.tip.head, {away.digest}) is None
+    path = away.rooted(machine.chain.proof(away.tip.code))
+    assert proof_problem(path, duo.record.tip.head, away.trusted) is None
     assert wait_until(lambda: duo.file.chain.read() == duo.whole.links)
     assert duo.file.read_chain(duo.record) == duo.whole
 
@@ -158,7 +161,7 @@ def test_a_member_s_question_for_heads_is_charged_and_one_of_another_run_is_not_
     ledger.admit([asker.peer_id])
     assert not charged
     page = decode_page(ask(RULES.run))
-    assert [link.head.height for link in page] == [2, 3, 4]
+    assert [link.head.height for link in page] == [2, 3, 4, 5]
     assert charged == [(asker.peer_id, Cost.SECONDS)]
     with pytest.raises(Refused):
         ask(RULES.run, b"{}")

@@ -7,15 +7,20 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from swarm import durable
 from swarm.errors import CorruptState, StateError
 from swarm.network.chain_file import ChainFile
 from swarm.network.record_file import RecordFile
 from swarm.protocol.abstaining import ABSTAIN_HEIGHTS
 from swarm.protocol.events import Record
-from swarm.protocol.messages import Accepted, Ballot
+from swarm.protocol.gaps import between, filled, gaps
+from swarm.protocol.messages import Accepted, Ballot, Link
+from swarm.protocol.trust import Chain
 from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_trust import chain_of, reform, signed
 
@@ -222,7 +227,7 @@ def test_a_chain_that_is_replaced_on_disk_keeps_the_reforms_that_it_had(tmp_path
     left = signed(reform(links[1].head, "a"), "a", parent=links[1].head)
     chain = ChainFile(tmp_path / "chain")
     chain.append([*links[:2], left])
-    chain.rewrite(links)
+    chain.rewrite(lambda: links)
     assert chain.read() == (left, *links)
 
 
@@ -248,7 +253,68 @@ def test_a_chain_that_cannot_be_read_is_replaced_and_appended_to(
         chain.append(links[2:])
     assert chain.read() == tuple(links)
     with monkeypatch.context() as damaged:
-        damaged.setattr(ChainFile, "_read", bad_sector)
-        chain.rewrite(links[1:])
+        damaged.setattr(ChainFile, "_lines", bad_sector)
+        chain.rewrite(lambda: links[1:])
     assert "chain cannot be read: Input/output error" in caplog.text
     assert chain.read() == tuple(links[1:])
+
+
+def record_at(links: list[Link]) -> Record:
+    tip = SimpleNamespace(head=links[-1].head)
+    parent = SimpleNamespace(head=links[-2].head)
+    return cast(Record, SimpleNamespace(tip=tip, parent=parent, certificate=links[-1].certificate))
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "first", "gone"])
+def test_links_of_a_damaged_chain_are_known_to_be_lost(tmp_path: Path, how: str) -> None:
+    links = chain_of(["abcd", "abcx", "abyx", "azyx", "wzyx", "wzyv", "wzuv", "wtuv", "stuv"])
+    file = RecordFile(tmp_path / "record")
+    file.chain.append(links)
+    path, content = file.chain.path, file.chain.path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    middle = len(b"".join(lines[:4])) + len(lines[4]) // 2
+    if how == "gone":
+        path.unlink()
+    elif how == "torn":
+        path.write_bytes(content[:middle] + content[-len(lines[-1]) :])
+    else:
+        at = 100 if how == "first" else middle
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    chain = file.read_chain(record_at(links), links[0].head)
+    assert chain.links[0].head == links[0].head
+    assert chain.tip == links[-1].head
+    whole = Chain(tuple(links))
+    if how != "first":  # nothing comes between manifest 0 and what follows it
+        (gap,) = gaps(chain)
+        found = between(whole, gap.question)
+        chain, problem = filled(chain, (gap.before, *found))
+        assert problem is None
+    assert gaps(chain) == ()
+    file.chain.rewrite(lambda: chain.links)
+    assert file.read_chain(record_at(links), links[0].head).links == chain.links
+    assert [link.head for link in chain.links] == [link.head for link in links]
+
+
+def test_what_is_appended_while_a_chain_is_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, chain = chain_of(["abcd"] * 9), ChainFile(tmp_path / "chain")
+    chain.append(links[:6])
+    sync = durable.sync_file
+
+    def meanwhile(path: Path) -> None:
+        sync(path)
+        chain.append(links[6:])
+
+    monkeypatch.setattr(durable, "sync_file", meanwhile)
+    chain.rewrite(lambda: (links[0], links[5]))
+    assert chain.read() == (links[0], *links[5:])
+
+
+def test_a_chain_file_of_which_little_is_kept_is_replaced_at_the_start(tmp_path: Path) -> None:
+    links = chain_of(["abcd"] * 300)
+    file = RecordFile(tmp_path / "record")
+    file.chain.append(links)
+    chain = file.read_chain(record_at(links))
+    assert len(chain.links) < 70
+    assert file.chain.read() == chain.links

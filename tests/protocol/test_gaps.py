@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadMessage
 from swarm.protocol import gaps as module
+from swarm.protocol import trust
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import HeadsFound, Record, RewriteChain
 from swarm.protocol.gaps import (
     MAX_PAGE_BYTES,
     Filling,
+    Question,
     between,
     decode_page,
     decode_question,
@@ -29,9 +33,10 @@ from swarm.protocol.manifest import Digest, Head
 from swarm.protocol.messages import Certificate, Link
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.schemas import MAX_LINKS
-from swarm.protocol.trust import Chain, proof_problem
+from swarm.protocol.trust import Chain, proof_problem, step_problem
 from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_handover import next_round
+from tests.protocol.test_pruning import history, lived, stages
 from tests.protocol.test_trust import SIGNED, chain_of, head, reform, signed
 
 WRONG = b"w" * 64
@@ -67,15 +72,10 @@ def chain_of_next(before: Head, members: Sequence[str]) -> Link:
 
 
 def without(links: Sequence[Link], lost: set[int]) -> Chain:
-    """The chain without some of its links, as it is after steps over them."""
-    kept = []
-    for at, link in enumerate(links):
-        if at in lost:
-            continue
-        if at - 1 in lost:
-            link = replace(link, parent=links[at - 1].head)
-        kept.append(link)
-    return Chain(tuple(kept))
+    """The chain without some of its links, as it is after their lines were damaged."""
+    kept = [link for at, link in enumerate(links) if at not in lost]
+    torn = {link.head.digest for at, link in enumerate(links) if at - 1 in lost and at not in lost}
+    return Chain(tuple(kept), frozenset(torn))
 
 
 def carried(page: Sequence[Link]) -> tuple[Link, ...]:
@@ -84,12 +84,13 @@ def carried(page: Sequence[Link]) -> tuple[Link, ...]:
 
 def completed(chain: Chain, whole: Chain) -> Chain:
     """What becomes of a chain whose peer asks one that has everything."""
-    for gap in gaps(chain):
-        while not gap.is_whole:
+    while found := gaps(chain):
+        gap, problem = found[0], "nothing is here"
+        while problem:
             question = decode_question(encode_question(gap.question))
             gap = gap.extended(carried(between(whole, question)), sound)
-        chain, problem = filled(chain, gap.links)
-        assert problem is None
+            closed, problem = filled(chain, gap.path)
+        chain = closed
     return chain
 
 
@@ -108,44 +109,60 @@ def test_a_chain_with_any_gaps_is_whole_again_after_it_has_asked_for_them(
     chain = without(links, data.draw(st.sets(middle, max_size=len(links) - 2)))
     lacking = [
         (before.head, after.head)
-        for before, after in zip(chain.links, chain.links[1:], strict=False)
+        for before, after in pairwise(chain.links)
         if after.head.parent != before.head.digest
     ]
     assert [(gap.before.head, gap.after.head) for gap in gaps(chain)] == lacking
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "MAX_LINKS", data.draw(st.integers(1, 6)))
-        assert completed(chain, whole) == whole
+        links = completed(chain, whole).links
+        assert [(link.head, link.certificate) for link in links] == [
+            (link.head, link.certificate) for link in whole.links
+        ]
     assert gaps(whole) == ()
 
 
-def test_a_page_from_a_chain_that_has_gaps_itself_is_the_part_that_touches_the_end() -> None:
-    links = long_chain(12)
-    chain, other = without(links, set(range(2, 10))), without(links, {4, 5})
-    (gap,) = gaps(chain)
-    page = between(other, gap.question)
-    assert [link.head.height for link in page] == [6, 7, 8, 9]
-    assert page[0].parent == links[5].head
-    part = gap.extended(page, sound)
-    assert not part.is_whole
-    assert between(other, part.question) == ()
-    assert "does not follow from height 1" in (filled(chain, part.links)[1] or "")
-    assert part.extended(between(Chain(tuple(links)), part.question), sound).is_whole
+@pytest.mark.parametrize("seed", range(20))
+def test_a_chain_that_lost_links_takes_those_of_another_that_keeps_others(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes back is convinced by it again, wherever the damage was."""
+    monkeypatch.setattr(trust, "RECENT", 3)
+    random = Random(seed)
+    links = history(random, random.randint(20, 70), 0.3, 0.0)
+    chains = stages(links)
+    *_, other = lived(chains, links, random)
+    mine = chains[-1]
+    lost = {at for at in range(1, len(mine.links) - 1) if random.random() < 0.3}
+    torn = [
+        replace(link, alike=False) if at - 1 in lost else link for at, link in enumerate(mine.links)
+    ]
+    chain = completed(without(torn, lost), other if other.links[0] == links[0] else mine)
+    assert gaps(chain) == ()
+    for returner in chains:
+        path = returner.rooted(chain.proof(returner.tip.code))
+        assert proof_problem(path, chain.tip, returner.trusted) is None
 
 
 def test_a_page_is_bounded_in_number_and_bytes() -> None:
     links = long_chain(MAX_LINKS + 20)
-    chain = without(links, set(range(1, len(links) - 1)))
-    (gap,) = gaps(chain)
+    (gap,) = gaps(without(links, set(range(1, len(links) - 1))))
     page = between(Chain(tuple(links)), gap.question)
     assert len(page) == MAX_LINKS
     assert len(encode_page(page)) < MAX_PAGE_BYTES
     crowd = [f"{number:052d}".replace("0", "z") for number in range(256)]
-    crowded = chain_of([crowd] * 100)
-    (gap,) = gaps(without(crowded, set(range(1, 99))))
+    crowded = chain_of([crowd] * 60)
+    (gap,) = gaps(without(crowded, set(range(1, 59))))
     page = between(Chain(tuple(crowded)), gap.question)
-    assert 10 < len(page) < 99
+    assert 10 < len(page) < 59
     assert MAX_PAGE_BYTES / 2 < len(encode_page(page)) < 1_000_000
-    assert between(Chain(tuple(crowded)), replace(gap.question, until="0" * 64)) == ()
+
+
+def test_nothing_is_shown_of_what_this_peer_has_not_got() -> None:
+    links = long_chain(9)
+    late = Chain((Link(links[5].head), *links[6:]))
+    assert between(late, Question(links[3].head.code, links[6].head.code)) == ()
+    assert between(late, Question(late.tip.code, late.tip.code)) == ()
 
 
 def test_more_heads_than_a_page_has_are_refused() -> None:
@@ -182,30 +199,25 @@ FALSE = ("signatures", "too few", "no certificate", "another body", "another par
          "left out")  # fmt: skip
 
 
-@given(st.sampled_from(FALSE), st.integers(0, 6))
-def test_links_that_are_not_in_order_change_nothing(how: str, at: int) -> None:
+@given(st.sampled_from(FALSE), st.integers(0, 5))
+def test_links_that_are_no_steps_change_nothing(how: str, at: int) -> None:
     links = long_chain(10)
     chain = without(links, set(range(2, 9)))
     (gap,) = gaps(chain)
     page = spoil(list(between(Chain(tuple(links)), gap.question)), how, at)
+    before, after = page[-1], chain.tip
+    has_end = step_problem(before.head, chain.links[-1]) is None and before.head.code < after.code
     with pytest.raises(BadMessage):
         gap.extended(page, sound)
-    if how not in ("signatures", "too few"):
-        same, problem = filled(chain, page)
-        assert same is chain
-        assert problem
+        assert not has_end
+    same, problem = filled(chain, (gap.before, *page))
+    assert (same is chain and problem) or how == "signatures"
 
 
-def test_heads_beyond_the_gap_and_of_no_gap_are_refused() -> None:
+def test_heads_of_no_gap_and_beyond_the_tip_are_refused() -> None:
     links = long_chain(10)
     chain = without(links, {4, 5})
-    (gap,) = gaps(chain)
-    beyond = [replace(links[2], parent=links[1].head), *links[3:6]]
-    with pytest.raises(BadMessage, match="beyond"):
-        gap.extended(beyond, sound)
-    with pytest.raises(BadMessage, match="missing"):
-        gap.extended(links[5:6], sound)
-    for useless in ((), links[3:4], links[9:], links[4:5]):
+    for useless in (links[3:4], links[6:9], links[7:9], links[4:7], links[9:]):
         same, problem = filled(chain, useless)
         assert same is chain
         assert problem
@@ -214,19 +226,15 @@ def test_heads_beyond_the_gap_and_of_no_gap_are_refused() -> None:
 # ---------------------------------------------------------------- what it is for
 
 
-def test_who_joined_along_a_proof_proves_its_tip_afterwards_to_who_has_a_head_it_passed() -> None:
+def test_who_joined_along_a_proof_proves_its_tip_to_who_has_a_head_that_it_passed_over() -> None:
     """Nobody else is left to do so, if all members have joined like that."""
     links = long_chain(30)
-    whole = Chain(tuple(links))
-    joined = Chain(links[:1]).grown(whole.proof(links[0].head.digest)[1:])
-    passed = [gap.before.head.height + 1 for gap in gaps(joined)]
-    assert passed
-    away = links[passed[0]].head
-    path = joined.proof(away.code)
-    assert proof_problem(path, joined.tip, {away.digest})
-    after = completed(joined, whole)
-    path = after.proof(away.code)
-    assert proof_problem(path, after.tip, {away.digest}) is None
+    joined = Chain(links[:1]).grown(Chain(tuple(links)).proof(links[0].head.digest))
+    assert len(joined.links) < len(links) and not gaps(joined)
+    for link in links:
+        away = Chain((Link(link.head),))
+        path = away.rooted(joined.proof(away.tip.code))
+        assert proof_problem(path, joined.tip, away.trusted) is None
 
 
 RULES = make_rules()
@@ -251,9 +259,9 @@ def test_the_machine_puts_what_was_found_into_its_chain_and_onto_the_disk() -> N
     machine = machine_of(without(links, {2, 3, 4}))
     (gap,) = gaps(machine.chain)
     whole = Filling(gap.before, gap.after, tuple(links[2:5]))
-    effects = machine.handle(HeadsFound(whole.links), 1.0)
+    effects = machine.handle(HeadsFound(whole.path), 1.0)
     assert machine.chain == Chain(tuple(links))
     assert RewriteChain(tuple(links)) in effects
-    effects = machine.handle(HeadsFound(whole.links), 2.0)  # it had been closed meanwhile
+    effects = machine.handle(HeadsFound(whole.path), 2.0)  # it had been closed meanwhile
     assert machine.chain == Chain(tuple(links))
     assert not [effect for effect in effects if isinstance(effect, RewriteChain)]

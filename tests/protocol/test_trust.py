@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from swarm.protocol.manifest import Head, Kind, PeerId
 from swarm.protocol.messages import Ballot, Certificate, Link
-from swarm.protocol.trust import MAX_LINKS, Chain, proof_problem, step_problem, with_reforms
+from swarm.protocol.trust import (
+    MAX_LINKS,
+    RECENT,
+    Chain,
+    proof_problem,
+    step_problem,
+    with_reforms,
+)
 
 SIGNED = bytes(64)
 
@@ -247,8 +254,8 @@ def test_a_proof_from_an_older_head_of_ones_own_is_judged_from_a_trusted_one() -
     rooted = mine.rooted(jumped)
     assert [link.head.height for link in rooted] == [5, 8]
     assert proof_problem(rooted, links[8].head, mine.trusted) is None
-    few = mine.rooted((jumped[0], replace(jumped[1], certificate=signed(fork, "b").certificate)))
-    assert "has 1 of the 4 voters" in (proof_problem(few, links[8].head, mine.trusted) or "")
+    few = (jumped[0], replace(jumped[1], certificate=signed(fork, "b").certificate))
+    assert mine.rooted(few) == few, "what is no step from there stays a proof from elsewhere"
 
 
 def test_a_proof_that_begins_elsewhere_is_left_as_it_is() -> None:
@@ -297,22 +304,26 @@ class Counted(tuple):
             yield link
 
 
-def test_a_chain_of_ten_thousand_heads_is_not_gone_through_for_each_message() -> None:
-    links = chain_of(["abcd"] * 5000)
-    gone_on = signed(reform(links[-1].head, "abc"), "a")
-    for height in range(5000, 10_000):
-        before = gone_on.head if height == 5000 else links[-1].head
-        links.append(gone_on if height == 5000 else signed(head("abc", height, before), *"abc"))
-    long = Chain(Counted(links))
+def test_a_chain_after_hundreds_of_heads_is_not_gone_through_for_each_message() -> None:
+    chain, links = Chain(tuple(chain_of(["abcd"]))), chain_of(["abcd"])
+    for height in range(1, 400):
+        parent, voters = links[-1].head, "abcd" if height < 200 else "abc"
+        if height == 200:
+            links.append(signed(reform(parent, "abc"), "a", parent=parent))
+            chain = chain.grown([links[-1]])
+        links.append(signed(head(voters, height, chain.tip), *chain.tip.voters))
+        chain = chain.grown([links[-1]])
+    assert len(chain.links) < RECENT + 9
+    long = Chain(Counted(chain.links))
     Counted.looks = 0
-    assert long.trusted == {links[-1].head.digest, links[5000].head.parent}
-    for since in (links[0].head.digest, links[0].head.code, links[7000].head.code, None):
-        path = long.proof(since)
+    assert long.trusted == {links[-1].head.digest, links[200].head.parent}
+    for since in (links[0].head.digest, links[0].head.code, links[300].head.code, None):
+        path = Chain((Link(links[300].head),)).rooted(long.proof(since))
         assert proof_problem(path, long.tip, {path[0].head.digest}) is None
-    longer = long.grown([signed(head("abc", 10_000, long.tip), *"abc")])
-    assert longer.tip.height == 10_000 and len(longer.links) == 10_001
+    assert Counted.looks < 100
+    longer = long.grown([signed(head("abc", 400, long.tip), *"abc")])
+    assert longer.tip.height == 400
     assert longer.beyond(long) == longer.links[-1:]
-    assert Counted.looks < 500
 
 
 def test_what_a_path_passes_over_and_is_on_the_chain_stays_in_order() -> None:

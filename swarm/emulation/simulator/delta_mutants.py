@@ -135,6 +135,7 @@ APART = replace(
     haste=(0.15, 0.5),
     hasty_reform=True,
     merging=0.0,
+    small=0.0,
 )
 """Peers miss rounds, and go on without the others."""
 

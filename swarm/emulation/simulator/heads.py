@@ -1,4 +1,4 @@
-"""Heads that a simulated peer's chain lacks, asked of members as `swarm.network.heads` does."""
+"""Links that a simulated peer's chain has lost, asked of members as `swarm.network.heads` does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm.emulation.simulator.shell import Shell
 from swarm.emulation.simulator.signing import holds
 from swarm.errors import BadMessage
 from swarm.protocol.events import HeadsFound
-from swarm.protocol.gaps import Filling, between, gaps
+from swarm.protocol.gaps import Filling, between, filled, gaps
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Link
 from swarm.protocol.rounds import RoundMachine
@@ -71,7 +71,10 @@ class HeadSearch:
             self._shell.after(AGAIN_S, self._look)
             return
         self._begun[filling.ends] = filling
-        if filling.is_whole:
+        chain = self._shell.machine.chain
+        _, problem = filled(chain, filling.path)
+        if problem is None or filling.links[-1].head.code >= chain.tip.code:
             del self._begun[filling.ends]
-            self._shell.tell(HeadsFound(filling.links))
+        if problem is None:
+            self._shell.tell(HeadsFound(filling.path))
         self._shell.after(NEXT_S, self._look)

@@ -13,12 +13,20 @@ from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.taking_part import UnderTest
-from swarm.protocol.events import HeadsFound
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
+from swarm.protocol.messages import (
+    Ballot,
+    Certificate,
+    Commit,
+    Evidence,
+    Header,
+    Link,
+    Message,
+)
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.trust import RECENT, Chain
 
 
 class _NothingIsShown(Acceptor):
@@ -44,9 +52,11 @@ class _AnyAttempt(Acceptor):
         return None
 
 
-class _GapsStay(Adopter):
-    def on_heads_found(self, event: HeadsFound) -> None:
-        pass
+class _PrunedByCount(Adopter):
+    def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
+        new, links = super()._lengthen_chain(commit, certificate), self.standing.chain.links
+        self.standing.chain = Chain((links[0], *links[1:][-RECENT:]))
+        return new
 
 
 class _ReturnsAtOnce(Acceptor):
@@ -72,5 +82,5 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
         "A5: one message does not use up the ballots", _AnyAttempt, mix=CALM_LIES
     ),
     "returns_at_once": Mutant.of("A7: whoever had a vote lets others convene", _ReturnsAtOnce),
-    "gaps_stay": Mutant.of("L3: heads that a proof passed over are fetched", _GapsStay),
+    "pruned_by_count": Mutant.of("L3: a chain keeps what leads on from each head", _PrunedByCount),
 }

@@ -274,6 +274,7 @@ DUELS = Mix(
     slow=0.6,
     sync_s=(1.0, 3.0, 5.0),
     merging=0.2,
+    small=0.0,
 )
 """Conveners depose each other all the time while peers crash around their votes."""
 REVOLTS = Mix(
@@ -287,11 +288,12 @@ REVOLTS = Mix(
     slow=0.0,
     loss=0.0,
     merging=0.0,
+    small=0.0,
 )
 """Two conveners at a time, and a third peer that crashes between their ballots."""
 SHATTERED = Mix(kinds={"shatter": 1.0}, faults=(1, 3), window_s=(120.0, 200.0))
 """Several survivors reform, each for itself."""
-LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
+LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16), small=0.0)
 """Peers learn of manifests that nobody is left to give them."""
 MERGE_DUELS = replace(DUELS, merging=1.0)
 UNPROVED = replace(CLASSES["A"], certificates=0.0)

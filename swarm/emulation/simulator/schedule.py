@@ -90,16 +90,12 @@ class _Judge:
         return [tip for tip in self._tips() if best and tip.code <= best]
 
     def _may_go_on(self, node: Node) -> Manifest | None:
-        """A peer's tip, if somebody lives who may go on from it [F3], and can be shown it [L3].
-
-        The heads that its proof passed over are shown to a member, not to who has just arrived.
-        """
+        """A peer's tip, if somebody lives who may go on from it [F3], and can be shown it [L3]."""
         tip, chain = node.disk.record.tip, node.machine.chain
         electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
         for known in (elector.machine.chain for elector in electors):
             path = known.rooted(chain.proof(known.tip.code))
-            is_proved = proof_problem(path, tip.head, known.trusted) is None
-            if is_proved or node.me in tip.members:
+            if proof_problem(path, tip.head, known.trusted) is None:
                 return tip
         return None
 

@@ -19,7 +19,7 @@ from swarm.protocol.rounds.gossip import Gossip
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Life, Work
-from swarm.protocol.trust import proof_problem, reform_electors, step_problem
+from swarm.protocol.trust import RECENT, proof_problem, reform_electors, step_problem
 from swarm.protocol.voting import why_no_vote
 
 
@@ -41,6 +41,8 @@ class Adopter(Role):
     """Starts what the new tip allows."""
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Of a generation that this peer has left."""
+    _appended: int = field(init=False, default=0)
+    """Links that the disk has got since the chain was written there as a whole, or the start."""
 
     def on_commit(self, source: PeerId, commit: Commit) -> None:
         """Judges what is said to be decided, and adopts it if it is better than the tip."""
@@ -169,7 +171,11 @@ class Adopter(Role):
             abstain_until_height=old.abstain_until_height,
             regained=regained(old, manifest, self.me, self.work.offer),
         )
-        self.standing.persist(record, self._lengthen_chain(commit, certificate))
+        links = self._lengthen_chain(commit, certificate)
+        self.standing.persist(record, links)
+        self._appended += len(links)
+        if self._appended >= max(RECENT, len(self.standing.chain.links)):
+            self._rewrite_chain()
         pursuit = self.blobs.catch_up
         self.work.fetched_s = 0.0
         if pursuit and self._is_being_fetched(manifest):
@@ -199,22 +205,28 @@ class Adopter(Role):
 
     def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
         """Puts the new tip's head, and what led to it, on the chain; returns what is new there."""
-        parent = commit.parent.head if commit.parent else None
-        last, before = Link(commit.manifest.head, certificate, parent), self.standing.chain
+        head, before = commit.manifest.head, self.standing.chain
+        step = commit.path[-1] if commit.path else Link(head)
+        parent = commit.parent.head if commit.parent else step.parent
+        last = Link(head, certificate, parent, step.alike)
         self.standing.chain = before.grown((*commit.path[:-1], last))
         return self.standing.chain.beyond(before)
 
     def on_heads_found(self, event: HeadsFound) -> None:
-        """Puts heads that were passed over into the chain, to prove more to others [L3]."""
+        """Puts links that were lost into the chain, to prove more to others [L3]."""
         standing = self.standing
         standing.chain, problem = filled(standing.chain, event.links)
         if problem:
             self.out.explain(Topic.ROUND, f"heads were not put into the chain: {problem}")
             return
-        self.out.emit(RewriteChain(standing.chain.links))
+        self._rewrite_chain()
         first, last = event.links[0].head.height, event.links[-1].head.height
-        text = f"the heads of heights {first} to {last} are in the chain now"
+        text = f"the chain of heads is whole again from height {first} to {last}"
         self.out.explain(Topic.ROUND, text)
+
+    def _rewrite_chain(self) -> None:
+        self._appended = 0
+        self.out.emit(RewriteChain(self.standing.chain.links))
 
     def _collect_garbage(self, old: Record) -> None:
         """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].

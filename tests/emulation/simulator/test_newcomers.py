@@ -9,6 +9,8 @@ from swarm.emulation.simulator.schedule import build, play
 from swarm.emulation.simulator.world import World
 from swarm.protocol.gaps import gaps
 from swarm.protocol.manifest import FOUNDING_GENERATION
+from swarm.protocol.messages import Link
+from swarm.protocol.trust import Chain, proof_problem
 from tests.emulation.simulator.test_scenarios import PEERS, best_tip, scenario
 
 NEW = "p9"
@@ -47,12 +49,27 @@ def test_a_member_without_its_record_stays_outside_a_reform_that_the_founder_has
     assert [node.me for node in world.alive()] == [last]
 
 
-def test_a_newcomer_lacks_heads_that_only_members_are_given():
+def test_a_newcomer_proves_its_tip_at_once_to_who_has_a_head_that_it_passed_over():
     _, world = world_of((60.0, World.join_shown, (NEW,)), heal_s=61.0)
     world.run(lambda: NEW in world.nodes)
-    machine = world.nodes[NEW].machine
-    assert machine.tip.height > 5 and len(machine.chain.links) == 2
-    world.run(lambda: NEW in best_tip(world).members)
-    assert gaps(machine.chain)
-    world.run(lambda: not gaps(machine.chain))
-    assert [link.head.height for link in machine.chain.links] == [*range(machine.tip.height + 1)]
+    chain, known = world.nodes[NEW].machine.chain, world.nodes[FOUNDER].machine.chain
+    assert chain.tip.height > 5 and len(chain.links) == 2
+    assert gaps(chain) == ()
+    assert NEW not in best_tip(world).members
+    for link in known.links[: chain.tip.height]:
+        away = Chain((Link(link.head),))
+        path = away.rooted(chain.proof(away.tip.code))
+        assert proof_problem(path, chain.tip, away.trusted) is None
+
+
+def test_a_chain_that_lost_links_on_the_disk_is_whole_again_after_a_start():
+    _, world = world_of(heal_s=90.0)
+    world.run(lambda: world.now > 60.0)
+    node = world.nodes[PEERS[2]]
+    world.crash(node.me)
+    node.disk.links = (node.disk.links[0], *node.disk.links[-2:])  # lines between were damaged
+    world.reboot(node.me)
+    assert gaps(node.machine.chain)
+    world.run(lambda: not gaps(node.machine.chain))
+    assert all(link.certificate for link in node.disk.links[1:])
+    assert gaps(Chain.of(node.disk.record, node.disk.links)) == ()

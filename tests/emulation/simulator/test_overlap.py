@@ -18,7 +18,7 @@ SEEDS = [
 ]
 CAUGHT = {
     "rest_dealt_to_others": "O:0",
-    "behind_forgotten": "O:0",
+    "behind_forgotten": "O:1",
     "counted_twice": "O:0",
     "lost_steps_counted": "O:5",
     "two_in_flight": "O:0",

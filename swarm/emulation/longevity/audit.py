@@ -1,0 +1,253 @@
+"""What must hold after a month as on the first day: sizes, files, timers, threads, rates.
+
+Sizes are sampled through the month. The last quarter is compared with the second one: what is
+bounded has reached its bound by then, and what grows with time has doubled.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from swarm.emulation.longevity.world import World
+
+GROWTH = 1.25
+"""A bounded size in the last quarter is at most so many times that in the second."""
+SLACK = 24
+"""Entries that a container may have more all the same: what is under way differs."""
+SLACK_BYTES = 256 * 1024
+"""Likewise of memory."""
+SLACK_BLOCKS = 20_000
+"""Likewise of Python's objects."""
+SLACK_FILE_BYTES = 16 * 1024
+"""Likewise of files of one kind."""
+SAMPLES = 48
+FAILED = "%s failed; it begins again in %g s"
+"""What `swarm.background` says of supervised work."""
+MAX_DEPTH = 14
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Growth that is meant.
+
+    Attributes:
+        pattern: part of the name of a size.
+        per_day: how much of it a day may bring.
+        why: it is meant.
+        most: how large it may become in the end; inf for growth without end.
+    """
+
+    pattern: str
+    per_day: float
+    why: str
+    most: float = inf
+
+
+@dataclass
+class Rate:
+    """Something that has to happen again and again."""
+
+    name: str
+    count: Callable[[], float]
+    every_s: float
+    """The longest that one time may take on average, outages left out."""
+    seen: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Broken(Exception):
+    """The month has shown a fault; the text names all of them."""
+
+
+@dataclass
+class Audit:
+    """Samples a world and judges it.
+
+    Attributes:
+        roots: long-lived objects by name; all that they reach through classes of ours is measured.
+        folders: of files, by name.
+        allowed: growth that is meant.
+        quiet: moments (from, to) in which rates do not count, as during outages.
+    """
+
+    world: World
+    roots: dict[str, Any] = field(default_factory=dict)
+    folders: dict[str, Path] = field(default_factory=dict)
+    allowed: list[Allowed] = field(default_factory=list)
+    rates: list[Rate] = field(default_factory=list)
+    quiet: list[tuple[float, float]] = field(default_factory=list)
+    samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    failures: int = 0
+    """Of supervised work, that the scenario causes."""
+    facts: list[str] = field(default_factory=list)
+    """Faults that a scenario itself has found."""
+
+    def rate(self, name: str, every_s: float, count: Callable[[], float]) -> None:
+        """Demands that a count rises by one within `every_s`, on average of each sample."""
+        self.rates.append(Rate(name, count, every_s))
+
+    def demand(self, holds: bool, what: str) -> None:
+        """Notes a fault unless something holds."""
+        if not holds and what not in self.facts:
+            self.facts.append(what)
+
+    def sample(self) -> None:
+        """Measures everything now."""
+        now_s, sizes = self.world.now_s, dict[str, float]()
+        for name, size in lengths(list(self.roots.values())):
+            sizes[name] = sizes.get(name, 0) + size
+        for name, folder in self.folders.items():
+            for kind, size in files(folder):
+                sizes[f"file {name}/{kind}"] = sizes.get(f"file {name}/{kind}", 0) + size
+        self.world.loop.forget_cancelled()
+        sizes["timers"] = self.world.loop.num_timers
+        sizes["threads"] = len(self.world.threads.living)
+        sizes["open sockets"] = len(self.world.internet.open_sockets)
+        sizes["helpers"] = self.world.loop.helpers
+        gc.collect()
+        sizes["allocated blocks"] = sys.getallocatedblocks() - 8 * sum(
+            len(s) for _, s in self.samples
+        )
+        if tracemalloc.is_tracing():
+            sizes["memory"] = tracemalloc.get_traced_memory()[0] - self._own_bytes()
+        self.samples.append((now_s, sizes))
+        for rate in self.rates:
+            rate.seen.append((now_s, rate.count()))
+
+    def _own_bytes(self) -> float:
+        """About what these samples take themselves."""
+        return sum(100 * len(sizes) for _, sizes in self.samples)
+
+    def problems(self) -> list[str]:
+        """Everything that was not as it has to be."""
+        return [
+            *self.facts,
+            *self._growing(),
+            *self._rare(),
+            *self._failing(),
+            *(f"thread {name} ended with {e!r}" for name, e in self.world.threads.crashed),
+            *(f"nobody saw: {failure}" for failure in dict.fromkeys(self.world.loop.failures)),
+        ]
+
+    def require_sound(self) -> None:
+        """Raises Broken if something was not as it has to be."""
+        if problems := self.problems():
+            raise Broken("; ".join(problems))
+
+    def _failing(self) -> Iterator[str]:
+        failed = self.world.said.counts[logging.ERROR, FAILED]
+        if failed > self.failures:
+            yield f"supervised work failed {failed} times, {self.failures} were meant"
+
+    def _growing(self) -> Iterator[str]:
+        if len(self.samples) < 8:
+            yield f"only {len(self.samples)} samples"
+            return
+        quarter = len(self.samples) // 4
+        middle, last = self.samples[quarter : 2 * quarter], self.samples[-quarter:]
+        days = (last[-1][0] - middle[-1][0]) / 86_400
+        names = {name for _, sizes in self.samples for name in sizes}
+        for name in sorted(names):
+            before = max(sizes.get(name, 0) for _, sizes in middle)
+            after = max(sizes.get(name, 0) for _, sizes in last)
+            meant = [each for each in self.allowed if each.pattern in name]
+            allowed = sum(each.per_day for each in meant) * days
+            too_large = any(after > each.most for each in meant)
+            if too_large or after > GROWTH * before + _slack(name) + allowed:
+                yield f"{name} grows: {before:.0f} in the second quarter, {after:.0f} in the last"
+
+    def _rare(self) -> Iterator[str]:
+        for rate in self.rates:
+            slow = [
+                (begin_s, end_s, count)
+                for begin_s, end_s, count in _between(rate.seen)
+                if not self._is_quiet(begin_s, end_s)
+                and count * rate.every_s < 0.8 * (end_s - begin_s) - rate.every_s
+            ]
+            if slow:
+                begin_s, end_s, count = slow[0]
+                yield (
+                    f"{rate.name}: {count:g} times in {end_s - begin_s:.0f} s from day "
+                    f"{begin_s / 86_400:.2f} on, at least every {rate.every_s:g} s was due"
+                )
+
+    def _is_quiet(self, begin_s: float, end_s: float) -> bool:
+        return any(begin_s < until_s and end_s > from_s for from_s, until_s in self.quiet)
+
+
+def _slack(name: str) -> float:
+    if name == "allocated blocks":
+        return SLACK_BLOCKS
+    if name == "memory" or name.endswith("(bytes)"):
+        return SLACK_BYTES
+    return SLACK_FILE_BYTES if name.startswith("file ") else SLACK
+
+
+def _between(seen: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    return [(a[0], b[0], b[1] - a[1]) for a, b in pairwise(seen)]
+
+
+def files(folder: Path) -> Iterator[tuple[str, float]]:
+    """Bytes of the files in a folder, by name; digits in names are one kind."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = "".join("#" if c.isdigit() else c for c in str(path.relative_to(folder)))
+            yield name, path.stat().st_size
+
+
+def lengths(root: object) -> Iterator[tuple[str, float]]:
+    """Lengths of all containers that an object reaches through our own classes.
+
+    A container is named after the class that has it and the attribute, so that its name does not
+    depend on the way to it.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[object, str]] = [(root, "")]
+    while stack:
+        value, name = stack.pop()
+        if id(value) in seen or name.count("[") > MAX_DEPTH:
+            continue
+        if isinstance(value, bytes | bytearray | memoryview):
+            yield f"{name} (bytes)", len(value)
+            continue
+        if not _is_walked(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            yield name, len(value)
+            stack += [(each, f"{name}[]") for each in list(value.values())]
+            stack += [(key, f"{name}[]") for key in list(value) if _is_ours(key)]
+        elif isinstance(value, list | tuple | Set | deque):
+            yield name, len(value)
+            stack += [(each, f"{name}[]") for each in list(value)]
+        else:
+            kind = type(value).__name__
+            stack += [(v, f"{kind}.{k}") for k, v in _fields(value)]
+
+
+def _is_walked(value: object) -> bool:
+    return isinstance(value, Mapping | list | tuple | Set | deque) or _is_ours(value)
+
+
+def _is_ours(value: object) -> bool:
+    module = type(value).__module__
+    return module.startswith("swarm.") and not module.startswith("swarm.emulation")
+
+
+def _fields(value: object) -> list[tuple[str, object]]:
+    found = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    for kind in type(value).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found.append((name, getattr(value, name)))
+    return found

@@ -1,0 +1,652 @@
+"""Virtual time: one event loop that jumps to the next timer, and threads that it schedules.
+
+A virtual thread is a greenlet. It gives way only where production would wait: in `sleep`, in
+`Event.wait`, in `Thread.join` and in `LoopThread.run`. So the order of everything is determined by
+the timers, and a month of waiting takes no time.
+"""
+
+# What stands in for others takes the arguments that they take.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import heapq
+import logging
+import sys
+import threading as real_threading
+import time as real_time
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ALL_COMPLETED, Executor
+from queue import Empty, Full
+from typing import Any, Generic, TypeVar
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+EPOCH_S = 1_790_000_000.0
+"""Wall time (seconds since 1970) at which every month begins."""
+BOOT_S = 1000.0
+"""What the monotonic clock says then."""
+
+
+class Stuck(Exception):
+    """Nothing can ever happen again: every thread and task waits for another one."""
+
+
+class _Jump:
+    """Takes the place of a selector: instead of waiting, time passes."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout_s: float | None) -> list[Any]:
+        if timeout_s is None:
+            raise Stuck("no timer is left, and no task or thread can run")
+        self._loop.pass_time(timeout_s)
+        return []
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose time is virtual and that opens no descriptor.
+
+    Attributes:
+        now_s: seconds since the month began.
+    """
+
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self._selector = _Jump(self)
+        self.failures: list[str] = []
+        """What asyncio would have written to the log: exceptions that nobody has seen."""
+        self.set_exception_handler(self._noted)
+        self.helpers = 0
+        """Calls of `run_in_executor` that have not returned."""
+
+    def time(self) -> float:
+        """Seconds, as `time.monotonic` counts them."""
+        return BOOT_S + self.now_s
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass, as a computation or a hanging disk does."""
+        self.now_s += max(seconds, 0.0)
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        assert not event_list
+
+    def _write_to_self(self) -> None:
+        """Nothing sleeps that could be woken."""
+
+    def _noted(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.failures.append(f"{context['message']}: {error!r}")
+        logger.error("%s", context["message"], exc_info=error)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Result], *args: Any
+    ) -> asyncio.Future[Result]:
+        """Runs a function in a virtual thread: of the executor, or without one of its own."""
+        if executor is not None:
+            return asyncio.wrap_future(executor.submit(func, *args), loop=self)
+        future: asyncio.Future[Result] = self.create_future()
+        self.helpers += 1
+
+        def work() -> None:
+            try:
+                result, error = func(*args), None
+            except BaseException as raised:  # noqa: BLE001
+                result, error = None, raised
+            self.helpers -= 1
+            if future.done():  # cancelled meanwhile
+                return
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+        Threads.of(self).spawn(work)
+        return future
+
+    @property
+    def num_timers(self) -> int:
+        """Timers that are set and not cancelled."""
+        return sum(not handle.cancelled() for handle in self._scheduled)
+
+    def forget_cancelled(self) -> None:
+        """Drops cancelled timers, as the loop does by itself once they are many."""
+        self._scheduled = [h for h in self._scheduled if not h.cancelled()]
+        for handle in self._scheduled:
+            handle._scheduled = True
+        self._timer_cancelled_count = 0
+        heapq.heapify(self._scheduled)
+
+
+class Threads:
+    """Virtual threads of one loop, and the waits that they may call."""
+
+    _of: dict[VirtualLoop, Threads] = {}  # noqa: RUF012
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.living: set[VirtualThread] = set()
+        self.crashed: list[tuple[str, BaseException]] = []
+        """Threads that an exception ended, and with what."""
+        self._hub = getcurrent()
+        self._waiting: set[greenlet] = set()
+
+    @classmethod
+    def of(cls, loop: VirtualLoop) -> Threads:
+        """The threads of a loop; there is one such object for each."""
+        found = cls._of.get(loop)
+        if found is None:
+            found = cls._of[loop] = cls(loop)
+        return found
+
+    def forget(self) -> None:
+        """Ends with the loop; threads that still wait do so for good.
+
+        They are kept, since a greenlet that is let go runs its handlers of exceptions once more.
+        """
+        self._of.pop(self.loop, None)
+        _graveyard.extend(self._waiting)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a virtual thread runs, not a callback of the loop."""
+        return getcurrent() is not self._hub
+
+    def spawn(self, work: Callable[[], None]) -> greenlet:
+        """Has a function run in a new greenlet, soon."""
+        fresh = greenlet(work, self._hub)
+        fresh.gr_context = contextvars.copy_context()  # the machine on which it runs
+        self.loop.call_soon(self._switch, fresh, context=contextvars.Context())
+        return fresh
+
+    def _switch(self, to: greenlet, value: object = None) -> None:
+        running = events._get_running_loop()
+        events._set_running_loop(None)  # a thread has none of its own
+        try:
+            to.switch(value) if to else to.switch()
+        finally:
+            events._set_running_loop(running)
+
+    def park(self, timeout_s: float | None) -> Parked:
+        """What the running thread waits in; somebody else wakes it, or the time does."""
+        if not self.is_inside:
+            raise AssertionError("a callback of the event loop would block the whole peer")
+        self._waiting.add(getcurrent())
+        return Parked(self, timeout_s)
+
+    def sleep(self, seconds: float) -> None:
+        """As `time.sleep`."""
+        if self.is_inside:
+            self.park(seconds).wait()
+        else:  # a callback that sleeps holds everything up
+            self.loop.pass_time(seconds)
+
+    def resume(self, parked: Parked, *, woken: bool) -> None:
+        """Has a thread that waits run again, once."""
+        if parked.is_over or self.loop.is_closed():
+            return
+        parked.is_over = True
+        if parked.timer:
+            parked.timer.cancel()
+        self.loop.call_soon(self._switch, parked.greenlet, woken, context=contextvars.Context())
+
+    def switch_to_hub(self) -> Any:
+        """Gives way; returns what `resume` was given."""
+        return self._hub.switch()
+
+
+class Parked:
+    """One wait of one virtual thread."""
+
+    def __init__(self, threads: Threads, timeout_s: float | None) -> None:
+        self.threads, self.greenlet, self.is_over = threads, getcurrent(), False
+        self.timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self.timer = threads.loop.call_later(
+                max(timeout_s, 0.0), self._expired, context=contextvars.Context()
+            )
+
+    def _expired(self) -> None:
+        self.threads.resume(self, woken=False)
+
+    def wake(self) -> None:
+        """Ends the wait."""
+        self.threads.resume(self, woken=True)
+
+    def wait(self) -> bool:
+        """Waits; returns whether it was woken, not timed out."""
+        try:
+            return bool(self.threads.switch_to_hub())
+        finally:
+            self.threads._waiting.discard(self.greenlet)
+
+
+class VirtualThread:
+    """As `threading.Thread`, as far as the peer uses it."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._target, self._args, self._kwargs = target, args, kwargs or {}
+        self.name, self.daemon = name or "thread", bool(daemon)
+        self.ident: int | None = None
+        self._threads: Threads | None = None
+        self._joining: list[Parked] = []
+        self._has_ended = False
+
+    def start(self) -> None:
+        """Begins to run, soon."""
+        self._threads = Threads.of(running_world())
+        self._threads.living.add(self)
+        self.ident = id(self._threads.spawn(self._run))
+
+    def run(self) -> None:
+        """What the thread does."""
+        if self._target:
+            self._target(*self._args, **self._kwargs)
+
+    def _run(self) -> None:
+        assert self._threads
+        _current[getcurrent()] = self
+        try:
+            self.run()
+        except GreenletExit:
+            pass  # the month is over
+        except BaseException as error:
+            self._threads.crashed.append((self.name, error))
+            logger.error("thread %s ended", self.name, exc_info=error)
+        finally:
+            _current.pop(getcurrent(), None)
+            self._has_ended = True
+            self._threads.living.discard(self)
+            for parked in self._joining:
+                parked.wake()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until it has ended, or so long."""
+        if self._has_ended or self._threads is None or not _world:
+            return
+        parked = self._threads.park(timeout)
+        self._joining.append(parked)
+        parked.wait()
+        self._joining.remove(parked)
+
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._threads is not None and not self._has_ended
+
+
+class VirtualEvent:
+    """As `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[Parked] = []
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wakes everybody."""
+        self._is_set = True
+        for parked in self._waiting:
+            parked.wake()
+
+    def clear(self) -> None:
+        """Nobody is woken by what was."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is set, or so long; returns whether it is."""
+        if self._is_set or (timeout is not None and timeout <= 0):
+            return self._is_set
+        parked = Threads.of(running_world()).park(timeout)
+        self._waiting.append(parked)
+        parked.wait()
+        self._waiting.remove(parked)
+        return self._is_set
+
+
+class VirtualCondition:
+    """As `threading.Condition` over a lock that is never waited for."""
+
+    def __init__(self, lock: object = None) -> None:
+        self._lock = lock if lock is not None else real_threading.RLock()
+        self._waiting: list[Parked] = []
+
+    def __enter__(self) -> bool:
+        return True  # one thread runs at a time, and gives way in `wait` alone
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def acquire(self, *_: object) -> bool:
+        """Always succeeds at once."""
+        return True
+
+    def release(self) -> None:
+        """Nobody waits for it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits to be notified, or so long."""
+        parked = Threads.of(running_world()).park(timeout)
+        self._waiting.append(parked)
+        woken = parked.wait()
+        if parked in self._waiting:
+            self._waiting.remove(parked)
+        return woken
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Waits until a condition holds, or so long."""
+        if not _world:  # it is over; what was left hanging ends with the process
+            return predicate()
+        loop = running_world()
+        end_s = None if timeout is None else loop.time() + timeout
+        while not predicate():
+            left_s = None if end_s is None else end_s - loop.time()
+            if left_s is not None and left_s <= 0:
+                return predicate()
+            self.wait(left_s)
+        return True
+
+    def notify(self, n: int = 1) -> None:
+        """Wakes some."""
+        for parked in self._waiting[:n]:
+            parked.wake()
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        """Wakes everybody."""
+        self.notify(len(self._waiting))
+
+
+class VirtualSemaphore:
+    """As `threading.Semaphore`."""
+
+    def __init__(self, value: int = 1) -> None:
+        self._value, self._changed = value, VirtualCondition()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Takes one, once there is one."""
+        if not self._changed.wait_for(lambda: self._value > 0, timeout if blocking else 0.0):
+            return False
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        """Gives some back."""
+        self._value += n
+        self._changed.notify(n)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class VirtualQueue(Generic[Item]):
+    """As `queue.SimpleQueue` and `queue.Queue`."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._items: deque[Item] = deque()
+        self._most, self._changed = maxsize or sys.maxsize, VirtualCondition()
+
+    def put(self, item: Item, block: bool = True, timeout: float | None = None) -> None:
+        """Adds an item, once there is room."""
+        limit_s = timeout if block else 0.0
+        if not self._changed.wait_for(lambda: len(self._items) < self._most, limit_s):
+            raise Full
+        self._items.append(item)
+        self._changed.notify_all()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Item:
+        """The oldest item, once there is one."""
+        if not self._changed.wait_for(lambda: bool(self._items), timeout if block else 0.0):
+            raise Empty
+        item = self._items.popleft()
+        self._changed.notify_all()
+        return item
+
+    def put_nowait(self, item: Item) -> None:
+        """Adds an item; raises Full."""
+        self.put(item, block=False)
+
+    def get_nowait(self) -> Item:
+        """The oldest item; raises Empty."""
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        """Whether nothing is in it."""
+        return not self._items
+
+    def qsize(self) -> int:
+        """How many items are."""
+        return len(self._items)
+
+
+class VirtualTimer(VirtualThread):
+    """As `threading.Timer`."""
+
+    def __init__(self, interval: float, function: Callable[..., object], *_: Any) -> None:
+        super().__init__(target=function, name="timer")
+        self._interval, self._finished = interval, VirtualEvent()
+
+    def cancel(self) -> None:
+        """Does nothing once it is due."""
+        self._finished.set()
+
+    def run(self) -> None:
+        """Waits, then acts."""
+        if not self._finished.wait(self._interval):
+            super().run()
+
+
+class VirtualFuture(concurrent.futures.Future[Any]):
+    """As `concurrent.futures.Future`, waited for in virtual time."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The result, once it is there.
+
+        Raises:
+            TimeoutError: it is not there in time.
+        """
+        if not self.done():
+            parked = Threads.of(running_world()).park(timeout)
+            self.add_done_callback(lambda _: parked.wake())
+            parked.wait()
+        if not self.done():
+            raise TimeoutError
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What was raised, once that is known."""
+        with contextlib.suppress(Exception):
+            self.result(timeout)
+        return super().exception(0)
+
+
+def wait(
+    fs: Iterable[VirtualFuture], timeout: float | None = None, return_when: str = ALL_COMPLETED
+) -> concurrent.futures._base.DoneAndNotDoneFutures[Any]:
+    """As `concurrent.futures.wait`."""
+    futures, loop = set[concurrent.futures.Future[Any]](fs), running_world()
+    end_s = None if timeout is None else loop.time() + timeout
+    while True:
+        done = {future for future in futures if future.done()}
+        left_s = None if end_s is None else end_s - loop.time()
+        is_enough = done == futures or (done and return_when != ALL_COMPLETED)
+        if is_enough or (left_s is not None and left_s <= 0):
+            return concurrent.futures._base.DoneAndNotDoneFutures(done, futures - done)
+        parked = Threads.of(loop).park(left_s)
+        for future in futures - done:
+            future.add_done_callback(lambda _, parked=parked: parked.wake())  # type: ignore[misc]
+        parked.wait()
+
+
+class VirtualExecutor(Executor):
+    """As `ThreadPoolExecutor`: so many virtual threads do what is submitted, in its order."""
+
+    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "", **_: Any) -> None:
+        self._most, self._name = max_workers, thread_name_prefix
+        self._todo: deque[tuple[VirtualFuture, Callable[[], Any]]] = deque()
+        self._workers: list[VirtualThread] = []
+        self._arrived, self._is_closed = VirtualCondition(), False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Has a function called by the next worker that is free."""
+        if self._is_closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = VirtualFuture()
+        self._todo.append((future, lambda: fn(*args, **kwargs)))
+        if len(self._workers) < self._most:
+            worker = VirtualThread(target=self._work, name=f"{self._name}_{len(self._workers)}")
+            self._workers.append(worker)
+            worker.start()
+        self._arrived.notify()
+        return future
+
+    def _work(self) -> None:
+        while self._todo or not self._is_closed:
+            if not self._todo:
+                self._arrived.wait()
+                continue
+            future, call = self._todo.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except GreenletExit:
+                raise
+            except BaseException as error:  # noqa: BLE001
+                future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the workers once they are done; waits for that, unless told otherwise."""
+        self._is_closed = True
+        if cancel_futures:
+            for future, _ in self._todo:
+                future.cancel()
+            self._todo.clear()
+        self._arrived.notify_all()
+        if wait:
+            for worker in self._workers:
+                worker.join()
+
+
+class VirtualLoopThread:
+    """As `network.loop_thread.LoopThread`: its loop is the world's."""
+
+    def __init__(self, name: str) -> None:
+        self.loop, self.name = running_world(), name
+        self._context, self.is_stopped = contextvars.copy_context(), False
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
+        """Runs a coroutine in the loop and returns its result, from a virtual thread.
+
+        Raises:
+            TimeoutError: not done in time; the coroutine is cancelled.
+        """
+        parked = Threads.of(self.loop).park(timeout_s)
+        task = self.loop.create_task(coroutine, context=self._context.copy())
+        task.add_done_callback(lambda _: parked.wake())
+        if not parked.wait() and not task.done():
+            task.cancel()
+            raise TimeoutError(f"not done within {timeout_s:g} s")
+        if task.cancelled():
+            raise TimeoutError("the network thread stopped meanwhile")
+        return task.result()
+
+    def stop(self, timeout_s: float) -> None:
+        """The world's loop goes on for others."""
+        self.is_stopped = True
+
+
+_graveyard: list[greenlet] = []
+_current: dict[greenlet, VirtualThread] = {}
+_world: list[VirtualLoop] = []
+
+
+def running_world() -> VirtualLoop:
+    """The loop of the month that runs now."""
+    assert _world, "outside of a month"
+    return _world[-1]
+
+
+def enter_world(loop: VirtualLoop) -> None:
+    """Makes this the month that runs now."""
+    _world.append(loop)
+
+
+def leave_world(loop: VirtualLoop) -> None:
+    """Ends the month."""
+    _world.remove(loop)
+    Threads.of(loop).forget()
+    _current.clear()
+
+
+def current_thread() -> object:
+    """As `threading.current_thread`."""
+    return _current.get(getcurrent()) or real_threading.current_thread()
+
+
+def get_ident() -> int:
+    """As `threading.get_ident`."""
+    return id(getcurrent())
+
+
+class Clock:
+    """What the machine's clocks say, apart from the truth: `VirtualLoop.now_s`.
+
+    Attributes:
+        drift: how much faster the machine's oscillator runs than time, such as 60e-6.
+        stepped_s: how far the wall clock was set forward since the start, less what drift added.
+    """
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop, self.drift, self.stepped_s = loop, 0.0, 0.0
+
+    def monotonic(self) -> float:
+        """As `time.monotonic`; the loop's timers go by the same."""
+        return self.loop.time()
+
+    def boot(self) -> float:
+        """As `time.clock_gettime(CLOCK_BOOTTIME)`, with the oscillator's drift."""
+        return BOOT_S + self.loop.now_s * (1 + self.drift)
+
+    def wall(self) -> float:
+        """As `time.time`."""
+        return EPOCH_S + self.loop.now_s * (1 + self.drift) + self.stepped_s
+
+    def true_wall(self) -> float:
+        """What a right clock says."""
+        return EPOCH_S + self.loop.now_s
+
+    def set_right(self) -> None:
+        """Steps the wall clock to the truth, as an NTP client does."""
+        self.stepped_s += self.true_wall() - self.wall()
+
+
+CLOCK_BOOTTIME = real_time.CLOCK_BOOTTIME
