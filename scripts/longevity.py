@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from swarm.emulation.longevity.mutants import MUTANTS
 from swarm.emulation.longevity.runner import Job, Outcome, run_job
-from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT, Scale
+from swarm.emulation.longevity.scale import Scale
+from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT
 
 
 def parse() -> argparse.Namespace:

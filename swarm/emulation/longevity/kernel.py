@@ -127,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Drops cancelled timers, as the loop does by itself once they are many."""
         self._scheduled = [h for h in self._scheduled if not h.cancelled()]
         for handle in self._scheduled:
-            handle._scheduled = True
+            handle._scheduled = True  # type: ignore[attr-defined]
         self._timer_cancelled_count = 0
         heapq.heapify(self._scheduled)
 

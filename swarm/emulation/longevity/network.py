@@ -301,7 +301,7 @@ def dht_clock() -> SteadyClock:
     found = machine.__dict__.get("dht_clock")
     if found is None:
         found = machine.__dict__["dht_clock"] = SteadyClock()
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def opener(net: Net) -> Callable[..., Any]:
@@ -321,7 +321,7 @@ def opener(net: Net) -> Callable[..., Any]:
         there = [a for a in peers if a.peer_id in net.daemons and a.peer_id != me]
         if peers and must_reach and not there:
             raise NobodyReachable("no known peer answers")
-        await opening.register(p2p)  # type: ignore[arg-type]
+        await opening.register(p2p)
         node: Any = VirtualDHTNode(p2p, SignedRecords(opening.signer, opening.traffic.refuse))
         node.protocol.client_mode = opening.network.client_mode
         dht = Dht(
@@ -329,14 +329,14 @@ def opener(net: Net) -> Callable[..., Any]:
             SignedRecords(opening.signer, opening.traffic.refuse),
             opening.traffic,
             opening.ledger,
-            lambda peer: opening.locate(p2p, peer),  # type: ignore[arg-type]
+            lambda peer: opening.locate(p2p, peer),
         )
         for address in there:
             node._meets(address.peer_id)
             p2p.seen.add(address.peer_id)
             net.daemons[address.peer_id].seen.add(me)
         addresses = () if opening.network.client_mode else tuple(await p2p.get_visible_maddrs())
-        return Substrate(p2p, dht, addresses, line)  # type: ignore[arg-type]
+        return Substrate(p2p, dht, addresses, line)
 
     return open_substrate
 

@@ -157,8 +157,8 @@ def bound(ports: Ports, others: dict[Callable[..., Any], object]) -> Iterator[No
 
     def bind(module: ModuleType) -> None:
         for name, value in list(vars(module).items()):
-            other = stands.get(value) if isinstance(value, ModuleType) else None
-            other = other or _replacement(value, replaced)
+            stand = stands.get(value) if isinstance(value, ModuleType) else None
+            other = stand or _replacement(value, replaced)
             if other is not None:
                 put(module, name, other)
         for function in _functions_of(module):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from swarm.emulation.longevity.audit import Audit
 from swarm.emulation.longevity.mutants import MUTANTS
-from swarm.emulation.longevity.scenarios import SCENARIOS, Scale
+from swarm.emulation.longevity.scale import Scale
+from swarm.emulation.longevity.scenarios import SCENARIOS
 from swarm.emulation.longevity.world import world
 
 

@@ -21,6 +21,7 @@ from swarm.emulation.longevity.subject import Task, name_of
 from swarm.emulation.longevity.world import DAY_S, World
 from swarm.errors import DataError, NobodyReachable, StateError
 from swarm.export import following
+from swarm.export.facts import Form
 from swarm.export.folder import FACTS_FILE
 from swarm.export.following import Follower
 from swarm.export.manager import ExportManager
@@ -170,11 +171,9 @@ def exports(world: World, scale: Scale) -> Audit:
     """Follows a run whose peers stop before its last round, and whose last model is lost."""
     swarm, folder = Swarm(world, Task.new(), scale), world.folder / "exports"
     manager = ExportManager(folder, keep=3)
-    follower = Follower(swarm, manager, EXPORT_EVERY, following.Form(), published=lambda *_: None)
+    follower = Follower(swarm, manager, EXPORT_EVERY, Form(), published=lambda *_: None)
     ended: list[float] = []
-    write, audit = following.write_export, Audit(
-        world, {"follower": follower, "manager": manager}, {"exports": folder}
-    )  # fmt: skip
+    audit = Audit(world, {"follower": follower, "manager": manager}, {"exports": folder})
 
     def written(path: Path, facts: Any, _: object = ()) -> None:
         (path / FACTS_FILE).write_text(
@@ -188,15 +187,12 @@ def exports(world: World, scale: Scale) -> Audit:
         except NobodyReachable:
             ended.append(world.now_s)
 
-    following.write_export = written
-    try:
-        world.threads.spawn(follow)
-        sample = sampler(world, scale, audit)
-        while world.now_s < scale.seconds:
-            world.threads.sleep(scale.round_s)
-            sample()
-    finally:
-        following.write_export = write
+    world.set(following, "write_export", written)
+    world.threads.spawn(follow)
+    sample = sampler(world, scale, audit)
+    while world.now_s < scale.seconds:
+        world.threads.sleep(scale.round_s)
+        sample()
     exported = [each.round for each in manager.exports]
     audit.demand(len(exported) == 3, f"of the newest exports {len(exported)} are there, not 3")
     audit.demand(

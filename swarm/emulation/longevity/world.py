@@ -27,7 +27,7 @@ from swarm.emulation.longevity.kernel import Clock, Threads, VirtualLoopThread
 from swarm.emulation.longevity.network import Net, identity_content, opener
 from swarm.emulation.longevity.ports import Ports, bound
 from swarm.emulation.longevity.sockets import HereClock, Internet, Line, Machine, SocketLoop, here
-from swarm.network import line_bytes, steady_clock, streams, substrate
+from swarm.network import daemon, line_bytes, steady_clock, streams, substrate
 from swarm.network import node as node_module
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
@@ -194,7 +194,7 @@ class World:
         ports = Ports(HereClock(), self.threads, self.internet, self.disk)
         others: dict[Callable[..., Any], object] = {
             substrate.open_substrate: opener(self.net),
-            substrate.end_daemon: network.end_daemon,
+            daemon.end_daemon: network.end_daemon,
             streams.open_stream: network.open_stream,
             steady_clock.dht_clock: network.dht_clock,
             line_bytes.CountedSocket: sockets.counted,

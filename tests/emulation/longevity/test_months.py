@@ -13,7 +13,7 @@ from swarm.emulation.longevity.scale import Scale
 from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT
 from swarm.network.lines import Lines
 
-QUICK = ("exception_ends_thread", "zero_for_unknown", "deadline_begins_again")
+QUICK = ("hanging_thread_joined", "deadline_begins_again", "old_exports_stay")
 """Mutants that show within a second or two; `exhaustive` tries all."""
 
 
