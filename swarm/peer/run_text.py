@@ -19,6 +19,7 @@ from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open
 from swarm.data.tokenizer import Tokenizer
 from swarm.errors import BadManifest, DataError, TokenizerError
 from swarm.peer.agreement import joiners_need, missing_text, require_text
+from swarm.protocol.printable import printable
 from swarm.protocol.texts import Text
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class RunText:
             shards = open_shards(corpus, self._cache, tokenizer)
         logger.info("text %s in %s: %s", corpus.name, corpus.root, shards.summary())
         for each in shards.contents.tally.names() if self._list_skipped else ():
-            logger.info("%s", each)
+            logger.info("%s", printable(each))
         return shards
 
     def _say(self, text: Text | None) -> None:

@@ -131,6 +131,7 @@ LYING: dict[str, ExtendedMix] = {
     "Y": replace(_P, has_deltas=True),
     "Q": AwayMix(
         peers=(16, 16),
+        small=0.0,
         faults=(0, 0),
         loss=0.0,
         slow=0.0,

@@ -95,7 +95,8 @@ class _Judge:
         electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
         for known in (elector.machine.chain for elector in electors):
             path = known.rooted(chain.proof(known.tip.code))
-            if proof_problem(path, tip.head, known.trusted) is None:
+            is_proved = proof_problem(path, tip.head, known.trusted) is None
+            if is_proved or node.me in tip.members:
                 return tip
         return None
 
