@@ -64,7 +64,8 @@ def store(world: World, scale: Scale) -> Audit:
         if number % RESTART_EVERY == RESTART_EVERY - 1:
             directory.close()
             directory = StateDirectory(folder)
-            roots["store"] = blobs = BlobStore(folder / "blobs")
+            blobs = patiently(partial(BlobStore, folder / "blobs"), "a start")
+            roots["store"] = blobs
             audit.demand(all(map(blobs.has, kept)), f"round {number}: a synced blob is gone")
             audit.demand(
                 load_private(run.private_path).round == number - 1,
