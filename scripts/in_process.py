@@ -60,6 +60,8 @@ class Tip(NamedTuple):
     merged: int
     entries: Mapping[str, Entry]
     owners: Mapping[int, tuple[str, ...]]
+    ownerless: frozenset[str] = frozenset()
+    """None: each expert has an owner here."""
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,15 @@ SHORT = {
         "ProxyLinks._join": "ends with its connection, as which a fault shows",
         "ProxyLinks._carry": "a group of tasks, whose first failure ends its connection",
     },
+    "swarm/emulation/longevity/kernel.py": {"VirtualLoopThread.run": HEARD},
+    "swarm/emulation/longevity/mutants.py": {
+        "_leaks_a_task": "the audit has to see it"
+    },
+    "swarm/emulation/longevity/network.py": {
+        "VirtualP2P.__init__": "a child that waits for its end alone",
+        "VirtualP2P.call_protobuf_handler": HEARD,
+        "VirtualP2P.open_stream": "serves until its stream ends, as which a fault shows",
+    },
     "swarm/network/direct.py": {
         "Direct._looked_for": "any failure is logged and a pause: the way is not there"
     },

@@ -14,6 +14,7 @@ from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network import daemon, substrate
 from swarm.network.daemon import Address, dialable, probe
 from swarm.network.identity import load_or_create_identity
+from swarm.network.line_bytes import LineBytes
 from swarm.protocol.records import MAX_ADDRESSES, PeerRecord, decode_record, encode_record
 from tests.network.conftest import Peers
 from tests.peer_records import peer_record
@@ -124,11 +125,11 @@ def test_a_peer_that_may_start_alone_does_if_its_way_in_takes_too_long(
 ) -> None:
     first, create, asked = peers.node(), daemon._create, []
 
-    async def late(**options: Any) -> Any:
+    async def late(line: LineBytes, **options: Any) -> Any:
         asked.append(options["initial_peers"])
         if options["initial_peers"]:
             raise P2PDaemonError("Daemon failed to start in 15.0 seconds")
-        return await create(**options)
+        return await create(line, **options)
 
     monkeypatch.setattr(daemon, "_create", late)
     alone = peers.node(known_peers=first.addresses, must_reach=False)
@@ -138,7 +139,7 @@ def test_a_peer_that_may_start_alone_does_if_its_way_in_takes_too_long(
         peers.node(known_peers=first.addresses)
     assert len(asked) == substrate.TRIES
 
-    async def never(**_: Any) -> Any:
+    async def never(*_: Any, **__: Any) -> Any:
         raise P2PDaemonError("Daemon failed to start in 15.0 seconds")
 
     monkeypatch.setattr(daemon, "_create", never)

@@ -52,6 +52,7 @@ def store(world: World, scale: Scale) -> Audit:
     world.disk.full = [(0.3 * scale.seconds, 0.3 * scale.seconds + 600.0)]
     world.disk.hanging = [(0.55 * scale.seconds, 0.55 * scale.seconds + 1200.0)]
     directory = StateDirectory(folder)
+    world.at_end(lambda: directory.close())
     run = directory.run(name_of(task, task.founding(["founder"])))
     run.path.mkdir(parents=True)
     blobs, roots = BlobStore(folder / "blobs"), dict[str, Any]()

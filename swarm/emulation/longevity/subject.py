@@ -181,6 +181,7 @@ class Subject:
         with world.at(self.machine):
             self.starts += 1
             self.state = StateDirectory(world.folder / "state")
+            world.at_end(self.state.close)
             self.store = BlobStore(world.folder / "state" / "blobs")
             self.node: Node = world.node(
                 self.machine, known_peers=self._known, store=self.store, name="state",

@@ -98,6 +98,10 @@ class World:
         self._undo.append(lambda: setattr(module, name, before))
         setattr(module, name, value)
 
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Has something done when this world ends, in whatever way."""
+        self._undo.append(call)
+
     def machine(self, line: Line | None = None, *, is_reachable: bool = True) -> Machine:
         """Another host."""
         self._hosts += 1
