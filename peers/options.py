@@ -337,6 +337,9 @@ class Options:
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
+    founds: bool = False
+    """Whether the program may found a run by itself: it has --wait-for-peers."""
+
     def run_settings(self) -> tuple[str, ...]:
         """Overrides of the run configuration: --set, --rounds, --peers and what a founder gives.
 
@@ -398,7 +401,7 @@ class Options:
                 "--public-ip is given without a port", hint="add --port N, the port that is open"
             )
         found = []
-        if self.peers and self.run:
+        if self.founds and self.peers and self.run:
             found.append(("peers", f"peer.wait_for_peers={self.peers}"))
         if self.port:
             listen = [f"/ip4/0.0.0.0/tcp/{self.port}"]
@@ -468,6 +471,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             common = Options(
                 **{name: values.pop(name) for name in names},
                 from_environment=frozenset(n for n in names if source_of(n) is environment),
+                founds="wait_for_peers" in names,
             )
             configure_logging(common.log_format, common.log_level or "info")
             return function(common, **values)
