@@ -219,7 +219,8 @@ class Options:
     )
     tip: str | None = _flag(
         "--tip",
-        "Trust this manifest as the starting point, instead of the run's first one.",
+        "Trust this manifest, one of the newest 64, as the starting point, instead of the run's "
+        "first one.",
         metavar="HEIGHT:DIGEST",
         callback=head_digest,
     )
