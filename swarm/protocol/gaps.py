@@ -129,7 +129,10 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
     links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
     newest = links[-1] if links else first
     further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
-    replaced = {link.head.digest for link in chain.links[at : further + 1]}
+    # A link that follows an own one as before is as torn as before.
+    is_own = further > at and chain.links[further - 1].head.digest == newest.head.digest
+    closing = chain.links[at : further if is_own else further + 1]
+    replaced = {link.head.digest for link in closing}
     if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
         return chain, f"no gap is after height {first.head.height}"
     kept, rest = chain.links[:at], chain.links[further:]

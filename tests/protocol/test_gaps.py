@@ -144,6 +144,22 @@ def test_a_chain_that_lost_links_takes_those_of_another_that_keeps_others(
         assert proof_problem(path, chain.tip, returner.trusted) is None
 
 
+def test_closing_an_older_gap_leaves_a_newer_one_open() -> None:
+    """The tip has its parent's head from the record, so it follows from any head of its voters."""
+    links = chain_of(["ABCD"] * 8)
+    tip = replace(links[7], parent=links[6].head)
+    torn = frozenset({links[5].head.digest, tip.head.digest})
+    whole, lacking = Chain(tuple(links)), Chain((*links[:2], links[5], tip), torn)
+    older, newer = gaps(lacking)
+    page = between(whole, older.question)
+    chain, problem = filled(lacking, older.extended(page, sound).path)
+    assert problem is None
+    assert [gap.ends for gap in gaps(chain)] == [newer.ends]
+    page = between(whole, newer.question)
+    chain, problem = filled(chain, newer.extended(page, sound).path)
+    assert (problem, chain) == (None, whole)
+
+
 def test_a_page_is_bounded_in_number_and_bytes() -> None:
     links = long_chain(MAX_LINKS + 20)
     (gap,) = gaps(without(links, set(range(1, len(links) - 1))))
