@@ -270,9 +270,7 @@ SHORT = {
         "ProxyLinks._carry": "a group of tasks, whose first failure ends its connection",
     },
     "swarm/emulation/longevity/kernel.py": {"VirtualLoopThread.run": HEARD},
-    "swarm/emulation/longevity/mutants.py": {
-        "_leaks_a_task": "the audit has to see it"
-    },
+    "swarm/emulation/longevity/mutants.py": {"_leaks_a_task": "the audit has to see it"},
     "swarm/emulation/longevity/network.py": {
         "VirtualP2P.__init__": "a child that waits for its end alone",
         "VirtualP2P.call_protobuf_handler": HEARD,

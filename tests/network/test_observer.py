@@ -46,7 +46,7 @@ from tests.network.test_heads import wait_until
 from tests.peer_records import peer_record
 
 WAIT_S = 60.0
-SHORT_S = 2.0
+SHORT_S = 6.0
 
 
 def tiny_run() -> RunConfig:
@@ -273,7 +273,7 @@ def test_a_guest_is_told_of_a_founder_that_still_prepares_its_run(
     with pytest.raises(
         NobodyReachable, match=r"no peer announces a run yet: peer .* prepares a run"
     ):
-        guest.find(None, 4 * SHORT_S)
+        guest.find(None, 2 * SHORT_S)
     lonely.told = encode_record(lonely.record())
     assert guest.find(None, WAIT_S).record == lonely.record()
 
