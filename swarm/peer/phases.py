@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swarm.train.allocations import return_free_memory
+
 logger = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
@@ -39,14 +41,25 @@ class PhaseMeter:
         self,
         clock: Callable[[], float] = time.monotonic,
         peak: Callable[[], int] | None = None,
+        between: Callable[[], None] = return_free_memory,
     ) -> None:
-        self._clock, self._peak = clock, peak or take_peak_rss
+        """Begins with the phase `STARTING`.
+
+        Args:
+            clock: monotonic seconds.
+            peak: of resident memory since it was asked last, in bytes.
+            between: done where one phase follows another, so that what the first has freed is not
+                in the peak of the second.
+        """
+        self._clock, self._peak, self._between = clock, peak or take_peak_rss, between
         self._name = STARTING
         self._since_s = clock()
         self._found: dict[str, PhaseFigures] = {}
 
     def begin(self, name: str) -> None:
         """The phase before ends, this one begins."""
+        if name != self._name:
+            self._between()
         now_s, peak = self._clock(), self._peak()
         before = self._found.get(self._name, PhaseFigures(0.0, 0))
         self._found[self._name] = PhaseFigures(

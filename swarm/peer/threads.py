@@ -19,7 +19,6 @@ from torch import Tensor
 from swarm.config import ComputeSection, RunConfig
 from swarm.data.masks import Masks
 from swarm.model.routing import RoutingControls
-from swarm.train.allocations import return_large_blocks
 from swarm.train.engine import StepStats
 from swarm.train.ladder import EnginePlan
 from swarm.train.stepping import Fits, SteppingEngine
@@ -53,10 +52,8 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 def start_threads(compute: ComputeSection) -> None:
     """Sets the threads of the calling thread: those asked for, else all that may be used.
 
-    `OMP_NUM_THREADS` in the environment is a bound too: torch starts with it. Memory that they
-    free goes back to the system in large blocks, see `return_large_blocks`.
+    `OMP_NUM_THREADS` in the environment is a bound too: torch starts with it.
     """
-    return_large_blocks()
     torch.set_num_threads(compute.threads or min(torch.get_num_threads(), usable_cores()))
 
 

@@ -29,7 +29,6 @@ from swarm.config import RunConfig
 from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
 from swarm.train.adam_moments import KINDS
-from swarm.train.allocations import return_large_blocks
 from swarm.train.engine import EngineState
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.begun import BegunStep, step_of
@@ -140,7 +139,6 @@ class Worker:
         rank, size = message["rank"], message["size"]
         backend, on_gpu = message["backend"], message["device"] == "cuda"
         torch.set_num_threads(message["threads"])
-        return_large_blocks()
         if on_gpu:
             torch.cuda.set_device(message["local"] % torch.cuda.device_count())
         self._ranks = Ranks(rank, size, torch.device("cuda" if backend == "nccl" else "cpu"))
