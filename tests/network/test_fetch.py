@@ -470,15 +470,16 @@ def test_the_store_may_be_collected_and_written_meanwhile(swarm, tmp_path):
     store = BlobStore(tmp_path)
     downloads = Downloads(client, store)
     with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(client.run, Fetched().fetch(downloads, wants), WAIT_S)
+        fetching = downloads.fetch(wants, on_blob=lambda digest: store.pin([digest]))
+        fetch = pool.submit(client.run, fetching, WAIT_S)
         for seed in range(1000, 2000):
             store.put(content(seed, 100))
             store.collect(set())
             if fetch.done():
                 break
         fetch.result(WAIT_S)
-    # What had arrived was pinned until `fetch` returned, and then belongs to whoever asked.
-    store.collect({want.digest for want in wants})
+    # What comes is pinned while it comes, and from its arrival on by the caller.
+    store.collect(set())
     assert store.verify([want.digest for want in wants]) == []
 
 
