@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import click
 
+from swarm.network.daemon import is_loopback
+
 logger = logging.getLogger(__name__)
-LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 
 def join_line(address: str, run_id: str | None = None) -> str:
@@ -22,7 +23,7 @@ def say_how_to_join(addresses: Sequence[str], run_id: str | None = None) -> None
     """Prints the line for the first of a peer's addresses; nothing where it listens nowhere."""
     for address in addresses[:1]:
         click.echo(join_line(address, run_id))
-        if address.startswith(LOOPBACK):
+        if is_loopback(address):
             logger.warning("only peers on this machine reach that address; see --port")
     if others := addresses[1:]:
         logger.info("this peer also listens at %s", " ".join(others))
