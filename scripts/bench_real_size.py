@@ -104,8 +104,11 @@ class Life:
     disk: int = 0
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Reads the peer's own figures; an event tells of the phases before it."""
-        owned = 0
+        """Reads the peer's own figures; an event tells of the phases before it.
+
+        A peer trains what its first event names, so that counts for the phases before it, too.
+        """
+        owned = next((len(event["owned"]) for event in events if "owned" in event), 0)
         for event in events:
             before, owned = owned, len(event["owned"]) if "owned" in event else owned
             for phase, found in event.get("phases", {}).items():

@@ -78,6 +78,13 @@ def test_an_interrupted_wait_ends_the_program_first(
         os.kill(process.pid, 0)
 
 
+def test_steps_before_the_first_round_are_planned_with_the_experts_owned_then(script: Any) -> None:
+    phases = {"training": {"peak_rss_bytes": 5, "seconds": 1.0}}
+    life = script.Life()
+    life.take([{}, {"owned": [1, 2], "phases": phases}])
+    assert life.peaks == {"training": (5, 2)}
+
+
 ALLOWED_WHEN_SMALL = 1.3
 
 
