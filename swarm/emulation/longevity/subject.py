@@ -172,6 +172,7 @@ class Subject:
         self.network = NetworkSection(data_quota_gb=quota_gb, **network)
         self.tip = Manifest.__new__(Manifest)
         self.starts, self.present = 0, set[PeerId]()
+        self.counted_by_month: dict[str, int] = {}
         self._known, self._options = known, network
         self.start()
 
@@ -193,9 +194,11 @@ class Subject:
             self.quota = QuotaWatch(self.network, self.state, self.node, self.stop_wish)
 
     def counted_bytes(self) -> int:
-        """What its quota has counted."""
+        """What its quota has counted in all months; each call looks at the month of now."""
         assert self.quota._quota, "it has no quota"
-        return self.quota._quota.count.num_bytes
+        count = self.quota._quota.count
+        self.counted_by_month[count.month] = count.num_bytes
+        return sum(self.counted_by_month.values())
 
     def enter(self, tip: Manifest, run: str, *, publishes: bool = True) -> None:
         """Takes part in the run: status, publisher and line as a peer has them."""
