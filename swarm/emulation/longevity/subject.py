@@ -288,6 +288,8 @@ class Subject:
             self.status.applied(RoundReport(manifest, stats, counted, 1.0, "decided by all"))
             self.tip = manifest
             self.store.collect([e.digest for e in manifest.entries.values()])
+        if self.network.data_quota_gb is not None:
+            self.counted_bytes()  # the month may end before the next round
 
     def timers(self) -> Timers:
         """As the round driver adapts them."""
