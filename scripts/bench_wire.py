@@ -79,18 +79,14 @@ RECOMMENDED, THIN = "b2, experts b1, 5 slices", "b2, experts b1, 2 slices"
 LEAST_RATIOS = {RECOMMENDED: 16.0, THIN: 32.0}
 MODES = (
     Mode("DiLoCo fp32 (R = N)", DILOCO),
-    Mode("DiLoCo int8 (R = N)", Setting("int8", "int8", owners=EVERYBODY), is_main=False),
     Mode("SPES fp32", Setting("fp32", "fp32"), is_main=False),
     Mode("SPES, experts bf16", Setting("fp32", "bf16")),
     Mode("bf16", Setting("bf16", "bf16"), is_main=False),
-    Mode("int8", Setting("int8", "int8")),
-    Mode("int4", Setting("int4", "int4"), is_main=False),
     Mode("b2", Setting("b2", "b2")),
     Mode("b1", Setting("b1", "b1"), is_main=False),
     Mode("b2, 5 slices, all once", Setting("b2", "b2", 5, 5, 5), is_main=False),
     Mode("b2, 5 slices", Setting("b2", "b2", 5, 1, 5), is_main=False),
     Mode("b1, 5 slices", Setting("b1", "b1", 5, 1, 5), is_main=False),
-    Mode("b2, experts top8, 5 slices", Setting("b2", "top8", 5, 1, 5), is_main=False),
     Mode(RECOMMENDED, Setting("b2", "b1", 5, 1, 5)),
     Mode(THIN, Setting("b2", "b1", 2, 1, 2)),
     Mode("b2, 5 slices, R = 2, experts each 2nd", Setting("b2", "b2", 5, 1, 10, owners=2), False),

@@ -8,7 +8,7 @@ cycle is 20 local steps in all of them, and experts are merged after the same cy
 main      centralised, exact SPES, and what the run files for home links do: about 1/18 and 1/33 of
           fp32 DiLoCo's bytes; "late" is for lines with 20 Mbit/s up, where a round takes most of
           the steps beside it
-frontier  the other codings, whole rounds that wait, top-k, two owners, and slices without coding
+frontier  the other codings, whole rounds that wait, two owners, and slices without coding
 outer     an outer optimizer of the shared tensors, by mu and eta, against the same without
 
 Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
@@ -113,13 +113,10 @@ VARIANTS = {
     "home-late": Variant("shared b2, experts b1, 5 slices, late", "b2", "b1", 5, 5, delay=3),
     "diloco": Variant("fp32 DiLoCo (R = N)", owners=PEERS),
     "slices": Variant("exact, 5 slices", rounds=5, experts_every=5),
-    "int8": Variant("int8", "int8", "int8"),
-    "int4": Variant("int4", "int4", "int4"),
     "b2": Variant("b2", "b2", "b2"),
     "b2-b1": Variant("shared b2, experts b1", "b2", "b1"),
     "b1": Variant("b1", "b1", "b1"),
     "b1-slices": Variant("b1, 4 slices", "b1", "b1", 4, 4, delay=1),
-    "b2-top8": Variant("shared b2, experts top-8", "b2", "top8"),
     "two-owners": Variant("two owners, b2, 5 slices", "b2", "b2", 5, 10, owners=2, delay=1),
 }
 OUTER = {

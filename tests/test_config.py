@@ -145,6 +145,7 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("routing.bias_update_rate=0.01", "needs model.scoring_func = sigmoid; no decoder of"),
         ("routing.capacity_factor=0", "routing.capacity_factor = 0: input should be greater"),
         ("routing.balance_factor=0", "routing.balance_factor = 0: input should be greater"),
+        ('wire.experts_coding="int8"', "should be 'none', 'bf16', 'b2' or 'b1'"),
         ("outer.momentum=256", "outer.momentum = 256: input should be less than 256"),
         ("outer.momentum=0.5", "outer.momentum = 0.5: input should be a valid integer"),
         ("outer.rate=0", "outer.rate = 0: input should be greater than or equal to 1"),

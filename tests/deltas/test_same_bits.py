@@ -15,20 +15,10 @@ from tests.deltas.units import CODINGS, applied, delta_of, unit
 GOLDEN = {
     "bf16 fp32": "66fdf84d10f08e69",
     "bf16 bf16": "3794bff339ec4741",
-    "int8 fp32": "578373b9ebb8c25f",
-    "int8 bf16": "95a54845ad9b9f2a",
-    "int4 fp32": "a2e23525356739e6",
-    "int4 bf16": "a44cf27fb4fbde89",
     "b2 fp32": "aea4e8ed7f67c4d4",
     "b2 bf16": "73b15357f0ba34af",
     "b1 fp32": "aca92c937af29ad2",
     "b1 bf16": "f3f0e8990c0fe1dd",
-    "top8 fp32": "7dc4bc3f22bdcfb1",
-    "top8 bf16": "bc175de1f0c5d3e1",
-    "top16 fp32": "9cdc622aa952359f",
-    "top16 bf16": "a1656349e62bf866",
-    "top32 fp32": "f0db6fb892fe1ce7",
-    "top32 bf16": "31c88d8fa6f7f941",
 }
 """The first 64 bits of each digest."""
 
@@ -70,8 +60,8 @@ def test_the_value_is_that_of_ieee_arithmetic_element_by_element(
 
 
 def test_how_many_elements_are_worked_on_at_once_does_not_matter() -> None:
-    layout = unit("int8", "bf16", SIZE)
-    by = decode_delta(layout, delta_of(delta_bits("int8")))(0, 2**16)
+    layout = unit("b2", "bf16", SIZE)
+    by = decode_delta(layout, delta_of(delta_bits("b2")))(0, 2**16)
     before = values_in(base_bits("bf16"), "bf16")[: 2**16]
     whole = moved(before, by.clone(), "bf16")
     for size in (1, 7, 64, 1001):

@@ -130,7 +130,7 @@ def test_spes_in_fp32_sends_43_9_percent_less_than_averaging_everything() -> Non
 
 @pytest.mark.parametrize(
     ("shared", "experts", "gigabytes"),
-    [("int8", "int8", 6.22), ("int4", "int4", 3.14), ("b2", "b2", 1.60), ("b1", "b1", 0.83)],
+    [("bf16", "bf16", 12.34), ("b2", "b2", 1.60), ("b1", "b1", 0.83)],
 )
 def test_deltas_take_the_bytes_of_their_codings(
     shared: Coding, experts: Coding, gigabytes: float

@@ -121,7 +121,7 @@ def test_a_swarm_that_fails_costs_its_row_and_is_status_1(
     def swarm(*_: object) -> object:
         raise SwarmError("round 3 went without 1 of 4 peers")
 
-    words = ["--json", "--modes", "b2", "int8", "--state-dir", str(tmp_path)]
+    words = ["--json", "--modes", "b2", "b1", "--state-dir", str(tmp_path)]
     assert script.main(words, with_swarm=swarm) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["rows"] == []

@@ -17,7 +17,7 @@ def test_bytes_are_those_of_the_wanted_shares(script: ModuleType) -> None:
     assert share["home"] == share["home-late"] < 1 / 16
     assert share["two-owners"] < 1 / 16
     assert share["home-half"] < 1 / 32
-    assert share["b1"] < share["b2-b1"] < share["b2"] < share["int4"] < share["int8"]
+    assert share["b1"] < share["b2-b1"] < share["b2"] < share["exact"]
 
 
 def test_variants_differ_in_their_exchange_alone(script: ModuleType) -> None:
