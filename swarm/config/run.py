@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from swarm.canonical import canonical
 from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.model import ModelConfig
-from swarm.config.outer import OuterConfig
 from swarm.config.section import (
     Codec,
     Coding,
@@ -233,7 +232,6 @@ class RunConfig(Section):
     ownership: OwnershipConfig = OwnershipConfig()
     merging: MergingConfig = MergingConfig()
     wire: WireConfig = WireConfig()
-    outer: OuterConfig = OuterConfig()
     phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
@@ -251,7 +249,6 @@ class RunConfig(Section):
                 "nothing; more round.local_steps make fewer rounds"
             )
         self._check_overlap()
-        self.outer.check(self.wire.shared, self.wire.shared_coding)
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "

@@ -66,4 +66,4 @@ def put_aside(
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
     """The same elements, in the bits of their masters."""
     num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
-    return replace(layout, codec="fp32", num_bytes=num_bytes, outer=None)
+    return replace(layout, codec="fp32", num_bytes=num_bytes)
