@@ -44,7 +44,7 @@ from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import SwarmError
-from swarm.model.cost import bytes_sent_per_peer_per_round, exact_elements, parameters
+from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
 from swarm.model.link_plan import Setting, cycle_bytes
 
 LIKE = RUN_FILE.with_name("spes_7b.toml")
@@ -147,11 +147,6 @@ def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
         f"model.vocab_size={round(rows)}", "model.tie_word_embeddings=true",
         f"model.num_experts_per_tok={EXPERTS}",
     ]  # fmt: skip
-
-
-def exact_share(run: RunConfig) -> float:
-    """Norms and routers, which no coding makes smaller, as a share of all elements."""
-    return exact_elements(run.model) / parameters(run.model).total
 
 
 def exchanging(setting: Setting, num_peers: int) -> list[str]:
