@@ -9,7 +9,7 @@ model without QK-norm alone is exported under Mixtral's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.config import Codec, Coding, ModelConfig
@@ -25,6 +25,8 @@ PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
 Shape = tuple[int, ...]
+ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
+"""Bytes of one element; the shared tensors' codecs come in the order of these."""
 
 
 @dataclass(frozen=True)

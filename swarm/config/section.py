@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_COUNT = 2**62
-"""Of steps, tokens and the like; counts in messages and records have the same bound."""
+"""Of steps, tokens and the like; counts in messages, records and manifests have the same bound."""
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from swarm.codings import elements_bytes
-from swarm.config import Codec, ModelConfig, RunConfig
-from swarm.experts import expert_shapes, shared_shapes, travels_exactly
+from swarm.config import ModelConfig, RunConfig
+from swarm.experts import ELEMENT_BYTES, expert_shapes, shared_shapes, travels_exactly
 
-ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
 TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
 PRIVATE_BYTES = 12

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from swarm.codecs import encoded, read_parts
-from swarm.experts import UnitLayout
+from swarm.experts import ELEMENT_BYTES, UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
 from swarm.peer.unit_threads import Parts, UnitThreads
-from swarm.protocol.layout import ELEMENT_BYTES, Layout
+from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Unit
 
 Patiently = Callable[[Callable[[], Digest]], Digest]

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from swarm.config import Codec, Coding, RunConfig
 from swarm.experts import (
+    ELEMENT_BYTES,
     Shape,
     Slice,
     UnitLayout,
@@ -24,9 +25,6 @@ from swarm.experts import (
     shared_unit,
     travels_exactly,
 )
-
-ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of one element; also the order in which the shared tensors' codecs come."""
 
 
 @dataclass(frozen=True)

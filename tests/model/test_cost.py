@@ -7,9 +7,8 @@ import pytest
 
 from swarm.codings import coded_bytes
 from swarm.config import Coding, RunConfig, validate_config
-from swarm.experts import expert_of_unit
+from swarm.experts import ELEMENT_BYTES, expert_of_unit
 from swarm.model.cost import (
-    ELEMENT_BYTES,
     bytes_sent_per_peer_per_round,
     cost_of,
     disk_bytes,

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from swarm.config import RunConfig, validate_config
-from swarm.experts import expert_of_unit
-from swarm.protocol.layout import ELEMENT_BYTES, Layout, layout_of
+from swarm.experts import ELEMENT_BYTES, expert_of_unit
+from swarm.protocol.layout import Layout, layout_of
 from tests.layout_places import places_of
 
 
