@@ -122,6 +122,7 @@ def serve_tcp(num_bytes: int) -> None:
         digest = digest_of_index(piece_index(blob))
         say(address=str(port), digest=digest, pids=[os.getpid()])
         await asyncio.to_thread(sys.stdin.read)
+        server.close()
 
     asyncio.run(run())
 

@@ -54,7 +54,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -358,11 +358,7 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
     return [replace(case, cap=arguments.cap, last=arguments.last) for case in cases]
 
 
-def main(
-    words: Sequence[str] | None = None,
-    *,
-    with_peers: Callable[[Case, int, Path], list[PeerFigures]] = measure,
-) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     arguments = parsed(words)
     if not arguments.quick and (why := why_not_here()):
         sys.exit(why)
@@ -374,7 +370,7 @@ def main(
         say(f"{name}: steps of {case.step_s:.2f} s, {case.plan.cycle_s:.0f} s a cycle as planned")
         try:
             with ending_as_ctrl_c():
-                found = with_peers(case, arguments.cycles, home)
+                found = measure(case, arguments.cycles, home)
         except SwarmError as error:
             failed.append(f"{name}: {error}")
             say(failed[-1])

@@ -44,7 +44,7 @@ from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import SwarmError
-from swarm.model.cost import bytes_sent_per_peer_per_round, exact_elements, parameters
+from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
 from swarm.model.link_plan import Setting, cycle_bytes
 
 LIKE = RUN_FILE.with_name("spes_7b.toml")
@@ -79,18 +79,14 @@ RECOMMENDED, THIN = "b2, experts b1, 5 slices", "b2, experts b1, 2 slices"
 LEAST_RATIOS = {RECOMMENDED: 16.0, THIN: 32.0}
 MODES = (
     Mode("DiLoCo fp32 (R = N)", DILOCO),
-    Mode("DiLoCo int8 (R = N)", Setting("int8", "int8", owners=EVERYBODY), is_main=False),
     Mode("SPES fp32", Setting("fp32", "fp32"), is_main=False),
     Mode("SPES, experts bf16", Setting("fp32", "bf16")),
     Mode("bf16", Setting("bf16", "bf16"), is_main=False),
-    Mode("int8", Setting("int8", "int8")),
-    Mode("int4", Setting("int4", "int4"), is_main=False),
     Mode("b2", Setting("b2", "b2")),
     Mode("b1", Setting("b1", "b1"), is_main=False),
     Mode("b2, 5 slices, all once", Setting("b2", "b2", 5, 5, 5), is_main=False),
     Mode("b2, 5 slices", Setting("b2", "b2", 5, 1, 5), is_main=False),
     Mode("b1, 5 slices", Setting("b1", "b1", 5, 1, 5), is_main=False),
-    Mode("b2, experts top8, 5 slices", Setting("b2", "top8", 5, 1, 5), is_main=False),
     Mode(RECOMMENDED, Setting("b2", "b1", 5, 1, 5)),
     Mode(THIN, Setting("b2", "b1", 2, 1, 2)),
     Mode("b2, 5 slices, R = 2, experts each 2nd", Setting("b2", "b2", 5, 1, 10, owners=2), False),
@@ -151,11 +147,6 @@ def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
         f"model.vocab_size={round(rows)}", "model.tie_word_embeddings=true",
         f"model.num_experts_per_tok={EXPERTS}",
     ]  # fmt: skip
-
-
-def exact_share(run: RunConfig) -> float:
-    """Norms and routers, which no coding makes smaller, as a share of all elements."""
-    return exact_elements(run.model) / parameters(run.model).total
 
 
 def exchanging(setting: Setting, num_peers: int) -> list[str]:

@@ -210,7 +210,7 @@ class InProcessSwarm:
                 left = self._left.get(layout.unit)
                 deltas = [_delta(each) for each in given]
                 made = list(reduced(layout, base, deltas, _reader(left) if left else None, shares))
-                after = b"".join([run.value for run in made] + [run.momentum for run in made])
+                after = b"".join(run.value for run in made)
                 self._left[layout.unit] = b"".join(run.left for run in made)
         return Move(layout, before, after, dict(zip(sources, given, strict=True)))
 

@@ -8,8 +8,7 @@ cycle is 20 local steps in all of them, and experts are merged after the same cy
 main      centralised, exact SPES, and what the run files for home links do: about 1/18 and 1/33 of
           fp32 DiLoCo's bytes; "late" is for lines with 20 Mbit/s up, where a round takes most of
           the steps beside it
-frontier  the other codings, whole rounds that wait, top-k, two owners, and slices without coding
-outer     an outer optimizer of the shared tensors, by mu and eta, against the same without
+frontier  the other codings, whole rounds that wait, two owners, and slices without coding
 
 Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
 `swarm-plan`; the gap is that to centralised training. A finished cell is a line of `--out` and is
@@ -24,14 +23,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from cells import Cell, Losses, gaps, interval, parsed, work_off
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
-from swarm.config import OuterConfig, RunConfig, parse_config
+from swarm.config import RunConfig, parse_config
 from swarm.model.link_plan import Setting, cycle_bytes, setting_of
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
@@ -56,9 +55,6 @@ FULL = Scale(steps=400, hidden=64, length=64, held_out_bytes=16_384)
 QUICK = Scale(steps=20, hidden=16, length=16, held_out_bytes=1024)
 
 
-NO_OUTER = OuterConfig()
-
-
 @dataclass(frozen=True)
 class Variant:
     """A way to exchange.
@@ -72,8 +68,6 @@ class Variant:
         owners: of an expert.
         delay: local steps until a round's outcome is here; 0: they wait for it.
         peers: 1 trains all on one machine, with the batches of all.
-        outer: the outer optimizer of the shared tensors.
-        without: the variant that has none and is the same else.
     """
 
     label: str
@@ -84,8 +78,6 @@ class Variant:
     owners: int = 1
     delay: int = 0
     peers: int = PEERS
-    outer: OuterConfig = NO_OUTER
-    without: str = ""
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -100,8 +92,6 @@ class Variant:
             f"round.stagger={str(self.rounds > 1).lower()}",
             f'round.overlap="{"round" if self.delay else "none"}"',
             f"ownership.owners_per_expert={self.owners}",
-            f"outer.momentum={self.outer.momentum}",
-            f"outer.rate={self.outer.rate}",
         )
 
 
@@ -113,35 +103,15 @@ VARIANTS = {
     "home-late": Variant("shared b2, experts b1, 5 slices, late", "b2", "b1", 5, 5, delay=3),
     "diloco": Variant("fp32 DiLoCo (R = N)", owners=PEERS),
     "slices": Variant("exact, 5 slices", rounds=5, experts_every=5),
-    "int8": Variant("int8", "int8", "int8"),
-    "int4": Variant("int4", "int4", "int4"),
     "b2": Variant("b2", "b2", "b2"),
     "b2-b1": Variant("shared b2, experts b1", "b2", "b1"),
     "b1": Variant("b1", "b1", "b1"),
     "b1-slices": Variant("b1, 4 slices", "b1", "b1", 4, 4, delay=1),
-    "b2-top8": Variant("shared b2, experts top-8", "b2", "top8"),
     "two-owners": Variant("two owners, b2, 5 slices", "b2", "b2", 5, 10, owners=2, delay=1),
-}
-OUTER = {
-    "0.5-0.5": OuterConfig(momentum=128, rate=128),
-    "0.5-0.75": OuterConfig(momentum=128, rate=192),
-    "0.9-0.1": OuterConfig(momentum=230, rate=26),
-}
-"""By mu and eta; the gain in the long run is 1, 1.5 and 1."""
-VARIANTS |= {
-    f"{name}-{numbers}": replace(
-        VARIANTS[name],
-        label=f"{VARIANTS[name].label}, mu, eta = {numbers.replace('-', ', ')}",
-        outer=outer,
-        without=name,
-    )
-    for name in ("home", "home-half")
-    for numbers, outer in OUTER.items()
 }
 GROUPS = {
     "main": (8, ("centralised", "exact", "home", "home-half", "home-late")),
-    "frontier": (3, tuple(n for n in list(VARIANTS)[5:] if not VARIANTS[n].outer.is_on)),
-    "outer": (3, tuple(n for n in VARIANTS if VARIANTS[n].outer.is_on)),
+    "frontier": (3, tuple(list(VARIANTS)[5:])),
 }
 """How many seeds, and the variants."""
 
@@ -211,7 +181,7 @@ def table(losses: Losses) -> str:
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, variant in VARIANTS.items():
         found = list(losses.get(name, {}).values())
-        if not found or variant.outer.is_on:
+        if not found:
             continue
         alone = variant.peers == 1
         share = "" if alone else f"1/{1 / share_of_diloco(variant):.1f}"
@@ -224,20 +194,6 @@ def table(losses: Losses) -> str:
     return "\n".join(rows)
 
 
-def outer_table(losses: Losses) -> str:
-    """A row per variant with an outer optimizer that has a finished cell."""
-    rows = ["| exchange | gain | n | held-out loss | against without, % |", "|---|---|---|---|---|"]
-    for name, variant in VARIANTS.items():
-        compared = gaps(losses, name, variant.without)
-        if variant.outer.is_on and compared:
-            mean = statistics.mean(losses[name].values())
-            rows.append(
-                f"| {variant.label} | {variant.outer.gain:.2g} | {len(compared)} | {mean:.4f} | "
-                f"{spread(compared)} |"
-            )
-    return "\n".join(rows) if len(rows) > 2 else ""
-
-
 HEIGHT, LEFT, RIGHT, TOP, FOOT = 420, 64, 120, 44, 64
 
 
@@ -246,7 +202,7 @@ def picture(losses: Losses) -> str:
     shown = {
         name: gaps(losses, name, "exact")
         for name, variant in VARIANTS.items()
-        if variant.peers > 1 and not variant.outer.is_on and gaps(losses, name, "exact")
+        if variant.peers > 1 and gaps(losses, name, "exact")
     }
     marks = ticks(
         min([-1, *(gap for found in shown.values() for gap in found)]),
@@ -294,7 +250,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     losses = work_off(asked, list(cells()), lambda cell: of_cell(cell, scale))
     if not asked.list:
         print(table(losses))
-        print(outer_table(losses))
     if asked.plot:
         asked.plot.write_text(picture(losses))
 

@@ -49,7 +49,6 @@ MODES = {
     "slices": Mode(Setting("b2", "b1", 5, 1, 5)),
     "overlapped": Mode(Setting("b2", "b1", 5, 1, 5, overlap=True), ("round.overlap=round",)),
     "diloco-fp32": Mode(Setting("fp32", "fp32", owners=EVERYBODY)),
-    "diloco-int8": Mode(Setting("int8", "int8", owners=EVERYBODY)),
     "server": Mode(Setting("fp32", "fp32"), server="same"),
     "server-fast": Mode(Setting("fp32", "fp32"), server="datacentre"),
 }

@@ -31,8 +31,6 @@ Buffer = bytes | bytearray | memoryview
 
 DTYPES: Mapping[Codec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of agreed tensors."""
-MOMENTUM = torch.bfloat16
-"""Dtype of the outer optimizer's momentum, whose elements follow those of a value in its blob."""
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once."""
 MAX_MAGNITUDE = 2.0**64
@@ -70,7 +68,7 @@ class Content:
 
 
 def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
-    """The blob of a unit. A momentum is zero.
+    """The blob of a unit.
 
     Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
@@ -80,8 +78,6 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
     def pieces() -> Iterator[Buffer]:
         for part in _chunks_of(layout):
             yield _encode(read(part).detach(), layout.codec)  # no name: nothing is held by it
-        for part in _chunks_of(layout) if layout.outer else ():
-            yield bytes(MOMENTUM.itemsize * (part.stop - part.start))
 
     return Content(layout.num_bytes, pieces)
 
@@ -199,8 +195,7 @@ def check_update(
 ) -> None:
     """Refuses a unit's bytes that no local steps can have made. One pass; holds a piece.
 
-    Each operation is rounded by itself, so all machines judge alike. With an outer optimizer values
-    may move by its gain times as much, and momenta by what they were besides.
+    Each operation is rounded by itself, so all machines judge alike.
 
     Args:
         layout: of the unit.
@@ -229,13 +224,11 @@ def _beyond(
     """The pieces of a content, each once it is found to be within its bounds."""
     if content.num_bytes != layout.num_bytes:
         raise _wrong_size(layout, content.num_bytes)
-    gain, done = max(1.0, layout.outer.gain) if layout.outer else 1.0, 0
+    done = 0
     for piece in content:
         for start, chunk in _chunks(layout, done, piece):
             before = _viewed(base(start, chunk.nbytes), chunk.dtype).float()
-            is_momentum = start >= layout.value_bytes
-            limits = (absolute, 1 + relative) if is_momentum else (absolute * gain, relative * gain)
-            check_moves(layout, (chunk.float() - before).abs_(), before, *limits)
+            check_moves(layout, (chunk.float() - before).abs_(), before, absolute, relative)
         done += len(piece)
         yield piece
 
@@ -347,11 +340,10 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
 
 def _chunks(layout: UnitLayout, begin: int, piece: Buffer) -> Iterator[tuple[int, Tensor]]:
     """(first byte in the blob, values) of each chunk of a piece that begins there; read-only."""
-    split = min(max(layout.value_bytes - begin, 0), len(piece))
-    for first, last, dtype in (0, split, DTYPES[layout.codec]), (split, len(piece), MOMENTUM):
-        size = CHUNK_ELEMENTS * dtype.itemsize
-        for start in range(first, last, size):
-            yield begin + start, _viewed(memoryview(piece)[start : min(last, start + size)], dtype)
+    dtype = DTYPES[layout.codec]
+    size = CHUNK_ELEMENTS * dtype.itemsize
+    for start in range(0, len(piece), size):
+        yield begin + start, _viewed(memoryview(piece)[start : start + size], dtype)
 
 
 def values_in(blob: Buffer, codec: Codec) -> Tensor:

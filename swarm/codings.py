@@ -20,15 +20,7 @@ BLOCK = 256
 GROUP = 256
 """Blocks whose scales stand together."""
 SCALE_BYTES = 2
-CODE_BYTES: Mapping[Coding, int] = {
-    "int8": BLOCK,
-    "int4": BLOCK // 2,
-    "b2": BLOCK // 4,
-    "b1": BLOCK // 8,
-    "top8": 8 + 2,
-    "top16": 16 + 4,
-    "top32": 32 + 8,
-}
+CODE_BYTES: Mapping[Coding, int] = {"b2": BLOCK // 4, "b1": BLOCK // 8}
 """Bytes of a block's codes, of the codings that have blocks."""
 
 

@@ -9,10 +9,10 @@ model without QK-norm alone is exported under Mixtral's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.config import Codec, Coding, ModelConfig, OuterConfig
+from swarm.config import Codec, Coding, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
@@ -25,8 +25,8 @@ PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
 Shape = tuple[int, ...]
-MOMENTUM_BYTES = 2
-"""Of one element of the outer optimizer's momentum, bf16."""
+ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
+"""Bytes of one element; the shared tensors' codecs come in the order of these."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class UnitLayout:
     Attributes:
         num_bytes: of the blob.
         coding: how the unit's value is moved in a round; "none": it is replaced.
-        outer: the outer optimizer of the unit, whose momentum follows its elements in the blob, in
-            their order, as bf16; None: it has none.
     """
 
     unit: str
@@ -55,12 +53,6 @@ class UnitLayout:
     num_elements: int
     num_bytes: int
     coding: Coding = "none"
-    outer: OuterConfig | None = None
-
-    @property
-    def value_bytes(self) -> int:
-        """Of the blob without the momentum."""
-        return self.num_bytes - (MOMENTUM_BYTES * self.num_elements if self.outer else 0)
 
 
 def travels_exactly(name: str) -> bool:

@@ -5,7 +5,6 @@ Both are frozen values. Nothing here reads a file, the environment or a global: 
 """
 
 from swarm.config.model import ModelConfig
-from swarm.config.outer import OuterConfig
 from swarm.config.parse import (
     COMMAND_LINE,
     parse_config,
@@ -42,7 +41,6 @@ __all__ = [
     "ModelConfig",
     "NetworkSection",
     "OptimizerConfig",
-    "OuterConfig",
     "OwnershipConfig",
     "PeerConfig",
     "PeerSection",

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from swarm.canonical import canonical
 from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.model import ModelConfig
-from swarm.config.outer import OuterConfig
 from swarm.config.section import (
     Codec,
     Coding,
@@ -200,8 +199,8 @@ class WireConfig(Section):
     """Type of experts; their owner keeps an fp32 master."""
     shared_coding: Coding = "none"
     """How a round's move of the shared tensors travels; norms and routers are sent whole in any
-    case. none: their values are sent. bf16, int8, int4, b2 (2 bits an element) and b1 (1 bit):
-    what rounding left out is sent in later rounds. top8, top16, top32: the largest of 256."""
+    case. none: their values are sent. bf16, b2 (2 bits an element) and b1 (1 bit): what rounding
+    left out is sent in later rounds."""
     experts_coding: Coding = "none"
     """As `shared_coding`, of experts."""
     part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
@@ -233,7 +232,6 @@ class RunConfig(Section):
     ownership: OwnershipConfig = OwnershipConfig()
     merging: MergingConfig = MergingConfig()
     wire: WireConfig = WireConfig()
-    outer: OuterConfig = OuterConfig()
     phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
@@ -251,7 +249,6 @@ class RunConfig(Section):
                 "nothing; more round.local_steps make fewer rounds"
             )
         self._check_overlap()
-        self.outer.check(self.wire.shared, self.wire.shared_coding)
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
@@ -283,7 +280,7 @@ class RunConfig(Section):
             return
         if "none" in (self.wire.shared_coding, self.wire.experts_coding):
             raise ValueError(
-                "round.overlap: needs wire.shared_coding and wire.experts_coding, such as int8: "
+                "round.overlap: needs wire.shared_coding and wire.experts_coding, such as b2: "
                 "peers that train on can follow what is agreed only by its difference"
             )
         if self.data.mode != "common":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_COUNT = 2**62
-"""Of steps, tokens and the like; counts in messages and records have the same bound."""
+"""Of steps, tokens and the like; counts in messages, records and manifests have the same bound."""
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]
@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 """Up to 115 days."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
-Coding = Literal["none", "bf16", "int8", "int4", "b2", "b1", "top8", "top16", "top32"]
+Coding = Literal["none", "bf16", "b2", "b1"]
 """How an agreed value's move travels: `swarm.codings`."""
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """Texts that people see on their terminals: no control characters."""

@@ -16,9 +16,7 @@ from swarm.deltas.units import (
     decode_delta,
     decode_run,
     encode_run,
-    momentum_elements,
     moved_run,
-    outer_run,
     runs,
 )
 from swarm.experts import UnitLayout
@@ -30,17 +28,14 @@ class Reduced:
 
     Attributes:
         delta: B, bytes of the delta that comes nearest to t, the mean with the remainder.
-        value: v' = v + dec(B), or what an outer optimizer makes of v by B: bytes of the value.
+        value: v' = v + dec(B): bytes of the value.
         left: g = t - (v' - v), fp32: what the move lacks. Against the value, not against the delta
-            alone, so that what rounding to the agreed type took is in it. With an outer optimizer,
-            whose moves are others, it is t - dec(B).
-        momentum: of an outer optimizer, which follows all values in the blob; else nothing.
+            alone, so that what rounding to the agreed type took is in it.
     """
 
     delta: Buffer
     value: Buffer
     left: Buffer
-    momentum: Buffer = b""
 
 
 def reduced(
@@ -63,7 +58,7 @@ def reduced(
         BadBlob: as `decode_delta`, and `codecs.check_finite` of the value.
     """
     wanted = mean_of_deltas(layout, deltas, remainder, weights)
-    before, momentum = agreed_elements(layout, base), momentum_elements(layout, base)
+    before = agreed_elements(layout, base)
     given = deltas[0].read if len(deltas) == 1 and remainder is None else None
     for start, stop in runs(layout):
         t = wanted(start, stop)
@@ -73,10 +68,6 @@ def reduced(
         else:
             delta = encode_run(t, layout.coding)
         v, by = before(start, stop), decode_run(delta, stop - start, layout.coding)
-        if layout.outer:
-            after, ahead = outer_run(layout, start, v, momentum(start, stop), by)
-            yield Reduced(delta, bytes_of(after), bytes_of(t.sub_(by)), bytes_of(ahead))
-            continue
         after = moved_run(layout, start, v, by)
         yield Reduced(delta, bytes_of(after), bytes_of(t.sub_(after.float() - v.float())))
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from swarm.codecs import (
     DTYPES,
     MAX_MAGNITUDE,
-    MOMENTUM,
     Buffer,
     Content,
     Read,
@@ -28,7 +27,7 @@ from swarm.codecs import (
 )
 from swarm.codings import BLOCK, GROUP, coded_bytes, elements_bytes
 from swarm.config import Coding
-from swarm.deltas.arithmetic import canonical, moved, outer_step
+from swarm.deltas.arithmetic import canonical, moved
 from swarm.deltas.blocks import decode_blocks, encode_blocks
 from swarm.errors import BadBlob
 from swarm.experts import Slice, UnitLayout
@@ -183,28 +182,18 @@ def apply_delta(
 ) -> Content:
     """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
 
-    With an outer optimizer what it makes of v and its momentum: values first, then momenta, for
-    which the delta is read again.
-
     Raises:
         BadBlob: here and while it is read, as `decode_delta` and `check_delta`; and as
             `codecs.check_finite` of what comes out.
     """
     before, by = agreed_elements(layout, base), decode_delta(layout, delta)
-    ahead_of = momentum_elements(layout, base)
 
     def pieces() -> Iterator[Buffer]:
         for start, stop in runs(layout):
             v, moves = before(start, stop), by(start, stop)
             if absolute < math.inf:
                 check_moves(layout, moves.abs(), v.float(), absolute, relative)
-            if layout.outer is None:
-                yield bytes_of(moved_run(layout, start, v, moves))
-            else:
-                yield bytes_of(outer_run(layout, start, v, ahead_of(start, stop), moves)[0])
-        for start, stop in runs(layout) if layout.outer else ():
-            v, u = before(start, stop), ahead_of(start, stop)
-            yield bytes_of(outer_run(layout, start, v, u, by(start, stop))[1])
+            yield bytes_of(moved_run(layout, start, v, moves))
 
     return Content(layout.num_bytes, pieces)
 
@@ -214,17 +203,6 @@ def moved_run(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Ten
     after = moved(before, by, layout.codec)
     check_chunk(layout, start, after)
     return after
-
-
-def outer_run(
-    layout: UnitLayout, start: int, before: Tensor, momentum: Tensor, by: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One run of a value and of its momentum after an outer step, from element `start` on."""
-    assert layout.outer is not None
-    after, ahead = outer_step(before, momentum, by, layout.outer)
-    check_chunk(layout, start, after)
-    check_chunk(layout, start, ahead)
-    return after, ahead
 
 
 def check_delta(
@@ -263,17 +241,6 @@ def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:
 
     def elements(start: int, stop: int) -> Tensor:
         return values_in(read(start * size, (stop - start) * size), layout.codec)
-
-    return elements
-
-
-def momentum_elements(layout: UnitLayout, read: Read) -> ReadElements:
-    """The momenta of a unit's elements, bf16; not to be written to."""
-    size = MOMENTUM.itemsize
-
-    def elements(start: int, stop: int) -> Tensor:
-        raw = read(layout.value_bytes + start * size, (stop - start) * size)
-        return values_in(raw, "bf16")
 
     return elements
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from swarm.codings import elements_bytes
-from swarm.config import Codec, ModelConfig, RunConfig
-from swarm.experts import MOMENTUM_BYTES, expert_shapes, shared_shapes, travels_exactly
+from swarm.config import ModelConfig, RunConfig
+from swarm.experts import ELEMENT_BYTES, expert_shapes, shared_shapes, travels_exactly
 
-ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
 TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
 PRIVATE_BYTES = 12
@@ -91,14 +90,10 @@ def exact_elements(model: ModelConfig) -> int:
 
 
 def shared_wire_bytes(run: RunConfig) -> int:
-    """The shared tensors as blobs; norms and routers are small and always travel in fp32.
-
-    With an outer optimizer the others have a momentum in theirs, which whoever joins fetches too.
-    """
+    """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
     exact = exact_elements(run.model)
     others = parameters(run.model).shared - exact
-    each = ELEMENT_BYTES[run.wire.shared] + (MOMENTUM_BYTES if run.outer.is_on else 0)
-    return exact * ELEMENT_BYTES["fp32"] + others * each
+    return exact * ELEMENT_BYTES["fp32"] + others * ELEMENT_BYTES[run.wire.shared]
 
 
 def expert_wire_bytes(run: RunConfig) -> int:

@@ -26,6 +26,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from swarm.config import NetworkSection
+from swarm.config.peer import HOST_KINDS
 from swarm.errors import ConfigError, NetworkDown
 from swarm.network.identity import public_key_of
 from swarm.network.line_bytes import LineBytes
@@ -34,7 +35,6 @@ from swarm.protocol.records import MAX_ADDRESSES
 logger = logging.getLogger(__name__)
 
 _FORM = "/ip4/A.B.C.D/tcp/PORT/p2p/ID"
-_HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)
@@ -79,7 +79,7 @@ class Address:
         try:
             parts = dict(Multiaddr(text).items())
             named = {protocol.name: value for protocol, value in parts.items()}
-            host_kind = next(kind for kind in _HOSTS if kind in named)
+            host_kind = next(kind for kind in HOST_KINDS if kind in named)
             host, port, peer_id = named[host_kind], int(named["tcp"]), named["p2p"]
         except (MultiaddrError, StopIteration, KeyError, ValueError, TypeError) as error:
             raise ConfigError(f"peer address {text[:200]!r}: expected the form {_FORM}") from error

@@ -27,12 +27,13 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from swarm.errors import BadMessage, NetworkDown, NoRoute, Unreachable
 from swarm.network.control import Control, seen_at
-from swarm.network.direct_door import CALLED, Door, Serve, tuned
+from swarm.network.direct_door import CALLED, Door, tuned
 from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
 from swarm.network.kept_streams import KeptStreams
 from swarm.network.line_bytes import LineBytes
 from swarm.network.recent import recalled
+from swarm.network.streams import Serve
 from swarm.protocol.backoff import backoff_s
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from swarm.network.daemon import foreign_address_hint
 from swarm.network.handshake import Introduced, admit
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost, Ledger
-from swarm.network.streams import Serve as Serve
+from swarm.network.streams import Serve
 from swarm.network.traffic import Traffic
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from swarm.background import Tasks
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, SwarmError
-from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control, seen_at
 from swarm.network.daemon import Address

@@ -140,14 +140,10 @@ class Reducing:
             self.open_value(sizes[1]) as value,
             self.store.draft(4 * layout.num_elements) as left,
         ):
-            momenta = []  # of a part: half as much as its values
             for run in runs:
                 delta.write(run.delta)
                 value.write(run.value)
                 left.write(run.left)
-                momenta.append(run.momentum)
-            for momentum in momenta:
-                value.write(momentum)
             made, moved = delta.finish(), value.finish()
             self.store.sync([made, moved])  # before anybody hears of them [W5]
             return Mean(ReducedUnit(moved, sizes[1], made), left.finish())

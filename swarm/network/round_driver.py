@@ -19,13 +19,13 @@ from typing import Any
 from swarm.background import Tasks
 from swarm.codecs import Content
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError
+from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import write
 from swarm.network.draft import Draft
 from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
-from swarm.network.node import Node, Unreachable
+from swarm.network.node import Node
 from swarm.network.outbound import Outbound
 from swarm.network.patience import raise_typed
 from swarm.network.record_file import RecordFile

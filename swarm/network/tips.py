@@ -12,10 +12,10 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from swarm.canonical import canonical
-from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable
+from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable, Unreachable
 from swarm.network.fetch import Downloads, Want
 from swarm.network.inbound import open_message, verified
-from swarm.network.node import Node, Unreachable
+from swarm.network.node import Node
 from swarm.protocol.events import Record
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Code, Digest, Manifest, PeerId

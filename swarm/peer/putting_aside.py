@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from swarm.codecs import encoded, read_parts
-from swarm.experts import UnitLayout
+from swarm.experts import ELEMENT_BYTES, UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
 from swarm.peer.unit_threads import Parts, UnitThreads
-from swarm.protocol.layout import ELEMENT_BYTES, Layout
+from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Unit
 
 Patiently = Callable[[Callable[[], Digest]], Digest]
@@ -66,4 +66,4 @@ def put_aside(
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
     """The same elements, in the bits of their masters."""
     num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
-    return replace(layout, codec="fp32", num_bytes=num_bytes, outer=None)
+    return replace(layout, codec="fp32", num_bytes=num_bytes)

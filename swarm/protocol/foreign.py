@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from swarm.config.section import MAX_COUNT
 from swarm.errors import BadManifest
 from swarm.protocol.dealing import book_of, book_problem
 from swarm.protocol.manifest import Manifest, Member, decode_manifest
@@ -18,8 +19,6 @@ from swarm.protocol.schemas import (
     wrong_name,
 )
 
-MAX_COUNT = 2**62
-"""As of counts in messages: a larger one could be adopted and then told nobody."""
 MAX_AMOUNT = 1e12
 
 

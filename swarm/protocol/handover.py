@@ -18,9 +18,9 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from swarm.canonical import canonical
-from swarm.experts import Shape, Slice, UnitLayout, expert_unit
+from swarm.experts import ELEMENT_BYTES, Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
-from swarm.protocol.layout import ELEMENT_BYTES, Layout
+from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.schemas import Count, DigestText, OnWire, parse
 

@@ -3,8 +3,7 @@
 One unit per expert index (all layers), its tensors concatenated in the order of their names. The
 shared tensors are concatenated in the order of their names too, apart for each codec and coding,
 and cut into parts of nearly equal size, inside tensors where the cut falls there, as many for each
-round of their period (`round.shared_every`). Bytes are little-endian. With an outer optimizer the
-elements of a part that moves by deltas are followed by their momenta, as bf16.
+round of their period (`round.shared_every`). Bytes are little-endian.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from swarm.config import Codec, Coding, OuterConfig, RunConfig
+from swarm.config import Codec, Coding, RunConfig
 from swarm.experts import (
-    MOMENTUM_BYTES,
+    ELEMENT_BYTES,
     Shape,
     Slice,
     UnitLayout,
@@ -26,9 +25,6 @@ from swarm.experts import (
     shared_unit,
     travels_exactly,
 )
-
-ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of one element; also the order in which the shared tensors' codecs come."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,7 @@ def layout_of(run: RunConfig) -> Layout:
         }
         max_elements = run.wire.part_bytes // ELEMENT_BYTES[codec]
         for slices in _cut(sizes, max_elements, run.round.shared_every):
-            outer = run.outer if run.outer.is_on and coding != "none" else None
-            units.append(_unit(shared_unit(len(units)), codec, coding, slices, outer))
+            units.append(_unit(shared_unit(len(units)), codec, coding, slices))
     for expert in range(run.model.num_experts):
         of_expert = expert_shapes(run.model, expert)
         shapes |= of_expert
@@ -91,16 +86,11 @@ def shared_coding(name: str, run: RunConfig) -> Coding:
     return "none" if travels_exactly(name) else run.wire.shared_coding
 
 
-def _unit(
-    name: str,
-    codec: Codec,
-    coding: Coding,
-    slices: tuple[Slice, ...],
-    outer: OuterConfig | None = None,
-) -> UnitLayout:
+def _unit(name: str, codec: Codec, coding: Coding, slices: tuple[Slice, ...]) -> UnitLayout:
     num_elements = sum(piece.stop - piece.start for piece in slices)
-    each = ELEMENT_BYTES[codec] + (MOMENTUM_BYTES if outer else 0)
-    return UnitLayout(name, codec, slices, num_elements, num_elements * each, coding, outer)
+    return UnitLayout(
+        name, codec, slices, num_elements, num_elements * ELEMENT_BYTES[codec], coding
+    )
 
 
 def _cut(sizes: Mapping[str, int], max_elements: int, multiple: int) -> Iterator[tuple[Slice, ...]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from swarm.config import RunConfig
-from swarm.model.cost import ELEMENT_BYTES, parameters
+from swarm.experts import ELEMENT_BYTES
+from swarm.model.cost import parameters
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat

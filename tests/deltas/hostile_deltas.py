@@ -62,21 +62,9 @@ def delta_bits(coding: Coding) -> bytes:
     for first in range(0, blocks, GROUP):
         count = min(GROUP, blocks - first)
         pieces += [_within(random, -96, 39, count).astype("<u2").tobytes()]
-        pieces += [_codes(random, coding, count).tobytes()]
+        codes = random.integers(0, 256, (count, CODE_BYTES[coding]))
+        pieces += [codes.astype(np.uint8).tobytes()]
     return b"".join(pieces)
-
-
-def _codes(random: np.random.Generator, coding: Coding, count: int) -> NDArray[np.uint8]:
-    codes = random.integers(0, 256, (count, CODE_BYTES[coding])).astype(np.uint8)
-    if coding == "int8":
-        codes[codes == 128] = 127
-    elif coding == "int4":
-        codes |= 0x11
-    elif coding.startswith("top"):
-        k = int(coding[3:])
-        places = np.argsort(random.integers(0, 2**32, (count, BLOCK)), axis=1)[:, :k]
-        codes[:, :k] = np.sort(places, axis=1)
-    return codes
 
 
 def digest(coding: Coding, codec: Codec, misaligned: int = 0) -> str:

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from swarm.codings import BLOCK, CODE_BYTES
 from swarm.config import Coding
-from swarm.deltas.bits import pack, unpack
-from swarm.deltas.blocks import decode_blocks, encode_blocks
+from swarm.deltas.blocks import decode_blocks, encode_blocks, pack, unpack
 from swarm.errors import BadBlob
 from tests.deltas.units import BLOCKED, gaussian
 
-DENSE: tuple[Coding, ...] = ("int8", "int4", "b2", "b1")
-SPARSE: tuple[Coding, ...] = ("top8", "top16", "top32")
-SQUARED_ERROR = {"int8": 0.0001, "int4": 0.016, "b2": 0.118, "b1": 0.362, "top8": 0.805}
+SQUARED_ERROR = {"b2": 0.118, "b1": 0.362}
 
 
 def decoded(values: torch.Tensor, coding: Coding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +33,7 @@ def one(coding: Coding, scale: float, codes: list[int]) -> torch.Tensor:
 # ------------------------------------------------ what the bits say
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [1, 2])
 def test_codes_lie_in_planes_over_the_bytes_of_a_block(bits):
     codes = torch.randint(0, 2**bits, (3, BLOCK), dtype=torch.uint8)
     packed = pack(codes, bits)
@@ -49,26 +46,18 @@ def test_codes_lie_in_planes_over_the_bytes_of_a_block(bits):
 
 
 def test_each_code_has_its_multiple_of_the_scale():
-    assert one("int8", 0.5, [1, 255, 127, 129] + [0] * 252)[:4].tolist() == [0.5, -0.5, 63.5, -63.5]
-    four = one("int4", 0.5, [0x1F, 0x98] + [0x88] * 126)
-    assert [four[0], four[128], four[1], four[129], four[2]] == [3.5, -3.5, 0, 0.5, 0]
     two = one("b2", 0.5, [0b11100100] + [0] * 63)
     assert two[[0, 64, 128, 192, 1]].tolist() == [-1.5, -0.5, 0.5, 1.5, -1.5]
     bit = one("b1", 0.5, [0b10000010] + [255] * 31)
     assert bit[[0, 32, 64, 224, 1]].tolist() == [-0.5, 0.5, -0.5, 0.5, 0.5]
-    top = one("top8", 0.5, [0, 1, 2, 3, 7, 100, 200, 255, 0b11100100, 0b00011011])
-    # Code of the i-th place: bits 2 (i // 2) and above of byte i % 2.
-    assert top[[0, 2, 7, 200]].tolist() == [1.0, 1.5, -1.0, -1.5]
-    assert top[[1, 3, 100, 255]].tolist() == [-1.5, -1.0, 1.5, 1.0]
-    assert top.count_nonzero() == 8
 
 
 def test_bytes_are_scales_then_codes_as_the_page_says():
-    values = torch.zeros(1, BLOCK)
-    values[0, :2] = torch.tensor([127.0, -3.0])
-    scales, codes = encode_blocks(values, "int8")
+    values = -torch.ones(1, BLOCK)
+    values[0, ::8] = 1.0
+    scales, codes = encode_blocks(values, "b1")
     assert scales.view(torch.int16).numpy().tobytes() == struct.pack("<f", 1.0)[2:]
-    assert codes[0, :3].tolist() == [127, 253, 0]
+    assert codes[0, :9].tolist() == [255, *[0] * 7, 255]
 
 
 # ------------------------------------------------ how far they are off
@@ -97,16 +86,10 @@ def test_no_element_is_off_by_more_than_its_bound(coding, kind, seed, exponent):
     scales, products = decoded(values, coding)
     values, scales, products = values.double(), scales.double(), products.double()
     size, error = values.abs(), (values - products).abs()
-    if coding in {"int8", "int4"}:
-        most = 127 if coding == "int8" else 7
-        bound = torch.maximum(scales / 2 * (1 + 2**-14), size - most * scales)
-    elif coding == "b2":
+    if coding == "b2":
         bound = torch.where(size <= 4 * scales, scales, size - 3 * scales)
-    elif coding == "b1":
-        bound = torch.maximum(scales.expand_as(size), size - scales)
     else:
-        chosen = torch.maximum((2 * scales).expand_as(size), size - 3 * scales)
-        bound = torch.where(products == 0, size, chosen)
+        bound = torch.maximum(scales.expand_as(size), size - scales)
     bound = torch.where(scales == 0, size, bound * (1 + 1e-6))
     assert (error <= bound).all()
 
@@ -128,16 +111,6 @@ def test_the_error_on_gaussian_blocks_is_the_one_that_the_page_names(coding, exp
     _, products = decoded(values, coding)
     share = ((values - products).square().sum() / values.square().sum()).item()
     assert abs(share - expected) <= 0.02 * expected + 0.00005
-
-
-@pytest.mark.parametrize("coding", SPARSE)
-def test_the_largest_magnitudes_are_chosen(coding):
-    values = gaussian(64 * BLOCK).view(-1, BLOCK)
-    k = int(coding[3:])
-    _, products = decoded(values, coding)
-    largest = torch.zeros(64, BLOCK).scatter_(1, values.abs().topk(k, dim=1).indices, 1.0)
-    assert torch.equal((products != 0).float(), largest)
-    assert (products * values >= 0).all()
 
 
 @pytest.mark.parametrize("coding", BLOCKED)
@@ -200,28 +173,10 @@ def test_a_scale_is_zero_or_within_its_bounds(coding, bits, is_good):
     assert refusal.value.reason == "scale"
 
 
-NEVER_MADE: list[tuple[Coding, str, list[int]]] = [
-    ("int8", "code", [0, 128] + [0] * 254),
-    ("int4", "code", [0x18, 0x80] + [0x88] * 126),
-    ("int4", "code", [0x08] + [0x88] * 127),
-    ("top8", "index", [0, 1, 2, 3, 4, 5, 6, 6, 0, 0]),
-    ("top16", "index", [*range(14), 200, 199, 0, 0, 0, 0]),
-    ("top32", "index", [1, 0, *range(2, 32), *[0] * 8]),
-]
-
-
-@pytest.mark.parametrize(("coding", "reason", "codes"), NEVER_MADE)
-def test_a_code_that_no_encoder_makes_is_refused_where_it_says_something(coding, reason, codes):
-    with pytest.raises(BadBlob) as refusal:
-        one(coding, 1.0, codes)
-    assert refusal.value.reason == reason
-    assert not one(coding, 0.0, codes).any()
-
-
 def test_codes_that_fill_up_the_last_block_say_nothing():
     scale = torch.ones(2, dtype=torch.bfloat16)
-    codes = torch.ones(2, BLOCK, dtype=torch.uint8)
-    codes[1, 4] = 128
-    assert decode_blocks(scale, codes, BLOCK + 4, "int8").tolist() == [1.0] * (BLOCK + 4)
-    with pytest.raises(BadBlob):
-        decode_blocks(scale, codes, BLOCK + 5, "int8")
+    codes = torch.full((2, BLOCK // 8), 255, dtype=torch.uint8)
+    filled = codes.clone()
+    filled[1, 4:] = 0x55
+    found = [decode_blocks(scale, each, BLOCK + 4, "b1") for each in (codes, filled)]
+    assert found[0].tolist() == found[1].tolist() == [1.0] * (BLOCK + 4)

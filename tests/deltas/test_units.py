@@ -35,7 +35,7 @@ from tests.deltas.units import (
     unit,
 )
 
-BYTES_A_BLOCK = {"int8": 258, "int4": 130, "b2": 66, "b1": 34, "top8": 12, "top16": 22, "top32": 42}
+BYTES_A_BLOCK = {"b2": 66, "b1": 34}
 
 
 @pytest.mark.parametrize(("coding", "a_block"), BYTES_A_BLOCK.items())
@@ -49,12 +49,14 @@ def test_the_size_follows_from_the_layout(coding, a_block):
 
 
 def test_scales_of_a_group_stand_before_its_codes():
-    values = torch.cat([torch.full((GROUP_ELEMENTS,), 127.0), torch.full((300,), -254.0)])
-    blob = encoded(unit("int8", "fp32", len(values)), values)
+    values = torch.cat([torch.full((GROUP_ELEMENTS,), 1.0), torch.full((300,), -2.0)])
+    blob = encoded(unit("b1", "fp32", len(values)), values)
     one, two = struct.pack("<f", 1.0)[2:], struct.pack("<f", 2.0)[2:]
-    group, last = blob[: 256 * 258], blob[256 * 258 :]
-    assert group == one * 256 + bytes([127]) * GROUP_ELEMENTS
-    assert last == two * 2 + bytes([256 - 127]) * 300 + bytes(212)
+    group, last = blob[: 256 * 34], blob[256 * 34 :]
+    assert group == one * 256 + bytes([255]) * (GROUP_ELEMENTS // 8)
+    # The last block has 44 elements of 256: its mean magnitude is 88 / 256. What fills it up is 0.
+    scale = struct.pack("<f", 88 / 256)[2:]
+    assert last[:4] == two + scale and last[4:36] == bytes(32)
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -103,7 +105,7 @@ def test_parts_of_a_delta_are_the_tensors_that_it_was_made_of(coding):
 
 
 def test_a_value_moves_by_the_sum_and_is_rounded_once():
-    layout = unit("int8", "bf16", 3)
+    layout = unit("bf16", "bf16", 3)
     blob = encoded(layout, torch.tensor([127.0, 1.0, 0.0]))
     base = base_of(layout, torch.tensor([1.0, 256.0, -0.0]))
     after = values_in(applied(layout, base, blob), "bf16")
@@ -168,7 +170,7 @@ def test_a_reducer_keeps_what_its_mean_lacks_and_sends_it_next_time(coding, code
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
-@pytest.mark.parametrize("coding", ["int4", "b2", "b1", "top8"])
+@pytest.mark.parametrize("coding", ["b2", "b1"])
 def test_nothing_of_any_mean_is_lost(coding, codec):
     layout = unit(coding, codec, 600)
     first = value = base_of(layout, gaussian(600, seed=9))
@@ -213,7 +215,7 @@ def test_any_bytes_of_the_right_size_are_applied_or_refused(seed, size, coding):
     try:
         after = applied(layout, base, blob.numpy().tobytes())
     except BadBlob as refusal:
-        assert refusal.reason in {"scale", "code", "index", "not_canonical", "out_of_range"}
+        assert refusal.reason in {"scale", "not_canonical", "out_of_range"}
     else:
         assert values_in(after, "bf16").isfinite().all()
 

@@ -10,13 +10,13 @@ from functools import partial
 from typing import TypeVar
 
 from swarm.config import NetworkSection
-from swarm.errors import NobodyReachable
+from swarm.errors import NobodyReachable, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.finding import announced_runs
 from swarm.network.joining import present_peers
-from swarm.network.node import Handlers, Node, Unreachable
+from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.tips import newest_tip
 from swarm.protocol.manifest import Kind, Manifest, PeerId

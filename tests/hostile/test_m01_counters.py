@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from swarm.config.section import MAX_COUNT
 from swarm.errors import BadManifest, BadMessage
 from swarm.network.record_file import RecordFile
 from swarm.protocol.events import Received, Record, Topic
-from swarm.protocol.foreign import MAX_COUNT, foreign_manifest
+from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Member
 from swarm.protocol.messages import (
     MAX_ATTEMPT,

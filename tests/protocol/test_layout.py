@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from swarm.codings import coded_bytes
-from swarm.config import OuterConfig, RunConfig, validate_config
-from swarm.experts import expert_of_unit
-from swarm.protocol.layout import ELEMENT_BYTES, Layout, layout_of
+from swarm.config import RunConfig, validate_config
+from swarm.experts import ELEMENT_BYTES, expert_of_unit
+from swarm.protocol.layout import Layout, layout_of
 from tests.layout_places import places_of
 
 
@@ -137,20 +136,6 @@ def test_norms_and_routers_are_in_parts_of_their_own_where_others_are_coded(shar
     if shared == "bf16":
         assert [unit.slices for unit in plain.units] == [unit.slices for unit in layout.units]
     assert plain.num_bytes == layout.num_bytes
-
-
-def test_a_momentum_is_behind_the_values_of_parts_that_move_by_deltas_and_nowhere_else() -> None:
-    coded = run_of(shared_coding="b2", experts_coding="b1")
-    outer = OuterConfig(momentum=128, rate=128)
-    without, layout = layout_of(coded), layout_of(coded.model_copy(update={"outer": outer}))
-    assert [unit.slices for unit in layout.units] == [unit.slices for unit in without.units]
-    for unit, plain in zip(layout.units, without.units, strict=True):
-        is_moved = unit.coding == "b2"
-        assert unit.outer == (outer if is_moved else None)
-        assert unit.num_bytes == plain.num_bytes + (2 * unit.num_elements if is_moved else 0)
-        assert unit.value_bytes == plain.num_bytes
-        assert coded_bytes(unit) == coded_bytes(plain)
-    assert any(unit.outer for unit in layout.units)
 
 
 def test_a_selection_bias_travels_exactly_among_the_shared_tensors() -> None:

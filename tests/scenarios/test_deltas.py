@@ -50,12 +50,9 @@ def test_three_rounds_of_two_peers_end_in_one_state(tmp_path: Path) -> None:
         check(swarm, run_file, 3)
 
 
-@pytest.mark.parametrize("outer", [(), ("outer.momentum=128", "outer.rate=128")])
-def test_peers_that_are_killed_in_turn_lose_nothing_and_agree(
-    tmp_path: Path, outer: tuple[str, ...]
-) -> None:
+def test_peers_that_are_killed_in_turn_lose_nothing_and_agree(tmp_path: Path) -> None:
     """Between accept, record and swap of a round; a merge comes after the second."""
-    run_file = write_run(tmp_path, [*CODED, *outer, "run.rounds=5"])
+    run_file = write_run(tmp_path, [*CODED, "run.rounds=5"])
     with LocalSwarm(
         tmp_path / "swarm",
         run_file,

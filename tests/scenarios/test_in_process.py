@@ -32,16 +32,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("outer", [(), ("outer.momentum=128", "outer.rate=192")])
 def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outer: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas in 1 and 2 bits, what is left over of them, slices of the experts, and merges."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     sys.modules.pop("in_process", None)
     from in_process import InProcessSwarm  # the folder is on the path in this test alone
 
-    run_file = write_run(tmp_path, [*SETTINGS, *outer])
+    run_file = write_run(tmp_path, SETTINGS)
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, PEERS) as swarm:
         swarm.program = "tests.scenarios.unmeasured_peer"  # one process knows of no lines

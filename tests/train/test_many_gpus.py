@@ -16,8 +16,8 @@ from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, most_experts, plan_engine, rungs
 from swarm.train.memory import need_of
 from swarm.train.options import PASS_TOKENS, EngineKind, EngineOptions
-from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
+from swarm.train.parallel.members import Lost
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.sizes import pipeline_cut
 from swarm.train.step_time import step_time

@@ -17,9 +17,10 @@ import pytest
 from swarm.errors import ConfigError, WorkersFailed
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.agent import Agent
-from swarm.train.parallel.crew import Crew, Lost, Place
+from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.handshake import admit, key_at
+from swarm.train.parallel.members import Lost
 from swarm.train.parallel.nodes import Nodes, versions
 from swarm.train.parallel.roster import Node, Wanted
 from swarm.train.parallel.wire import Wire, encoded

@@ -19,9 +19,10 @@ from swarm.errors import OutOfMemory, WorkersFailed
 from swarm.experts import expert_shapes
 from swarm.train.checkpoint import PrivateState, load_newest, save_private
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.crew import Crew, Lost, Place
+from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.history import History, Saved
+from swarm.train.parallel.members import Lost
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine

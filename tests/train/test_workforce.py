@@ -14,9 +14,10 @@ import torch
 from swarm.errors import WorkersFailed
 from swarm.train.engine import Counts, EngineState
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.crew import Crew, Lost, Place
+from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.exchange import Message
 from swarm.train.parallel.history import Command, History, Saved, load_commands
+from swarm.train.parallel.members import Lost
 from swarm.train.parallel.workforce import KEPT, TRIES, Patience, Workforce
 from swarm.train.tensor_file import JoinedFiles, TensorFile
 from tests.train.runs import tiny_run

@@ -59,14 +59,10 @@ class Averaging:
         total.subtract(values.moves[delta])
         left = {tag: count for tag, count in total.items() if count}
         self.found(asked_at, unit, delta, left)
-        value = self.moved(task, unit, effect.base, delta)
+        value = task.values.moved(unit, effect.base, delta)
         self.store(disk, (value, delta))
         size = task.rules.unit_bytes[unit]
         return UnitReduced(effect.roster_id, unit, ReducedUnit(value, size, delta))
-
-    def moved(self, task: Task, unit: Unit, base: Digest, delta: Digest) -> Digest:
-        """What the delta makes of an agreed state: of its values, and of their momentum [W9]."""
-        return task.values.moved(unit, base, delta)
 
     def found(self, tip: Digest, unit: Unit, delta: Digest, left: Mapping[Tag, int]) -> None:
         """Remembers what is left over if this delta becomes agreed."""

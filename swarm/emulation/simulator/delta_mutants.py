@@ -13,11 +13,11 @@ from swarm.emulation.simulator.arithmetic import Averaging
 from swarm.emulation.simulator.deltas import Deltas, Step
 from swarm.emulation.simulator.disk import Disk, Live, PrivateState
 from swarm.emulation.simulator.extended import EXTENDED
-from swarm.emulation.simulator.model import Model, Task
+from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.trainer import Trainer
-from swarm.emulation.simulator.values import Moved, Tag
+from swarm.emulation.simulator.values import Tag
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -102,13 +102,6 @@ class _ReportedAtOnce(Averaging):
             disk.write(digest)
 
 
-class _MomentumOfBefore(Averaging):
-    def moved(self, task: Task, unit: Unit, base: Digest, delta: Digest) -> Digest:
-        state = task.values[base]
-        older = state.base if isinstance(state, Moved) else base
-        return super().moved(task, unit, older, delta)
-
-
 class _LeftAtOnce(Remainders[Mapping[Tag, int]]):
     def found(self, tip: Digest, unit: Unit, delta: Digest, left: Mapping[Tag, int]) -> None:
         self._left[unit] = (2**31, left)
@@ -160,9 +153,6 @@ DELTA_MUTANTS: Mapping[str, Mutant] = {
     "encoded_anew": Mutant("W8: a delta is made once", _trained_with(_EncodedAnew)),
     "reported_before_durable": Mutant(
         "W5: means are durable before they are reported", UnderTest(averaging=_ReportedAtOnce)
-    ),
-    "momentum_of_before": Mutant(
-        "W9: a delta moves value and momentum of its base", UnderTest(averaging=_MomentumOfBefore)
     ),
     "left_over_at_once": Mutant(
         "W5: what is left over waits for the manifest", UnderTest(remainders=_LeftAtOnce)

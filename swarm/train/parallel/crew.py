@@ -12,8 +12,7 @@ from math import inf
 from swarm import errors
 from swarm.errors import HostileInput, SwarmError, WorkersFailed
 from swarm.train.parallel.exchange import Message
-from swarm.train.parallel.members import START_S, SYMPTOM_S, Member, WorkerProcess
-from swarm.train.parallel.members import Lost as Lost
+from swarm.train.parallel.members import START_S, SYMPTOM_S, Lost, Member, WorkerProcess
 from swarm.train.parallel.nodes import LOOK_S, Nodes
 from swarm.train.tensor_file import TensorFile
 

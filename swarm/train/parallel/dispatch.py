@@ -33,8 +33,9 @@ from swarm.model.swiglu import Setting, rows_back, rows_through
 from swarm.model.transformer import Transformer
 from swarm.train.guard import square_sum
 from swarm.train.parallel.mesh import Dealing, Move, deal
-from swarm.train.parallel.moving import Form, moved
+from swarm.train.parallel.moving import moved
 from swarm.train.parallel.ranks import Ranks
+from swarm.train.tensor_file import Form
 
 
 @dataclass(frozen=True, kw_only=True)

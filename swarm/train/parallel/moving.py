@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarm.train.parallel.mesh import Move
 from swarm.train.parallel.ranks import Ranks
-from swarm.train.tensor_file import Form as Form
+from swarm.train.tensor_file import Form
 
 
 def moved(

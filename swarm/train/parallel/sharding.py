@@ -45,10 +45,11 @@ from swarm.train.parallel.dispatch import DealtBank, dealt_square_sums
 from swarm.train.parallel.figures import RankFigures
 from swarm.train.parallel.forms import forms_in, state_forms
 from swarm.train.parallel.mesh import Mesh, Move
-from swarm.train.parallel.moving import Form, moved
+from swarm.train.parallel.moving import moved
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.watch import PIPELINE, STAGE
 from swarm.train.resident import ResidentEngine
+from swarm.train.tensor_file import Form
 
 
 class RankEngine(ResidentEngine):

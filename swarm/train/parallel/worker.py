@@ -46,13 +46,12 @@ from swarm.train.parallel.exchange import (
 )
 from swarm.train.parallel.headed import HeadsEngine
 from swarm.train.parallel.history import Found
-from swarm.train.parallel.moving import Form
 from swarm.train.parallel.parts import PartSaving, flagged, flags_of, held, part_name
 from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
 from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.streaming_rank import StreamingRank
-from swarm.train.tensor_file import JoinedFiles, OpenFile, TensorFile
+from swarm.train.tensor_file import Form, JoinedFiles, OpenFile, TensorFile
 
 CHANGES_NOTHING = ("rehearse", "save", "saved", "begin_step", "stands")
 """What has been begun to be saved goes on being written."""

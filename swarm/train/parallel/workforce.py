@@ -15,9 +15,10 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.errors import SwarmError, WorkersFailed
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.crew import Crew, Lost
+from swarm.train.parallel.crew import Crew
 from swarm.train.parallel.exchange import Message, listed, opened, options_message
 from swarm.train.parallel.history import Command, History
+from swarm.train.parallel.members import Lost
 from swarm.train.stepping import next_below
 from swarm.train.tensor_file import TensorFile
 

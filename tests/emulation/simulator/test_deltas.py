@@ -16,7 +16,6 @@ CAUGHT = {
     "tokens_carried": (4, "T1"),
     "encoded_anew": (2, "E3"),
     "reported_before_durable": (1, "E4"),
-    "momentum_of_before": (0, "E1"),
     "left_over_at_once": (4, "E2"),
     "left_over_after_jump": (35, "E5"),
     "deltas_collected": (0, "E4"),
