@@ -76,6 +76,9 @@ class TensorFiles(Mapping[str, Tensor]):
         tensor: Tensor = found
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
 

@@ -80,7 +80,7 @@ def test_fused_experts_under_mixtrals_own_name_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["per expert", "mixtral", "fused", "fused mixtral"])
 def test_every_layout_gives_back_what_it_holds(tmp_path: Path, layout: ExpertLayout) -> None:
     """Each tensor of the model has a place of its own, and together they fill the files."""
     run = tiny_run(scoring_func="sigmoid")
