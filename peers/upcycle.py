@@ -108,8 +108,8 @@ def config(folder: Path, out: Path | None) -> None:
     """
     folder = folder.expanduser()
     run = run_of_checkpoint(folder)
-    from swarm.data.tokenizer_file import FILE  # loads torch, as the next: not for --help
-    from swarm.peer.run_start import founders_tokenizer, founders_weights
+    from swarm.data.tokenizer_file import FILE  # loads torch: not for --help
+    from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
 
     founders_weights(run, folder)
     flags = f"--initialise-from {folder}"

@@ -63,7 +63,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return self.read(Stored(name, self.shapes[name]))
 
     def read(self, stored: Stored) -> Tensor:
-        """Reads a tensor or a part of one; nothing else of it is read then.
+        """Copies a tensor, or the part of one and nothing else of it, out of its mapped file.
 
         Raises:
             CorruptState: the file cannot be read.
@@ -73,7 +73,7 @@ class TensorFiles(Mapping[str, Tensor]):
             found = file.get_slice(name)[stored.part] if stored.part else file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CorruptState(f"{self._paths[name]}: {error}") from error
-        tensor: Tensor = found
+        tensor: Tensor = found.clone()
         return tensor
 
     def __contains__(self, name: object) -> bool:

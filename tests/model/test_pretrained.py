@@ -345,6 +345,14 @@ def test_fused_tensors_that_do_not_fit_are_named(tmp_path: Path, case: str) -> N
         open_checkpoint(tmp_path, run)
 
 
+def test_a_tensor_that_was_read_is_a_copy(qwen: Path) -> None:
+    """Files stay mapped: what a script does with a tensor must not change the next reading."""
+    weights, name = open_checkpoint(qwen, of_checkpoint(qwen)), "model.embed_tokens.weight"
+    first = weights[name].clone()
+    weights[name].zero_()
+    assert torch.equal(weights[name], first) and first.any()
+
+
 def test_rotary_buffers_of_older_checkpoints_are_left_out(copied: Path) -> None:
     run, name = of_checkpoint(copied), "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewritten(copied, lambda s: s.update({name: torch.zeros(6)}))
