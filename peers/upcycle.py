@@ -96,15 +96,27 @@ def main(
         f"{model.num_experts_per_tok} of them for a token"
     )
     click.echo(f"swarm-upcycle config {out} --out run.toml")
-    click.echo(f"swarm-peer --run run.toml --initialise-from {out}")
 
 
 @main.command("config")
 @click.argument("folder", type=_FOLDER)
 @click.option("--out", type=_FOLDER, help="File to write; by default it is printed.")
 def config(folder: Path, out: Path | None) -> None:
-    """Writes a run file for a checkpoint: its [model], and moderate settings for the rest."""
-    text = as_toml(run_of_checkpoint(folder.expanduser())) + "\n"
+    """Writes a run file for a checkpoint: its [model], and moderate settings for the rest.
+
+    It refuses what a founder would refuse: a tensor that does not fit, or a tokenizer.json.
+    """
+    folder = folder.expanduser()
+    run = run_of_checkpoint(folder)
+    from swarm.data.tokenizer_file import FILE  # loads torch: not for --help
+    from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
+
+    founders_weights(run, folder)
+    flags = f"--initialise-from {folder}"
+    if (folder / FILE).exists():
+        founders_tokenizer(run, folder)
+        flags += f" --tokenizer {folder}"
+    text = as_toml(run) + "\n"
     if out is None:
         click.echo(text, nl=False)
         return
@@ -112,7 +124,7 @@ def config(folder: Path, out: Path | None) -> None:
         durable.write_file(out, text.encode())
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error}") from error
-    click.echo(f"{out}: for swarm-peer --run {out} --initialise-from {folder}")
+    click.echo(f"{out}: for swarm-peer --run {out} {flags}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What things are called: the only place that builds or parses tensor names. No tensors here.
 
-A tensor's Hugging Face name is its name in memory, on the wire, in checkpoints and in exports; a
-model without QK-norm alone is exported under Mixtral's names.
+A tensor's Hugging Face name is its name in memory, on the wire and in state directories. Files of
+Transformers may name and group tensors otherwise: `LAYOUTS` lists the ways.
 "Expert e" means index e in every layer. A *unit* is what a manifest lists: one expert
 (`expert.3`) or one part of the shared tensors (`shared.0`).
 """
@@ -19,7 +19,6 @@ _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
 _ROUTER_NOISE = "mlp.gate.noise_weight"
-_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
 EMBEDDING = "model.embed_tokens.weight"
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
@@ -53,6 +52,82 @@ class UnitLayout:
     num_elements: int
     num_bytes: int
     coding: Coding = "none"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the files of a checkpoint have a tensor of the model.
+
+    Attributes:
+        name: of the tensor in the files.
+        shape: of the tensor in the files.
+        part: the index of the model's tensor in it; empty: it is all of it.
+    """
+
+    name: str
+    shape: Shape
+    part: tuple[int | slice, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How the files of a checkpoint name and group routers and experts.
+
+    Attributes:
+        block: the name of what has both in a layer.
+        matrices: projection -> its name in the block. A name without {expert} is a tensor
+            [E, rows, columns] of all experts. Projections that share such a name have their rows
+            in it in this order.
+    """
+
+    block: str
+    matrices: Mapping[str, str]
+
+    def name(self, name: str) -> str:
+        """The name in the files of the tensor that has, or contains, a tensor of the model."""
+        place = place_of(name)
+        if place is None:
+            return name.replace(".mlp.", f".{self.block}.")
+        layer, expert, projection = place
+        matrix = self.matrices[projection].format(expert=expert)
+        return f"model.layers.{layer}.{self.block}.{matrix}"
+
+    def stored(self, name: str, shape: Shape, num_experts: int) -> Stored:
+        """Where the files have a tensor of the model that has this name and shape."""
+        place = place_of(name)
+        if place is None or "{expert}" in (matrix := self.matrices[place[2]]):
+            return Stored(self.name(name), shape)
+        _, expert, projection = place
+        together = [each for each, other in self.matrices.items() if other == matrix]
+        rows, columns = shape
+        first = rows * together.index(projection)
+        whole = (num_experts, rows * len(together), columns)
+        return Stored(self.name(name), whole, (expert, slice(first, first + rows)))
+
+
+_OWN_NAMES = {each: f"experts.{{expert}}.{each}_proj.weight" for each in ("gate", "up", "down")}
+_MIXTRAL_NAMES = {
+    "gate": "experts.{expert}.w1.weight",
+    "up": "experts.{expert}.w3.weight",
+    "down": "experts.{expert}.w2.weight",
+}
+_FUSED_NAMES = {
+    "gate": "experts.gate_up_proj",
+    "up": "experts.gate_up_proj",
+    "down": "experts.down_proj",
+}
+PER_EXPERT = ExpertLayout("mlp", _OWN_NAMES)
+MIXTRAL = ExpertLayout("block_sparse_moe", _MIXTRAL_NAMES)
+LAYOUTS = (
+    PER_EXPERT,
+    MIXTRAL,
+    ExpertLayout("mlp", _FUSED_NAMES),
+    ExpertLayout("block_sparse_moe", _FUSED_NAMES),
+)
+"""Every layout that can be read. Exports have one of the first two.
+
+Source: Transformers 5.23 `conversion_mapping.py`, "qwen2_moe" and "mixtral".
+"""
 
 
 def travels_exactly(name: str) -> bool:
@@ -115,15 +190,8 @@ def exported(name: str) -> bool:
 
 
 def stored_name(name: str, model: ModelConfig) -> str:
-    """The name that a tensor has in the files of an export."""
-    if model.qk_norm != "none":
-        return name
-    place = place_of(name)
-    if place is None:
-        return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-    layer, expert, projection = place
-    own = _MIXTRAL[projection]
-    return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{own}.weight"
+    """The name that a tensor has in the files of an export; Mixtral has names of its own."""
+    return (MIXTRAL if model.qk_norm == "none" else PER_EXPERT).name(name)
 
 
 def expert_unit(expert: int) -> str:
@@ -167,13 +235,34 @@ def all_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def unknown(name: str) -> str:
+    """Says that the model does not have a tensor."""
+    return f"{name} is not in our model"
+
+
+def misfit(name: str, found: Shape | None, expected: Shape | None) -> str | None:
+    """Says how a tensor does not fit the model; None if it fits.
+
+    Args:
+        name: of the tensor, wherever it comes from.
+        found: its shape; None: it is missing.
+        expected: the shape in the model; None: the model does not have it.
+    """
+    if expected is None:
+        return unknown(name)
+    if found is None:
+        return f"{name} is missing; expected {expected}"
+    return None if found == expected else f"{name} is {found}; expected {expected}"
+
+
 def lacking(model: ModelConfig, names: Collection[str]) -> str | None:
-    """Says which tensors of the model are missing, a few by name; None if none is."""
-    missing = [name for name in all_shapes(model) if name not in names]
+    """Names the first tensor of the model that is missing; None if none is."""
+    missing = {name: shape for name, shape in all_shapes(model).items() if name not in names}
     if not missing:
         return None
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return f"tensors of the model are missing: {', '.join(missing[:3])}{more}"
+    first = next(iter(missing))
+    more = f"; {len(missing) - 1} more are missing" if len(missing) > 1 else ""
+    return f"{misfit(first, None, missing[first])}{more}"
 
 
 def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -83,7 +83,7 @@ def test_weights_that_are_not_the_whole_model_are_refused() -> None:
     missing = list(all_shapes(DEMO.model))[:4]
     for name in missing:
         del weights[name]
-    said = f"missing: .*{re.escape(missing[0])}.* and 1 more"
+    said = rf"{re.escape(missing[0])} is missing; expected \(.*\); 3 more are missing"
     with pytest.raises(BadBlob, match=said):
         swarm.build_model(DEMO, weights)
     with pytest.raises(BadBlob, match="missing"):

@@ -72,21 +72,21 @@ def evaluate(folder: Path, run: RunConfig, text: HeldOutTokens, tokenizer: Token
         tokenizer: the run's, for the sample alone.
 
     Raises:
-        CorruptState, ConfigError, BadBlob: it is no export of the run.
+        CorruptState, ConfigError: it is no export of the run.
         DataError: the held-out text has no token.
     """
     length = run.data.sequence_length
     documents = list(split_documents(text.tokens, text.end_of_text))
     held_out: HeldOut = held_out_windows(text.tokens, text.end_of_text, length, text.num_bytes)
-    with StreamedModel(folder, run) as model:
-        nats = model.nats_per_token(held_out)
-        room = min(PROMPT_TOKENS, length // 2)
-        prompt = documents[0][:room].tolist()
-        sample = model.continued(
-            [text.end_of_text, *prompt],
-            count=min(SAMPLE_TOKENS, length - len(prompt)),
-            end_of_text=text.end_of_text,
-        )
+    model = StreamedModel(folder, run)
+    nats = model.nats_per_token(held_out)
+    room = min(PROMPT_TOKENS, length // 2)
+    prompt = documents[0][:room].tolist()
+    sample = model.continued(
+        [text.end_of_text, *prompt],
+        count=min(SAMPLE_TOKENS, length - len(prompt)),
+        end_of_text=text.end_of_text,
+    )
     said = _spelled(tokenizer, [prompt, sample])
     return Evaluation(nats, held_out.bits_per_byte(nats), len(documents), *said)
 

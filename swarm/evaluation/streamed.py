@@ -6,22 +6,17 @@ Shapes: B windows, T tokens that a window predicts, N = B * T, D hidden size, V 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
-from swarm.errors import ConfigError, CorruptState
-from swarm.experts import all_shapes, exported, stored_name
+from swarm.experts import all_shapes, exported
 from swarm.model.attention import rotary_tables
-from swarm.model.huggingface import tensor_files
+from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 
 BATCH_TOKENS = 2048
@@ -31,7 +26,7 @@ LOGITS_BYTES = 2**26
 
 
 class StreamedModel:
-    """The model in an export, computed in fp32 on the CPU; files stay open until `close`.
+    """The model in an export, computed in fp32 on the CPU.
 
     Memory: one layer, the embedding and the output head in fp32, 4 bytes a parameter, and of
     `nats_per_token` the hidden states, 4 D bytes a token of the text. The files are mapped, so what
@@ -42,46 +37,21 @@ class StreamedModel:
         """Opens an export.
 
         Args:
-            folder: what `swarm.model.huggingface.save_model` wrote.
+            folder: as for `open_checkpoint`.
             run: whose model it is.
 
         Raises:
             CorruptState: a file is missing or damaged.
-            ConfigError: it lacks a tensor of the run's model.
-            BadBlob: it has one in another shape.
+            ConfigError: it is of another model.
         """
-        self._folder, self._config = folder, run.model
-        self._opened = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            for file in tensor_files(folder):
-                tensors = self._opened.enter_context(safe_open(folder / file, framework="pt"))
-                self._files |= dict.fromkeys(tensors.keys(), tensors)
-        except (OSError, SafetensorError) as error:
-            self.close()
-            raise CorruptState(f"{folder}: {error}") from error
+        self._config, self._weights = run.model, open_checkpoint(folder, run)
         one_layer = run.model.model_copy(update={"num_hidden_layers": 1})
         self._one = Transformer(one_layer, frozen="fp32")
         # What is of training alone is in no export, and nothing here uses it.
         named = [name for name in all_shapes(one_layer) if exported(name)]
         self._of_layer = [name for name in named if name.startswith(_FIRST)]
         ends = [name for name in named if not name.startswith(_FIRST)]
-        self._one.write({name: self._read(name) for name in ends})
-
-    def __enter__(self) -> StreamedModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._opened.close()
+        self._one.write({name: self._weights[name] for name in ends})
 
     @torch.inference_mode()
     def nats_per_token(self, held_out: HeldOut) -> float:
@@ -132,7 +102,7 @@ class StreamedModel:
             for size in {ids_BT.shape[1] for ids_BT in batches}
         }
         for layer in range(self._config.num_hidden_layers):
-            named = {name: self._read(self._named(name, layer)) for name in self._of_layer}
+            named = {name: self._weights[self._named(name, layer)] for name in self._of_layer}
             self._one.write(named)
             del named
             for index, x_BTD in enumerate(states):
@@ -146,15 +116,6 @@ class StreamedModel:
 
     def _named(self, name: str, layer: int) -> str:
         return f"model.layers.{layer}.{name.removeprefix(_FIRST)}"
-
-    def _read(self, name: str) -> Tensor:
-        stored = stored_name(name, self._config)
-        try:
-            return torch.as_tensor(self._files[stored].get_tensor(stored))
-        except KeyError as error:
-            raise ConfigError(f"{self._folder} has no tensor {stored}") from error
-        except (OSError, SafetensorError) as error:
-            raise CorruptState(f"{self._folder}: {error}") from error
 
 
 _FIRST = "model.layers.0."

@@ -43,6 +43,12 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "quantization_config": ((None,), "quantised weights"),
 }
 """Key -> values with which a model is as ours, and what it means otherwise."""
+_WINDOW_SWITCHES: Mapping[str, str] = {
+    "qwen3": "use_sliding_window",
+    "qwen3_moe": "use_sliding_window",
+    "dots1": "layer_types",
+}
+"""model_type -> the key that decides whether a `sliding_window` is used; other kinds always do."""
 _NOT_COMPARED = ("head_dim", "initializer_range", "noisy_top_k")
 """Settings that follow from others or are of training alone."""
 
@@ -217,8 +223,8 @@ def _require_expressible(found: Mapping[str, Any], source: str) -> None:
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise _refused(source, key, rope, "rotary positions in a part of a head")
     kinds = found.get("layer_types") or []
-    decided = kinds or "use_sliding_window" in found
-    if not decided and found.get("sliding_window") is not None:
+    switch = _WINDOW_SWITCHES.get(found["model_type"])
+    if found.get("sliding_window") is not None and switch not in found:
         raise _refused(source, "sliding_window", found["sliding_window"], "sliding windows")
     others = [kind for kind in kinds if kind != "full_attention"]
     if others:

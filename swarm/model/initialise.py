@@ -11,7 +11,15 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Shape, expert_of, expert_shapes, exported, moved_by_rule, shared_shapes
+from swarm.experts import (
+    Shape,
+    expert_of,
+    expert_shapes,
+    exported,
+    moved_by_rule,
+    shared_shapes,
+    unknown,
+)
 
 CUT = 3.0
 """Standard deviations at which the normal distribution is cut."""
@@ -61,5 +69,5 @@ def initial_tensors(run: RunConfig, names: Iterable[str]) -> dict[str, Tensor]:
             shapes |= expert_shapes(run.model, expert)
     for name in names:
         if name not in shapes:
-            raise BadBlob("name", f"the model has no tensor {name}")
+            raise BadBlob("name", unknown(name))
     return {name: initial_tensor(name, shapes[name], run) for name in names}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import ConfigError, CorruptState
-from swarm.experts import Shape, all_shapes, exported, stored_name
+from swarm.experts import LAYOUTS, Shape, Stored, all_shapes, exported, misfit
 from swarm.model.described import require_same_model
 from swarm.model.huggingface import tensor_files, unused_shapes
 from swarm.model.initialise import initial_tensors
@@ -25,6 +26,8 @@ _IGNORED = "rotary_emb.inv_freq"
 
 class TensorFiles(Mapping[str, Tensor]):
     """Tensors of the safetensors files in a folder, as they are stored there.
+
+    The files stay mapped, so files that replace them later are not mixed with them.
 
     Attributes:
         shapes: name -> shape of each, from the files' headers.
@@ -38,32 +41,43 @@ class TensorFiles(Mapping[str, Tensor]):
         self.shapes: dict[str, Shape] = {}
         self.types: dict[str, str] = {}
         self._paths: dict[str, Path] = {}
+        self._files: dict[str, Any] = {}
         for file in tensor_files(folder):
             self._read_header(folder / file)
 
     def _read_header(self, path: Path) -> None:
         try:
-            with safe_open(path, framework="pt") as opened:
-                stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                headers = {
-                    n: (tuple(s.get_shape()), s.get_dtype().lower()) for n, s in stored.items()
-                }
+            file = safe_open(path, framework="pt")
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            headers = {n: (tuple(s.get_shape()), s.get_dtype().lower()) for n, s in stored.items()}
         except (OSError, SafetensorError) as error:
             raise CorruptState(f"{path}: {error}") from error
         for name, (shape, kind) in headers.items():
             if name in self._paths:
                 raise CorruptState(f"{path}: {name} is in {self._paths[name].name} too")
-            self.shapes[name], self.types[name], self._paths[name] = tuple(shape), kind, path
+            self.shapes[name], self.types[name] = shape, kind
+            self._paths[name], self._files[name] = path, file
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor from its file."""
-        path = self._paths[name]
+        return self.read(Stored(name, self.shapes[name]))
+
+    def read(self, stored: Stored) -> Tensor:
+        """Copies a tensor, or the part of one and nothing else of it, out of its mapped file.
+
+        Raises:
+            CorruptState: the file cannot be read.
+        """
+        file, name = self._files[stored.name], stored.name
         try:
-            with safe_open(path, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
+            found = file.get_slice(name)[stored.part] if stored.part else file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise CorruptState(f"{path}: {error}") from error
+            raise CorruptState(f"{self._paths[name]}: {error}") from error
+        tensor: Tensor = found.clone()
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths  # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -85,10 +99,8 @@ class TensorFiles(Mapping[str, Tensor]):
         for name in sorted(self.keys() | wanted.keys()):
             if name in optional or name.endswith(_IGNORED):
                 continue
-            have = self.shapes.get(name, "no such tensor")
-            should = tuple(wanted[name]) if name in wanted else "no such tensor"
-            if have != should:
-                raise ConfigError(f"{folder} does not fit: {name} is {have}, not {should}")
+            if why := misfit(name, self.shapes.get(name), wanted.get(name)):
+                raise ConfigError(f"{folder} does not fit: {why}")
             if (kind := self.types[name]) not in TYPES:
                 known = ", ".join(TYPES)
                 raise ConfigError(f"{folder}: {name} is of type {kind}; {known} can be read")
@@ -101,7 +113,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
         CorruptState: it has an infinite value or none at all somewhere.
     """
     if not bool(tensor.isfinite().all()):
-        raise CorruptState(f"{name} has values that are not finite", hint="fetch it anew")
+        raise CorruptState(f"{name} has values that are not finite", hint="download it again")
     return tensor.float()
 
 
@@ -111,8 +123,9 @@ class Checkpoint(Mapping[str, Tensor]):
     A tensor of training alone, which is in no checkpoint, has its initial value.
     """
 
-    def __init__(self, run: RunConfig, files: TensorFiles) -> None:
-        self._run, self._files, self._shapes = run, files, all_shapes(run.model)
+    def __init__(self, run: RunConfig, files: TensorFiles, places: Mapping[str, Stored]) -> None:
+        self._run, self._files, self._places = run, files, places
+        self._shapes = all_shapes(run.model)
 
     @property
     def is_bf16(self) -> bool:
@@ -125,7 +138,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise KeyError(name)
         if not exported(name):
             return initial_tensors(self._run, [name])[name]
-        return finite(name, self._files[stored_name(name, self._run.model)])
+        return finite(name, self._files.read(self._places[name]))
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes  # without reading it
@@ -144,7 +157,7 @@ def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
 
     Args:
         folder: a Qwen3-MoE, OLMoE, Mixtral or dots.llm1 without shared experts, in fp32, fp16 or
-            bf16; whole or in shards with an index.
+            bf16; whole or in shards with an index; in any of `LAYOUTS`.
         run: whose model it must be.
 
     Raises:
@@ -155,9 +168,16 @@ def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
     folder = folder.expanduser()
     require_same_model(run, folder)
     files = TensorFiles(folder)
-    shapes = all_shapes(run.model)
-    wanted = {stored_name(n, run.model): shape for n, shape in shapes.items() if exported(n)}
+    places = _places(run, files)
+    wanted = {place.name: place.shape for place in places.values()}
     # A tied head that is stored all the same is never read, in Transformers neither.
     optional = {"lm_head.weight"} if run.model.tie_word_embeddings else set()
     files.require(wanted, folder, optional=optional | unused_shapes(run).keys())
-    return Checkpoint(run, files)
+    return Checkpoint(run, files, places)
+
+
+def _places(run: RunConfig, files: TensorFiles) -> dict[str, Stored]:
+    """Where the files have each tensor of the model, by the layout that fits them best."""
+    shapes = {name: shape for name, shape in all_shapes(run.model).items() if exported(name)}
+    layout = max(LAYOUTS, key=lambda each: len({each.name(n) for n in shapes} & files.keys()))
+    return {n: layout.stored(n, shape, run.model.num_experts) for n, shape in shapes.items()}

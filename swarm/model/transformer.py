@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
-from swarm.experts import EMBEDDING, all_shapes, place_of
+from swarm.experts import EMBEDDING, all_shapes, misfit, place_of, unknown
 from swarm.model.attention import Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import LayerTerms, Losses, combine, of_all, output_losses
@@ -274,9 +274,8 @@ class Transformer(nn.Module):
         """
         places = self._places(named)
         for name, tensor in named.items():
-            if tuple(tensor.shape) != self.shape(name):
-                shape = (*tensor.shape,)
-                raise BadBlob("shape", f"{name} has shape {shape}, not {self.shape(name)}")
+            if why := misfit(name, (*tensor.shape,), self.shape(name)):
+                raise BadBlob("shape", why)
         for name, tensor in named.items():
             stack, row = places[name]
             stack.put(row, tensor)
@@ -284,7 +283,7 @@ class Transformer(nn.Module):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in which it has a tensor, by Hugging Face name; raises BadBlob as `read`."""
         if name not in self._shapes:
-            raise BadBlob("name", f"the model has no tensor {name}")
+            raise BadBlob("name", unknown(name))
         return self._shapes[name]
 
     def forward(self, input_ids_BT: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.deltas.units import Delta
 from swarm.errors import ConfigError
-from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
+from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit, misfit
 from swarm.model.initialise import initial_tensors
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
@@ -374,9 +374,8 @@ def initial_contents(
         if weights is None:
             return initial_tensors(run, [name])[name]
         tensor = weights[name]
-        if tuple(tensor.shape) != layout.shapes[name]:
-            have, should = tuple(tensor.shape), layout.shapes[name]
-            raise ConfigError(f"the weights are of another model: {name} is {have}, not {should}")
+        if why := misfit(name, (*tensor.shape,), layout.shapes[name]):
+            raise ConfigError(f"the weights are of another model: {why}")
         return tensor
 
     whole = cut_from(value)

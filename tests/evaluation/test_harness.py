@@ -90,9 +90,8 @@ def test_the_printed_command_gives_our_bits_per_byte(tmp_path: Path, kind: str) 
     run = make_export(tmp_path / "first", tokenizer)
     (tmp_path / "first").rename(tmp_path / "moved")
     length = run.data.sequence_length
-    with StreamedModel(tmp_path / "moved", run) as model:
-        text = held_out(tokenizer, length)
-        ours = text.bits_per_byte(model.nats_per_token(text))
+    text = held_out(tokenizer, length)
+    ours = text.bits_per_byte(StreamedModel(tmp_path / "moved", run).nats_per_token(text))
     line = f"{command(tmp_path / 'moved', length)} --output_path {tmp_path / 'scores'}"
     folder = Path(sysconfig.get_path("scripts"))
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swarm.data.held_out import measured_on
 from swarm.data.tokenise import BYTE
-from swarm.errors import BadBlob, ConfigError, CorruptState
+from swarm.errors import ConfigError, CorruptState
 from swarm.evaluation import streamed
 from swarm.evaluation.streamed import StreamedModel
 from swarm.experts import all_shapes
-from swarm.model.huggingface import save_model
+from swarm.model.huggingface import SINGLE_FILE, save_model
 from swarm.model.masking import Masked
 from swarm.model.transformer import Transformer
 from tests.evaluation.exports import DOCUMENTS, make_export
@@ -46,36 +47,47 @@ def test_its_loss_is_that_of_the_whole_model(
     # Small enough that windows and logits go in several parts.
     monkeypatch.setattr(streamed, "BATCH_TOKENS", 96)
     monkeypatch.setattr(streamed, "LOGITS_BYTES", 4 * 260 * 7)
-    with StreamedModel(tmp_path, run) as found:
-        assert found.nats_per_token(held_out) == pytest.approx(wanted, rel=1e-5)
-        with torch.no_grad():
-            tokens = [256, 65, 66]
-            for _ in range(4):
-                tokens.append(int(whole(torch.tensor([tokens]))[0, -1].argmax()))
-        assert found.continued([256, 65, 66], count=4, end_of_text=-1) == tokens[3:]
-        until = tokens[3 : tokens.index(tokens[-1], 3)]
-        assert found.continued([256, 65, 66], count=4, end_of_text=tokens[-1]) == until
+    found = StreamedModel(tmp_path, run)
+    assert found.nats_per_token(held_out) == pytest.approx(wanted, rel=1e-5)
+    with torch.no_grad():
+        tokens = [256, 65, 66]
+        for _ in range(4):
+            tokens.append(int(whole(torch.tensor([tokens]))[0, -1].argmax()))
+    assert found.continued([256, 65, 66], count=4, end_of_text=-1) == tokens[3:]
+    until = tokens[3 : tokens.index(tokens[-1], 3)]
+    assert found.continued([256, 65, 66], count=4, end_of_text=tokens[-1]) == until
 
 
 def test_one_layer_is_in_memory_at_a_time(tmp_path: Path) -> None:
     run = make_export(tmp_path, BYTE)
-    with StreamedModel(tmp_path, run) as found:
-        held = sum(t.numel() for t in found._one.read(all_shapes(found._one.config)).values())
+    found = StreamedModel(tmp_path, run)
+    held = sum(t.numel() for t in found._one.read(all_shapes(found._one.config)).values())
     whole = sum(tensor.numel() for tensor in random_weights(run).values())
     ends = 2 * run.model.vocab_size * run.model.hidden_size + run.model.hidden_size
     assert held == ends + (whole - ends) // run.model.num_hidden_layers
 
 
+def test_an_export_that_is_removed_while_it_is_measured_is_read_to_its_end(tmp_path: Path) -> None:
+    """Of a run that is followed the oldest exports go, and `latest` leads elsewhere."""
+    run = make_export(tmp_path / "out", BYTE)
+    found = StreamedModel(tmp_path / "out", run)
+    wanted = found.continued([1, 2], count=2, end_of_text=-1)
+    shutil.rmtree(tmp_path / "out")
+    make_export(tmp_path / "out", BYTE, std=0.5)
+    assert found.continued([1, 2], count=2, end_of_text=-1) == wanted
+
+
 def test_what_is_no_export_of_the_run_is_refused(tmp_path: Path) -> None:
     run = make_export(tmp_path / "good", BYTE)
-    with pytest.raises(BadBlob, match="has shape"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is 300, there 320"):
         StreamedModel(tmp_path / "good", tiny_run(vocab_size=300))
-    biased = tiny_run(vocab_size=320, scoring_func="sigmoid")
-    with (
-        pytest.raises(ConfigError, match=r"no tensor model\.layers\.0\..*correction_bias"),
-        StreamedModel(tmp_path / "good", biased) as model,
-    ):
-        model.continued([1], count=1, end_of_text=256)
+    shutil.copytree(tmp_path / "good", tmp_path / "lacking")
+    lost = "model.layers.1.mlp.gate.weight"
+    stored = load_file(tmp_path / "good" / SINGLE_FILE)
+    del stored[lost]
+    save_file(stored, tmp_path / "lacking" / SINGLE_FILE)
+    with pytest.raises(ConfigError, match=rf"{lost} is missing; expected \(8, 64\)"):
+        StreamedModel(tmp_path / "lacking", run)
     shutil.copytree(tmp_path / "good", tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CorruptState, match="torn"):

@@ -40,9 +40,13 @@ def make_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "50GB",
+    fused: bool = False,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Writes a model with weights far from their initial values, and returns it."""
+    """Writes a model with weights far from their initial values, and returns it.
+
+    Fused, all experts of a layer are in two tensors, as Transformers 5 has them in memory.
+    """
     values = SIZES | KINDS[kind] | settings
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -52,7 +56,7 @@ def make_checkpoint(
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
     model = model.eval().to(dtype)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=not fused)
     return model
 
 

@@ -67,7 +67,7 @@ def test_matrices_are_normal_and_cut_and_norms_are_1() -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.8.up_proj.weight", "lm_head.bias"])
 def test_an_unknown_name_is_an_error(name: str) -> None:
-    with pytest.raises(BadBlob, match="no tensor"):
+    with pytest.raises(BadBlob, match="is not in our model"):
         initial_tensors(tiny_run(), [name])
 
 

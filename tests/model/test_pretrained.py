@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from swarm.config import RunConfig
 from swarm.errors import ConfigError, CorruptState
-from swarm.experts import all_shapes
+from swarm.experts import LAYOUTS, ExpertLayout, all_shapes, expert_tensor
 from swarm.model.described import run_of_checkpoint
-from swarm.model.huggingface import SINGLE_FILE, save_model
+from swarm.model.huggingface import SINGLE_FILE, config_dict, save_model
 from swarm.model.pretrained import TensorFiles, open_checkpoint
 from swarm.model.transformer import Transformer
 from swarm.peer.live_model import initial_contents
@@ -52,18 +52,49 @@ def agreed_model(run: RunConfig, folder: Path) -> Transformer:
     return model
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
 @pytest.mark.parametrize("max_shard_size", ["50GB", "100KB"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "mixtral"])
 def test_a_run_starts_with_the_logits_of_the_checkpoint(
-    tmp_path: Path, kind: str, max_shard_size: str
+    tmp_path: Path, kind: str, max_shard_size: str, fused: bool
 ) -> None:
-    theirs = make_checkpoint(tmp_path, kind, max_shard_size=max_shard_size)
+    theirs = make_checkpoint(tmp_path, kind, max_shard_size=max_shard_size, fused=fused)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "100KB")
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in TensorFiles(tmp_path)) == fused
     ours, tokens = agreed_model(of_checkpoint(tmp_path), tmp_path), tokens_of()
     with torch.no_grad():
         expected = theirs(tokens).logits
         assert (ours(tokens) - expected).abs().max() < 1e-5
     assert expected.abs().max() > 1
+
+
+def test_fused_experts_under_mixtrals_own_name_are_read(tmp_path: Path) -> None:
+    """Transformers renames the block whatever is in it."""
+    make_checkpoint(tmp_path, "mixtral", fused=True)
+    run = of_checkpoint(tmp_path)
+    expected = dict(open_checkpoint(tmp_path, run))
+    stored = load_file(tmp_path / SINGLE_FILE)
+    renamed = {name.replace(".mlp.", ".block_sparse_moe."): stored[name] for name in stored}
+    save_file(renamed, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    found = open_checkpoint(tmp_path, run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["per expert", "mixtral", "fused", "fused mixtral"])
+def test_every_layout_gives_back_what_it_holds(tmp_path: Path, layout: ExpertLayout) -> None:
+    """Each tensor of the model has a place of its own, and together they fill the files."""
+    run = tiny_run(scoring_func="sigmoid")
+    weights, files = random_weights(run), dict[str, Tensor]()
+    for name, tensor in weights.items():
+        place = layout.stored(name, tuple(tensor.shape), run.model.num_experts)
+        whole = files.setdefault(place.name, torch.full(place.shape, torch.nan))
+        assert whole[place.part].isnan().all(), "nothing else is there"
+        whole[place.part] = tensor
+    assert not any(tensor.isnan().any() for tensor in files.values())
+    (tmp_path / "config.json").write_text(json.dumps(config_dict(run)))
+    save_file(files, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    found = open_checkpoint(tmp_path, run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
@@ -122,13 +153,14 @@ class Live:
         self.now -= size
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
 def test_at_most_one_tensor_is_in_memory_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", max_shard_size="100KB", num_experts=32)
+    make_checkpoint(tmp_path, "qwen3_moe", max_shard_size="100KB", num_experts=32, fused=fused)
     run, live = of_checkpoint(tmp_path), Live()
-    read = TensorFiles.__getitem__
-    monkeypatch.setattr(TensorFiles, "__getitem__", lambda self, name: live.read(read(self, name)))
+    read = TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda self, stored: live.read(read(self, stored)))
     weights = founders_weights(run, tmp_path)
     assert weights is not None and live.total == 0, "opening reads no tensor"
     largest = max(weights[name].nbytes for name in weights)
@@ -212,6 +244,18 @@ def test_a_window_in_a_config_that_switches_it_off_is_none(copied: Path) -> None
         run_of_checkpoint(changed(copied / "o", sliding_window=4096))
 
 
+@pytest.mark.parametrize(
+    "switch", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}], ids=str
+)
+def test_mixtral_has_its_window_whatever_other_keys_say(
+    tmp_path: Path, switch: dict[str, object]
+) -> None:
+    """Its code in Transformers looks at no other key."""
+    make_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(ConfigError, match="sliding_window = 8 means sliding windows"):
+        run_of_checkpoint(changed(tmp_path, sliding_window=8, **switch))
+
+
 def test_names_of_releases_before_5_are_read(copied: Path) -> None:
     path = copied / "config.json"
     found, run = json.loads(path.read_text()), of_checkpoint(copied)
@@ -250,12 +294,19 @@ def rewritten(folder: Path, change: Any) -> None:
 
 ROUTER = "model.layers.0.mlp.gate.weight"
 TENSORS: dict[str, tuple[Any, str]] = {
-    "missing": (lambda s: s.pop(ROUTER), f"{ROUTER} is no such tensor, not"),
+    "missing": (lambda s: s.pop(ROUTER), rf"{ROUTER} is missing; expected \(8, 32\)"),
+    "missing expert": (
+        lambda s: s.pop(expert_tensor(1, 7, "up")),
+        rf"{expert_tensor(1, 7, 'up')} is missing; expected \(24, 32\)",
+    ),
     "extra": (
         lambda s: s.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}),
-        r"q_proj.bias is \(48,\), not no such tensor",
+        r"q_proj\.bias is not in our model",
     ),
-    "shape": (lambda s: s.update({ROUTER: torch.zeros(32, 8)}), r"\(32, 8\), not \(8, 32\)"),
+    "shape": (
+        lambda s: s.update({ROUTER: torch.zeros(32, 8)}),
+        rf"{ROUTER} is \(32, 8\); expected \(8, 32\)",
+    ),
     "type": (lambda s: s.update({ROUTER: torch.zeros(8, 32).int()}), "is of type i32"),
 }
 
@@ -266,6 +317,40 @@ def test_tensors_that_do_not_fit_are_named_before_any_is_read(copied: Path, case
     rewritten(copied, change)
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(copied, run)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+FUSED: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda s: s.pop(f"{EXPERTS}.gate_up_proj"),
+        rf"{EXPERTS}\.gate_up_proj is missing; expected \(8, 48, 32\)",
+    ),
+    "transposed": (
+        lambda s: s.update({k: s[k].mT.contiguous() for k in s if ".experts." in k}),
+        r"0\.mlp\.experts\.down_proj is \(8, 24, 32\); expected \(8, 32, 24\)",
+    ),
+    "both layouts": (
+        lambda s: s.update({expert_tensor(1, 0, "up"): torch.zeros(24, 32)}),
+        rf"{EXPERTS}\.0\.up_proj\.weight is not in our model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_tensors_that_do_not_fit_are_named(tmp_path: Path, case: str) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", fused=True)
+    run, (change, message) = of_checkpoint(tmp_path), FUSED[case]
+    rewritten(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(tmp_path, run)
+
+
+def test_a_tensor_that_was_read_is_a_copy(qwen: Path) -> None:
+    """Files stay mapped: what a script does with a tensor must not change the next reading."""
+    weights, name = open_checkpoint(qwen, of_checkpoint(qwen)), "model.embed_tokens.weight"
+    first = weights[name].clone()
+    weights[name].zero_()
+    assert torch.equal(weights[name], first) and first.any()
 
 
 def test_rotary_buffers_of_older_checkpoints_are_left_out(copied: Path) -> None:
@@ -313,10 +398,10 @@ def test_given_weights_are_those_of_the_whole_model(qwen: Path) -> None:
     assert founders_weights(run, None, weights) is weights
     name, layout = "model.norm.weight", layout_of(run)
     for given in ({}, {n: tensor for n, tensor in weights.items() if n != name}):
-        with pytest.raises(ConfigError, match=r"missing: .*swarm\.load_export"):
+        with pytest.raises(ConfigError, match=r" is missing; expected .*swarm\.load_export"):
             founders_weights(run, None, given)
     cut = {**weights, name: weights[name][:-1]}
-    with pytest.raises(ConfigError, match=rf"another model: {name}"):
+    with pytest.raises(ConfigError, match=rf"another model: {name} is \(31,\); expected \(32,\)"):
         for _, content in initial_contents(run, layout, cut):
             content.whole()
 

@@ -139,8 +139,8 @@ def test_at_most_a_dense_matrix_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama", num_hidden_layers=8)
-    live, read = Live(), TensorFiles.__getitem__
-    monkeypatch.setattr(TensorFiles, "__getitem__", lambda self, name: live.read(read(self, name)))
+    live, read = Live(), TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda self, stored: live.read(read(self, stored)))
     work, made = Upcycling(tmp_path, Recipe()), 0
     assert live.total == 0
     for number, (_, tensor) in enumerate(work.tensors(), 1):
@@ -184,5 +184,5 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     stored = load_file(tmp_path / SINGLE_FILE)
     stored["model.layers.0.mlp.up_proj.bias"] = torch.zeros(48)
     save_file(stored, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"up_proj\.bias is \(48,\), not no such tensor"):
+    with pytest.raises(ConfigError, match=r"up_proj\.bias is not in our model"):
         Upcycling(tmp_path, Recipe())

@@ -60,7 +60,7 @@ def loss_of(model: PreTrainedModel, held_out: HeldOut) -> float:
 def made(folder: Path, kind: str) -> PreTrainedModel:
     """A checkpoint of Transformers, or an export of ours as Transformers loads it."""
     if kind != "export":
-        return make_checkpoint(folder, kind)
+        return make_checkpoint(folder, kind, fused=True)
     run = model_run(qk_norm="none", norm_topk_prob=True, head_dim=12)
     save_model(folder, run, random_weights(run).items(), max_shard_bytes=200_000)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from peers.upcycle import main
 from swarm.config import RunConfig, parse_config
-from swarm.peer.run_start import founders_weights
+from swarm.data.tokenise import BYTE
+from swarm.errors import ConfigError, TokenizerError
+from swarm.model.described import run_of_checkpoint
+from swarm.peer.run_start import founders_tokenizer, founders_weights
 from tests.model.checkpoints import make_checkpoint
 
 
@@ -34,11 +38,38 @@ def test_a_dense_checkpoint_becomes_a_run_file_and_its_weights(tmp_path: Path) -
 
 
 def test_a_folder_with_a_tokenizer_makes_a_run_with_one(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "olmoe")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    make_checkpoint(tmp_path, "olmoe", fused=True)
+    BYTE.save(tmp_path, model_max_length=64)
     code, said = invoke("config", tmp_path)
-    assert code == 0
-    assert parse_config(RunConfig, said, source="test").data.tokenizer == "file"
+    assert code == 0, said
+    run = parse_config(RunConfig, said, source="test")
+    assert run.data.tokenizer == "file"
+    code, said = invoke("config", tmp_path, "--out", tmp_path / "run.toml")
+    assert f"--initialise-from {tmp_path} --tokenizer {tmp_path}\n" in said
+    assert founders_weights(run, tmp_path) is not None
+    founders_tokenizer(run, tmp_path)
+
+
+def test_a_run_file_is_only_written_for_what_can_be_founded(tmp_path: Path) -> None:
+    """A founder would refuse the same with the same words, after its user had written a run."""
+    make_checkpoint(tmp_path, "qwen3_moe", fused=True)
+    BYTE.save(tmp_path, model_max_length=64)
+    run = run_of_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError) as unfit:
+        founders_tokenizer(run, tmp_path)
+    code, said = invoke("config", tmp_path, "--out", tmp_path / "run.toml")
+    assert (code, str(unfit.value) in said) == (4, True), said
+    stored = load_file(tmp_path / "model.safetensors")
+    lost = "model.layers.0.mlp.experts.down_proj"
+    del stored[lost]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as misfit:
+        founders_weights(run, tmp_path)
+    code, said = invoke("config", tmp_path, "--out", tmp_path / "run.toml")
+    assert f"{lost} is missing; expected (8, 32, 24)" in said
+    assert (code, str(misfit.value) in said) == (2, True), said
+    assert not (tmp_path / "run.toml").exists()
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def test_parts_of_heads_make_whole_tensors_and_are_written_anywhere():
 def test_a_whole_tensor_of_another_shape_is_refused():
     def work(ranks):
         engine = engine_of(ranks, RUN)
-        with pytest.raises(BadBlob, match=r"o_proj.weight has shape \(32, 16\), not \(16, 32\)"):
+        with pytest.raises(BadBlob, match=r"o_proj.weight is \(32, 16\); expected \(16, 32\)"):
             engine.write({OUT: torch.zeros(32, 16)})
         assert not Heads(replace(ranks, size=1), RUN.model).cuts(OUT)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm.config import ModelConfig, OptimizerConfig, RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Slice, shared_shapes
+from swarm.experts import Slice, misfit, shared_shapes
 from swarm.train.adam_moments import KINDS, SCALE, MomentsFormat
 from swarm.train.guard import square_sum
 from swarm.train.optimizer import OwnedAdamW, is_coded, stored_moments
@@ -97,9 +97,8 @@ class Heads:
         """The same of several; raises BadBlob where one that is cut has not its `shape`."""
         found = dict(named)
         for name in filter(self.cuts, named):
-            if tuple(named[name].shape) != shape(name):
-                other = (*named[name].shape,)
-                raise BadBlob("shape", f"{name} has shape {other}, not {shape(name)}")
+            if why := misfit(name, (*named[name].shape,), shape(name)):
+                raise BadBlob("shape", why)
             found[name] = self.part(name, named[name])
         return found
 

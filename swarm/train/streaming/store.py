@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Shape, Slice, all_shapes, expert_tensor, selection_biases
+from swarm.experts import Shape, Slice, all_shapes, expert_tensor, misfit, selection_biases, unknown
 from swarm.model.moe import PROJECTIONS, Storage
 from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
@@ -96,7 +96,7 @@ class HostStore:
     def shape(self, name: str) -> Shape:
         """The shape of a tensor; raises BadBlob as `read`."""
         if name not in self._shapes:
-            raise BadBlob("name", f"the model has no tensor {name}")
+            raise BadBlob("name", unknown(name))
         return self._shapes[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -168,9 +168,8 @@ class HostStore:
 
     def _check(self, named: Mapping[str, Tensor]) -> None:
         for name, tensor in named.items():
-            if tuple(tensor.shape) != self.shape(name):
-                shape = (*tensor.shape,)
-                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
+            if why := misfit(name, (*tensor.shape,), self.shape(name)):
+                raise BadBlob("shape", why)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """See `OwnedAdamW.read_moments`."""
