@@ -185,6 +185,7 @@ def test_each_of_hiveminds_two_refusals_has_its_own_cause_and_remedy(
         client_mode=False,
         node_info=None,
         wait_timeout=1.0,
+        rpc_semaphore=asyncio.Semaphore(),
         update_routing_table=known,
     )
     ping = protocol.DHTProtocol.call_ping(node, "QmPeer", validate=True, strict=True)
