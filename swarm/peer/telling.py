@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.snapshot import Sighting, snapshot_of
@@ -109,7 +110,9 @@ class OwnCauses:
         """
         if tip is None:
             return
-        read = {**self._others, **present}
+        # Read minutes ago, they may still miss a peer that was started again since.
+        new = {peer: replace(record, link=None) for peer, record in present.items()}
+        read = {**self._others, **new}
         self._others = {peer: read[peer] for peer in tip.members if peer in read}
         peers = {**self._others, own.peer_id: own}
         seen = snapshot_of(Sighting(self._run, "", peers, {}, {}, tip))

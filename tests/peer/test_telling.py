@@ -42,7 +42,6 @@ SILENT = Silence.SILENT
 LATE = figures(counted=False, why_not=f"{TOO_LATE}: still training when the round was decided")
 UNREACHED = {"link": line(QmA=SILENT, QmB=SILENT, QmC=SILENT)}
 AILING: dict[Fault, tuple[Manifest, dict[str, Any]]] = {
-    Fault.DEAD: (TIP, {"A": {"link": line(QmD=Silence.GONE)}}),
     Fault.CUT: (TIP, {"A": {"link": line(QmD=SILENT)}, "D": UNREACHED}),
     Fault.LATE: (WITHOUT_D, {"D": {"last_round": LATE}}),
     Fault.LEFT_OUT: (
@@ -55,8 +54,16 @@ AILING: dict[Fault, tuple[Manifest, dict[str, Any]]] = {
 
 
 def test_each_fault_that_a_peer_can_know_of_is_tried() -> None:
-    elsewhere = {Fault.SILENT, Fault.TROUBLE}  # it ended, or `patience` has said it
+    elsewhere = {Fault.DEAD, Fault.SILENT, Fault.TROUBLE}  # it ended, or `patience` has said it
     assert AILING.keys() | elsewhere == set(Fault)
+
+
+def test_what_others_said_before_this_peer_was_started_again_is_not_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = {"QmA": peer("QmA", link=line(QmD=Silence.GONE), manifest_digest=TIP.digest)}
+    OwnCauses("demo-1").note(before, peer("QmD", manifest_digest=TIP.digest), TIP)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("fault", AILING)
