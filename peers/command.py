@@ -17,6 +17,7 @@ from rich.console import Console
 from swarm.errors import SwarmError, shortened
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
+from swarm.run_files import PAGES, named_pages
 from swarm.version import __version__
 
 FILE_WIDTH = 160
@@ -52,6 +53,9 @@ class Program(click.Command):
                 formatter.write_dl(groups[group])
         if isinstance(self, click.Group):
             self.format_commands(ctx, formatter)
+        if any(page.is_file() for page in named_pages(self.help or "")):
+            formatter.write_paragraph()
+            formatter.write(f"Pages are in {PAGES}\n")  # a path that is cut cannot be copied
         if twin := next((p.envvar for p in self.params if p.envvar), None):
             formatter.write_paragraph()
             flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()

@@ -18,6 +18,7 @@ from rich.live import Live
 from peers.command import for_tables
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
+from swarm.monitor.health import health_of
 from swarm.monitor.metrics import glossary
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Snapshot
@@ -196,7 +197,7 @@ def _line(snapshot: Snapshot) -> str:
         f"run={snapshot.run_id or 'gathering:' + snapshot.name} generation={snapshot.generation} "
         f"round={snapshot.round}/{snapshot.rounds_total} digest={snapshot.manifest_digest[:12]} "
         f"peers={len(speaking)} equal={equal} val_loss={loss} "
-        f"bits_per_byte={bits}"
+        f"bits_per_byte={bits} health={health_of(snapshot).word.value}"
     )
 
 

@@ -102,7 +102,10 @@ class Options:
         callback=file_of("peers"),
     )
     state_dir: Path = _path(
-        "--state-dir", "Where this peer keeps its state.", default=Path("~/.swarm/default")
+        "--state-dir",
+        "Where this peer keeps key, model and training state; one folder for each peer. swarm-plan "
+        "says how much disk it takes.",
+        default=Path("~/.swarm/default"),
     )
     rounds: int | None = _flag(
         "--rounds", "The same as --set run.rounds=N.", sets="run.rounds", type=_POSITIVE
@@ -115,7 +118,11 @@ class Options:
         type=_POSITIVE,
     )
     settings: tuple[str, ...] = _flag(
-        "--set", "Change one setting: train.batch_tokens=4096.", type=Setting(), multiple=True
+        "--set",
+        "Change one setting: train.batch_tokens=4096; --print-config lists all. Of this machine "
+        "too: compute.host_memory_gb=16 and compute.device_memory_gb=8 cap its memory.",
+        type=Setting(),
+        multiple=True,
     )
     as_json: bool = _flag("--json", "One JSON object, last.", is_flag=True, default=False)
     print_config: str | None = _flag(
@@ -142,7 +149,7 @@ class Options:
     )
     port: int | None = _flag(
         "--port",
-        "Listen on this TCP port, and on the next one for blobs.",
+        "Listen on this TCP port, and on the next one for blobs: open both in the firewall.",
         type=click.IntRange(1, 65_534),
     )
     public_ip: str | None = _flag(
@@ -167,7 +174,7 @@ class Options:
     )
     client_mode: bool | None = _flag(
         "--client-mode/--no-client-mode",
-        "Only dial out, do not listen.",
+        "Only dial out, do not listen: no port has to be open here.",
         sets="network.client_mode",
         default=None,
     )
@@ -191,14 +198,15 @@ class Options:
     )
     max_upload: float | None = _flag(
         "--max-upload",
-        "Send no faster: 20mbit.",
+        "Send no faster: 20mbit. By default nine tenths of an uplink that was measured to be below "
+        "60 Mbit/s.",
         sets="network.max_upload_mbit",
         metavar="RATE",
         callback=rate_of,
     )
     max_download: float | None = _flag(
         "--max-download",
-        "Receive no faster: 100mbit.",
+        "Receive no faster: 100mbit. There is no limit by default.",
         sets="network.max_download_mbit",
         metavar="RATE",
         callback=rate_of,
@@ -231,11 +239,16 @@ class Options:
     )
     name: str | None = _flag("--name", "Display name of this peer.", sets="peer.name")
     capacity: float | None = _flag(
-        "--capacity", "Relative share of experts to own.", sets="peer.capacity", type=float
+        "--capacity",
+        "Share of experts to own, compared with others: 0.5 is half as many. No more than fit its "
+        "memory are given to a peer.",
+        sets="peer.capacity",
+        type=float,
     )
     wait_for_peers: int | None = _flag(
         "--wait-for-peers",
-        "The founder starts once so many peers are there, itself included.",
+        "The founder starts once so many peers are there, itself included. Others join at any "
+        "time, too.",
         sets="peer.wait_for_peers",
         type=int,
     )
@@ -248,7 +261,12 @@ class Options:
         sets="peer.leave_timeout_s",
         type=float,
     )
-    device: str | None = _flag("--device", "auto, cpu or cuda.", sets="compute.device")
+    device: str | None = _flag(
+        "--device",
+        "cpu or cuda; auto takes a GPU if there is one. CUDA_VISIBLE_DEVICES=1 chooses which.",
+        sets="compute.device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+    )
     threads: int | None = _flag(
         "--threads",
         "CPU threads of the model; measured by default.",
@@ -332,7 +350,7 @@ class Options:
     initialise_from: Path | None = _path(
         "--initialise-from",
         "Checkpoint folder with the weights that a founder gives its run; sets run.initial to "
-        "given.",
+        "given. Its run file is made by swarm-upcycle config.",
     )
     tensorboard: Path | None = _path("--tensorboard", "Write losses there for TensorBoard.")
     from_environment: frozenset[str] = frozenset()

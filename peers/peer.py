@@ -36,7 +36,10 @@ def main(observer: PeerObserver | None, options: Options) -> None:
 
     Every start prints the line with which others join, and which text they need. The first Ctrl+C
     or SIGTERM finishes the round and hands the experts over, within --leave-timeout; the second
-    leaves at once.
+    leaves at once. What was agreed on is kept: the same command resumes, also after a kill -9 or a
+    power cut, and the others train on meanwhile. More is in peers/from_a_wheel.md (all steps),
+    peers/running_a_swarm.md (costs, firewalls, services) and peers/what_can_go_wrong.md (each error
+    and its remedy).
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     run = options.run_config() if options.run else None

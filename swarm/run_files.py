@@ -1,8 +1,9 @@
-"""Configuration files: those that come with swarm are found by their names from anywhere."""
+"""Files that come with swarm, in a clone and in a wheel: configurations by name, and pages."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,13 @@ from swarm.errors import ConfigError
 
 Kind = Literal["runs", "peers", "faults"]
 _HERE = Path(__file__).parent / "configs"
+PAGES = Path(__file__).parents[1]
+"""Pages are named as they lie below this folder: `peers/README.md`, `swarm/configs/README.md`."""
+
+
+def named_pages(text: str) -> list[Path]:
+    """Where the pages are that a text for people names."""
+    return [PAGES / name for name in re.findall(r"[\w/]+\.md\b", text)]
 
 
 def find_file(given: Path, kind: Kind) -> Path:

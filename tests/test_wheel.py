@@ -1,7 +1,10 @@
 """What a wheel holds, and that it works in an environment of its own, away from any clone."""
 
+import ast
 import importlib
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +14,9 @@ from pathlib import Path
 
 import numpy
 import pytest
+from click.testing import CliRunner
 
+from swarm.run_files import named_pages
 from swarm.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -54,14 +59,95 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.scenario
 def test_a_wheel_has_the_code_and_the_run_files_and_nothing_else(wheel: Path) -> None:
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheel).namelist()
+    held = {name for name in names if ".dist-info/" not in name}
     code = {*ROOT.glob("peers/*.py"), *ROOT.glob("swarm/**/*.py"), ROOT / "swarm" / "py.typed"}
-    files = {f"swarm/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/**/*.toml")}
-    assert len(files) >= 9 and "swarm/configs/runs/demo.toml" in files
     page = {path for path in ROOT.glob("swarm/monitor/web/**/*") if path.is_file()}
     assert ROOT / "swarm/monitor/web/index.html" in page
-    assert held == {str(path.relative_to(ROOT)) for path in code | page} | files
+    assert held == {str(path.relative_to(ROOT)) for path in code | page} | packaged()
     assert wheel.name.startswith(f"moe_swarm-{__version__}-")
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    described = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in described
+    assert described.endswith((ROOT / "peers" / "from_a_wheel.md").read_text())
+
+
+def packaged() -> set[str]:
+    """Pages, run files and service files, named as below the folder of packages."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found: set[str] = set()
+    for package, patterns in data["package-data"].items():
+        if package == "swarm.monitor":
+            continue
+        folder = package.replace(".", "/")
+        for pattern in patterns:
+            every = [f"{top}/**/{pattern}" for top in ("peers", "swarm", "swarm/configs")]
+            for place in every if package == "*" else [f"{folder}/{pattern}"]:
+                found |= {str(path.relative_to(ROOT)) for path in ROOT.glob(place)}
+    return found - {"swarm/py.typed"}
+
+
+NAMED = re.compile(
+    r"\b(?:swarm|peers|configs|scripts|tests)/[\w./-]*\w\.(?:py|toml|md|env|service|json|css|sh)\b"
+)
+
+
+def spoken(source: str) -> str:
+    """What a program may print: the strings of its source that are no docstrings."""
+    tree = ast.parse(source)
+    silent = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in silent)
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
+
+
+def help_texts() -> str:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    places = (place.replace("launch", "peer").partition(":")[0] for place in scripts.values())
+    commands = [importlib.import_module(place).main for place in places]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+    return "\n".join(command.help or "" for command in commands)
+
+
+def test_the_search_for_named_files_finds_one_that_is_not_packaged() -> None:
+    source = 'class A:\n    """As in swarm/no.md."""\n    a = "see scripts/there.py"\n'
+    assert NAMED.findall(spoken(source)) == ["scripts/there.py"]
+    assert "scripts/README.md" not in packaged()
+
+
+def test_each_file_that_a_text_of_the_programs_names_is_in_a_wheel() -> None:
+    there = packaged()
+    assert {"peers/README.md", "swarm/README.md", "swarm/train/README.md"} <= there
+    assert {"swarm/configs/runs/demo.toml", "swarm/configs/README.md"} <= there
+    assert "swarm/configs/service/swarm-peer.service" in there
+    sources = [*ROOT.glob("peers/*.py"), *ROOT.glob("swarm/**/*.py")]
+    texts = [help_texts(), *(spoken(path.read_text()) for path in sources)]
+    named = {name for text in texts for name in NAMED.findall(text)}
+    assert {"peers/README.md", "peers/what_can_go_wrong.md"} <= named
+    assert named - there == set()
+    for page in named_pages(help_texts()):
+        assert page.is_file()
+
+
+def test_help_that_names_a_page_says_where_pages_are() -> None:
+    for place in ("peers.peer", "peers.local"):
+        text = CliRunner().invoke(importlib.import_module(place).main, ["--help"]).output
+        assert f"\nPages are in {ROOT}\n" in text
+    text = CliRunner().invoke(importlib.import_module("peers.plan").main, ["--help"]).output
+    assert "Pages are in" not in text
+
+
+def test_the_page_of_a_wheel_names_files_of_a_wheel_and_options_that_there_are() -> None:
+    page = (ROOT / "peers" / "from_a_wheel.md").read_text()
+    assert "](" not in page, "links of a package's description lead nowhere"
+    assert set(re.findall(r"`((?:swarm|peers)/[\w./-]+\.[a-z]+)`", page)) <= packaged()
+    for line in re.findall(r"^swarm-.*$", page, re.MULTILINE):
+        name, *words = shlex.split(line.replace(">", " "))
+        command = importlib.import_module(f"peers.{name.removeprefix('swarm-')}").main
+        if below := getattr(command, "commands", {}).get(words[0] if words else ""):
+            command = below
+        known = {flag for parameter in command.params for flag in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
 
 
 @pytest.mark.scenario

@@ -264,7 +264,7 @@ def with_rounds(setting: Setting, rounds: int) -> Setting:
 
 _BLOCKING = "blocking rounds, H = 10, 400 steps"
 _CYCLE = "overlapped, 4 rounds a cycle, H = 20, 800 steps"
-_MEASURED = "overlapped, 5 rounds a cycle, H = 20, 400 steps (scripts/reproduce_wire_quality.py)"
+_MEASURED = "overlapped, 5 rounds a cycle, H = 20, 400 steps"  # scripts/reproduce_wire_quality.py
 SETTINGS = (
     Setting("fp32", "fp32", price=Price(0.0, 3, "exact SPES")),
     Setting("fp32", "bf16"),

@@ -1,17 +1,18 @@
-"""What is wrong with which peer, and why, from what peers say of themselves and of each other.
+"""What is wrong with which peer, why, and what to do, from what peers say of themselves and others.
 
-Only peers that speak for the run are heard here, and only they are missed.
+The monitor shows these sentences, and the peer concerned logs them. Only peers that speak for the
+run are heard here, and only they are missed.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from swarm.monitor.snapshot import PeerRow, Snapshot
-from swarm.protocol.figures import TOO_LATE, Silence
+from swarm.protocol.figures import NOTHING_DONE, TOO_LATE, Silence
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import ranges
 from swarm.protocol.records import HEARTBEAT_S, PeerState
@@ -26,6 +27,11 @@ WAITING = "averaging"
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
 
 
+_COMES_BACK = "the command that started it lets it go on"
+_REFUSED = "start it again; if that repeats, suspect its memory, its GPU or compute.precision"
+_TOO_MUCH = "fewer experts for it (--capacity), a faster machine, or round.seconds in a new run"
+
+
 class Fault(Enum):
     """What may be wrong with a peer, the worst first."""
 
@@ -38,9 +44,20 @@ class Fault(Enum):
     SLOW = "slow"  # it was busy far longer than the others
 
 
+REMEDIES = {
+    Fault.DEAD: _COMES_BACK,
+    Fault.CUT: "swarm-doctor on that machine says what is in the way",
+    Fault.SILENT: f"look whether it runs: {_COMES_BACK}",
+    Fault.TROUBLE: "",  # in its own words
+    Fault.LATE: _TOO_MUCH,
+    Fault.LEFT_OUT: "a faster line, or fewer bytes in a new run: swarm-plan --link",
+    Fault.SLOW: f"end other programs there; {_TOO_MUCH}",
+}
+
+
 @dataclass(frozen=True)
 class Cause:
-    """One sentence about one peer."""
+    """One sentence about one peer, which ends with the remedy in brackets."""
 
     fault: Fault
     peer: PeerId
@@ -54,7 +71,14 @@ def causes_of(snapshot: Snapshot) -> tuple[Cause, ...]:
     order = list(Fault)
     for cause in sorted(found, key=lambda cause: (order.index(cause.fault), cause.peer)):
         worst.setdefault(cause.peer, cause)
-    return tuple(worst.values())
+    return tuple(map(_with_remedy, worst.values()))
+
+
+def _with_remedy(cause: Cause) -> Cause:
+    remedy = REMEDIES[cause.fault]
+    if cause.fault is Fault.LEFT_OUT and "refuse" in cause.text:
+        remedy = _REFUSED
+    return replace(cause, text=f"{cause.text} ({remedy})") if remedy else cause
 
 
 # ---------------------------------------------------------------- peers that are not heard
@@ -148,7 +172,8 @@ def _uncounted(snapshot: Snapshot) -> list[Cause]:
             continue
         words = [own] if own else []
         words += [f"the convener says: {convener[peer]}"] if peer in convener else []
-        fault = Fault.LATE if TOO_LATE in own or not own else Fault.LEFT_OUT
+        is_late = not own or TOO_LATE in own or NOTHING_DONE in own
+        fault = Fault.LATE if is_late else Fault.LEFT_OUT
         text = f"round {snapshot.round} went without {row.called}: {'; '.join(words)}"
         found.append(Cause(fault, peer, text))
     return found

@@ -74,17 +74,23 @@ def health_of(snapshot: Snapshot) -> Health:
     return Health(found.word, "; ".join([found.reason, *told]))
 
 
+def is_finished(snapshot: Snapshot) -> bool:
+    """Whether all rounds are done, by the newest manifest or by the word of all that speak."""
+    speaking = snapshot.speaking
+    if snapshot.round >= snapshot.rounds_total:
+        return bool(speaking) or not snapshot.peers
+    return bool(speaking) and all(row.record.state is PeerState.FINISHED for row in speaking)
+
+
 def _health(snapshot: Snapshot) -> Health:
     """The same by the newest manifest and who is present alone."""
     if snapshot.run_id is None:
         word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
         return Health(Word.GATHERING, word)
     speaking = snapshot.speaking  # nobody does while all members are absent
-    if speaking and (
-        snapshot.round >= snapshot.rounds_total
-        or all(row.record.state is PeerState.FINISHED for row in speaking)
-    ):
-        return Health(Word.FINISHED, f"{snapshot.round} of {snapshot.rounds_total} rounds are done")
+    if is_finished(snapshot):
+        done = f"{snapshot.round} of {snapshot.rounds_total} rounds are done"
+        return Health(Word.FINISHED, done if speaking else f"{done}; no peer serves the model now")
     split = [
         row.record.peer_id
         for row in snapshot.peers

@@ -145,7 +145,9 @@ SCORE = Metric(
 HEALTH = Metric(
     "health",
     "one word, as a label",
-    "the worst that applies to the run, see swarm/monitor/README.md",
+    "the worst that applies: gathering, finished, split (two tips at one height), halted (no "
+    "quorum), paused (too few experts have an owner), stalled (a round takes 3 times the usual), "
+    "degraded (a member is missing or was left out), unknown, healthy; unreachable: nobody answers",
     "not the health of a machine: a peer may be ill while the run goes on",
 )
 ROUND_S = Metric(

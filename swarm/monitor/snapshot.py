@@ -289,6 +289,13 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     return _by_manifest(found, seen.tip, seen.peers) if seen.tip else found
 
 
+def without_peers(last: Snapshot) -> Snapshot:
+    """The last look at a run, once none of its peers is present."""
+    members = {row.record.peer_id for row in last.peers if row.votes is not None}
+    absent = tuple(sorted({*last.absent, *members}))
+    return replace(last, peers=(), absent=absent, quorum=None if last.members is None else False)
+
+
 def _row(record: PeerRecord, seen: Sighting, agreement: Agreement) -> PeerRow:
     member = seen.tip.members.get(record.peer_id) if seen.tip else None
     return PeerRow(

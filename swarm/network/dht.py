@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from swarm.network.daemon import Address
 from swarm.network.holder import MAX_OF_KEY, HeldRecords, NoCache
 from swarm.network.ledger import Ledger
 from swarm.network.signed_records import SignedRecords, owner_of
-from swarm.network.steady_clock import dht_clock
+from swarm.network.steady_clock import LIMIT_S, dht_clock
 from swarm.network.stores import guard_stores
 from swarm.network.traffic import Traffic
 from swarm.protocol.records import MAX_RUN_RECORD_BYTES, runs_keys
@@ -33,7 +34,8 @@ ROOM_BYTES = 256
 _CALL_S = 15.0
 _LOW_BITS = 2**32 - 1
 """Of the 160 of an id; that two nodes differ in no others is next to impossible."""
-_REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
+_CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
+"""In the sentence with which hivemind's node refuses a peer of another time."""
 
 
 class StoredValue(NamedTuple):
@@ -161,6 +163,27 @@ async def _answered() -> AsyncIterator[None]:
         raise NobodyReachable(f"the DHT did not answer within {_CALL_S:g} s") from error
 
 
+def refusal(text: str) -> NobodyReachable:
+    """Why hivemind's node does not enter by a peer that answers, with the remedy of that cause.
+
+    Args:
+        text: hivemind's own sentence; it checks two things alone.
+    """
+    if told := _CLOCKS.search(text):
+        ahead_s = float(told[1]) - float(told[2])
+        where = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+        return NobodyReachable(
+            f"this machine's clock is {where} the clock of the peer at --initial-peers; "
+            f"{LIMIT_S:.0f} s are allowed",
+            hint="set the clock that is wrong: timedatectl set-ntp true",
+        )
+    return NobodyReachable(
+        "the peer at --initial-peers cannot dial this machine back",
+        hint="open the port of --port in the firewall; behind a router or in a cloud, name the "
+        "address by --public-ip; if nobody can dial this machine, use --client-mode",
+    )
+
+
 async def open_dht(
     p2p: P2P,
     validator: SignedRecords,
@@ -195,7 +218,7 @@ async def open_dht(
             cache_refresh_before_expiry=0,
         )
     except ValidationError as error:
-        raise NobodyReachable(str(error), hint=_REFUSED) from error
+        raise refusal(str(error)) from error
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
         raise NobodyReachable(f"none of {texts} is a living peer") from error

@@ -334,6 +334,8 @@ class Node:
 
     async def renew_addresses(self) -> None:
         """Looks which addresses this machine has now: many routers give a new one each day."""
+        if not self.addresses:  # client mode: it listens nowhere, and libp2p has no word for that
+            return
         try:
             async with asyncio.timeout(BACK_S):
                 visible = await visible_addresses(self._living_p2p(), says=False)

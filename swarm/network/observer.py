@@ -164,6 +164,8 @@ class Observer:
                 fetch_records(node, ValidationRecord, validation_keys(run)),
                 fetch_records(node, ScoreRecord, scores_keys(run)),
             )
+            # The given ones may end, and libp2p forgets how it reached a peer by another.
+            node.remember([a for _, record in peers.values() for a in record.addresses])
             return Seen(
                 {peer: record for peer, (_, record) in peers.items()},
                 merges,

@@ -176,8 +176,10 @@ async def open_substrate(
 
 async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
     """The addresses that a daemon has now, to be handed out; `says` which are left out."""
-    visible = await p2p.get_visible_maddrs(latest=True)
-    texts = [str(address) for address in visible]
+    try:
+        texts = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+    except ValueError:  # hivemind's word for none
+        texts = []
     return dialable(texts, host_of_default_route(), says=says)
 
 
@@ -191,6 +193,7 @@ def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
     port = Address.parse(before[0]).port
     found = tuple(text for text in now if Address.parse(text).port == port)
     is_cut_off = all(map(is_loopback, found)) and not all(map(is_loopback, before))
+    is_cut_off = is_cut_off or not found
     return tuple(before) if is_cut_off else found
 
 

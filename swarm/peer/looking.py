@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.errors import NobodyReachable
+from swarm.monitor.health import is_finished
 from swarm.monitor.history import with_history
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of, without_peers
 from swarm.network.blobs import BlobStore
 from swarm.network.dht import MAX_RECORDS_PER_KEY
 from swarm.network.finding import Announced
@@ -61,10 +62,22 @@ class Watch:
         """The swarm now.
 
         Raises:
-            NobodyReachable: no run is announced, or none of its peers is present.
+            NobodyReachable: no run is announced, or none of its peers is present; not of a run
+                whose end was seen, which stays as it was, without peers.
         """
+        try:
+            return self._look()
+        except NobodyReachable:
+            if self.before is None or not is_finished(self.before):
+                raise
+            self.before = with_history(without_peers(self.before), self.before)
+            return self.before
+
+    def _look(self) -> Snapshot:
         if self.announced is None or self.announced.record.state is RunState.GATHERING:
             self.announced = self.observer.find(self.wanted, LOOK_S)
+            if self.tip and self.tip.run != self.announced.record.run:
+                self.tip = None
         run, deadline_s = self.announced.record.run, LOOK_S + self._all_said_s / 2
         seen = self.observer.look(run, deadline_s)
         if not seen.peers:  # who has just arrived on a slow line misses records that come too late

@@ -17,6 +17,7 @@ from swarm.network.records import publish
 from swarm.peer.own_clock import OwnClock
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.status import PeerStatus
+from swarm.peer.telling import OwnCauses
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (
@@ -92,6 +93,7 @@ class Publisher:
         self._on_present, self._beside = on_present, beside
         self._merge: MergeRecord | None = None
         self._presence, self._clock = Presence(node, run.run), OwnClock(node, self._members)
+        self._causes = OwnCauses(run.run)
         self._system = system
         self._thread = SupervisedThread("publisher", self._loop, system)
 
@@ -149,13 +151,15 @@ class Publisher:
 
     async def _publish(self) -> None:
         status, run, me = self.status, self.run.run, self.node.peer_id
-        await publish_peer(self.node, run, status.record())
+        await publish_peer(self.node, run, own := status.record())
         await publish(self.node, runs_key(me), self.run)
         if status.validation:
             await publish(self.node, validation_key(run, me), status.validation)
         if self._merge:
             await publish(self.node, merges_key(run, me), self._merge)
-        if present := await self._presence.look():
+        present = await self._presence.look()
+        self._causes.note(present, own, status.manifest)
+        if present:
             self.node.remember([a for record in present.values() for a in record.addresses])
             self._on_present(present)
 

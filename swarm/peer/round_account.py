@@ -12,7 +12,14 @@ from swarm.peer.moved import Moved
 from swarm.peer.observing import RoundReport
 from swarm.peer.telling import with_short_names
 from swarm.protocol.events import Reason, Topic
-from swarm.protocol.figures import MAX_BRIEF, MAX_LEFT_OUT, TOO_LATE, LinkFigures, RoundFigures
+from swarm.protocol.figures import (
+    MAX_BRIEF,
+    MAX_LEFT_OUT,
+    NOTHING_DONE,
+    TOO_LATE,
+    LinkFigures,
+    RoundFigures,
+)
 from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.records import shortened
 
@@ -102,7 +109,7 @@ def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:
     if me not in manifest.members:
         why = "not in the roster: it is no member"
     elif stats is None or not stats.tokens:
-        why = "nothing to count: it did no local steps on the manifest before"
+        why = f"{NOTHING_DONE}: it did no local steps on the manifest before"
     elif not stats.completed:
         took = f"{stats.steps} local steps took {stats.seconds:.1f} s"
         why = f"{TOO_LATE}: still training when the round was decided, {took}"

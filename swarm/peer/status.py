@@ -260,7 +260,7 @@ class PeerStatus:
             manifest,
             self.run.run.rounds,
             loss=loss,
-            held_out=self.validation.val_loss if self.validation else None,
+            held_out=self._newest_loss(manifest.round),
             seconds=seconds,
             sent_bytes=self._round_traffic.blobs_sent,
         )
@@ -305,6 +305,11 @@ class PeerStatus:
         self.changed.set()
         self.observer.on_round(report)
 
+    def _newest_loss(self, round_: int) -> float | None:
+        """Held-out loss of this round or the one before; others measure those between."""
+        found = self.validation
+        return found.val_loss if found and found.round >= round_ - 1 else None
+
     def _follow_chain(self, report: RoundReport) -> None:
         """What was counted on a chain that lost is lost after all."""
         code = report.manifest.code
@@ -317,9 +322,10 @@ class PeerStatus:
             self._counted.append((code, report.stats.tokens))
 
     def _tell_lateness(self, report: RoundReport, round_s: float) -> None:
-        if report.counted or not report.stats or not report.stats.tokens:
+        if report.counted:
             self.missed = 0
-            return
+        if report.counted or not report.stats or not report.stats.tokens:
+            return  # one that catches up applies several rounds, and trained for the first alone
         self.missed += 1
         if self.run.round.seconds:
             return  # its steps fitted the round: what makes it late is no number of them

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from swarm.protocol.manifest import Kind, Manifest
+from swarm.monitor.causes import Fault, causes_of
+from swarm.monitor.snapshot import Sighting, snapshot_of
+from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.printable import PEER_ID, ranges
+from swarm.protocol.records import PeerRecord
+
+logger = logging.getLogger(__name__)
 
 MAX_LINES = 8
+SAID_ROUNDS = 3
+"""A fault that comes back within so many rounds is the same one."""
 _OF_EXPERT = re.compile(r"expert (\d+): (.*)", re.DOTALL)
 
 
@@ -66,7 +75,8 @@ def round_line(
     words = [
         f"round {manifest.round}/{rounds}",
         *shown,
-        f"{len(manifest.contributors)} of {len(manifest.members)} peers",
+        # Whose work is in it may have left with it.
+        f"{len(manifest.contributors)} of {len({*manifest.members, *manifest.contributors})} peers",
         f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s",
         f"{sent_bytes / 1e6:.1f} MB",
     ]
@@ -76,6 +86,44 @@ def round_line(
 def because(reason: str) -> str:
     """` reason='...'` for a line of a log; nothing where no reason is known."""
     return f" reason={with_short_names(reason)!r}" if reason else ""
+
+
+class OwnCauses:
+    """Logs what is wrong with this peer in the monitor's words, once as it begins."""
+
+    def __init__(self, run: str) -> None:
+        """Has said nothing yet of this run."""
+        self._run = run
+        self._others: dict[PeerId, PeerRecord] = {}
+        self._said: dict[Fault, int] = {}
+        """The round in which each was last there."""
+
+    def note(
+        self, present: Mapping[PeerId, PeerRecord], own: PeerRecord, tip: Manifest | None
+    ) -> None:
+        """Looks as a monitor would that has read these records.
+
+        Args:
+            present: records of some peers of the run; those of members are remembered.
+            own: this peer's.
+            tip: the newest manifest here; without one nothing is said.
+        """
+        if tip is None:
+            return
+        # Read minutes ago, they may still miss a peer that was started again since.
+        new = {peer: replace(record, link=None) for peer, record in present.items()}
+        read = {**self._others, **new}
+        self._others = {peer: read[peer] for peer in tip.members if peer in read}
+        peers = {**self._others, own.peer_id: own}
+        seen = snapshot_of(Sighting(self._run, "", peers, {}, {}, tip))
+        for cause in causes_of(seen) if seen else ():
+            # A machine that waits for a person has said so (`swarm.network.patience`).
+            if cause.peer != own.peer_id or cause.fault is Fault.TROUBLE:
+                continue
+            last = self._said.get(cause.fault)
+            if last is None or tip.round - last > SAID_ROUNDS:
+                logger.warning("%s", cause.text)
+            self._said[cause.fault] = tip.round
 
 
 def _named(experts: Sequence[int]) -> str:

@@ -16,6 +16,8 @@ from swarm.protocol.strict import Strict
 MAX_REASON = 300
 TOO_LATE = "too late"
 """In the words of a peer that still trained when its round was decided."""
+NOTHING_DONE = "nothing to count"
+"""In the words of a peer that still fetched what others had decided."""
 MAX_BRIEF = 120
 """Of sentences that a record may have several of."""
 MAX_PAIRS = 16

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swarm.monitor.causes import SILENT_S, Fault, causes_of
+from swarm.monitor.causes import REMEDIES, SILENT_S, Fault, causes_of
 from swarm.monitor.health import Word, health_of
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
@@ -108,7 +108,10 @@ def test_a_dead_owner_is_told_by_others_at_once_and_with_its_experts() -> None:
     snapshot = seen(look(100.0, A=gone, B=gone))
     fault, who, text = only(snapshot)
     assert (fault, who) == (Fault.DEAD, "QmD")
-    assert text == ("D: nothing listens on its machine any more, as A, B found; it owns experts 3")
+    assert text == (
+        "D: nothing listens on its machine any more, as A, B found; it owns experts 3 "
+        "(the command that started it lets it go on)"
+    )
     assert health_of(snapshot).word is Word.DEGRADED
     without = seen(look(130.0, A=gone, D=None))
     assert only(without)[:2] == (Fault.DEAD, "QmD")
@@ -169,6 +172,17 @@ def test_an_offer_that_was_refused_is_not_called_late() -> None:
     snapshot = seen(look(100.0, WITHOUT_D, A={"last_round": said}, D={"last_round": own}))
     assert only(snapshot)[0] is Fault.LEFT_OUT
     assert "refuses its values: non_finite" in only(snapshot)[2]
+
+
+def test_each_fault_has_its_remedy() -> None:
+    assert REMEDIES.keys() == set(Fault)
+    assert {fault for fault, remedy in REMEDIES.items() if not remedy} == {Fault.TROUBLE}
+    own = figures(counted=False, why_not="its offer was not taken, 2.1 s before the decision")
+    slow = figures(left_out={"QmD": "its uplink of 1 Mbit/s would be busy for 72.0 s, not 4.8"})
+    false = figures(left_out={"QmD": "…QmB refuses its values: non_finite"})
+    for convener, remedy in ((slow, "swarm-plan --link)"), (false, "or compute.precision)")):
+        looked = look(100.0, WITHOUT_D, A={"last_round": convener}, D={"last_round": own})
+        assert only(seen(looked))[2].endswith(remedy)
 
 
 def test_of_several_faults_of_a_peer_the_worst_is_told() -> None:

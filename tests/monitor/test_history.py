@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swarm.monitor.causes import REMEDIES, Fault
 from swarm.monitor.health import Word, health_of, pace_of
 from swarm.monitor.history import MAX_EVENTS, MAX_POINTS, with_history
 from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, Topic, snapshot_of
@@ -129,7 +130,7 @@ def test_health_is_the_worst_that_can_be_said_and_names_its_cause(look: Looks) -
         found = health_of(dataclasses.replace(sound, **{"peers": tuple(heard), **changes}))
         return found.word, found.reason
 
-    gone = "has no record: its process or its line is gone"
+    gone = f"has no record: its process or its line is gone ({REMEDIES[Fault.SILENT]})"
     assert word(run_id=None, wait_for_peers=4) == (Word.GATHERING, "2 of 4 peers are there")
     assert word(round=20) == (Word.FINISHED, "20 of 20 rounds are done")
     assert word(left_out=("QmB",)) == (Word.DEGRADED, "round 5 went without name-of-QmB")

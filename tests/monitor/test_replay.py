@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from peers.monitor import main
 from peers.monitor_files import HistoryFile, Replay
 from swarm.errors import ConfigError, SwarmError
+from swarm.monitor.causes import REMEDIES, Fault
 from swarm.monitor.history import with_history
 from swarm.monitor.kept import decode_kept, encode_kept, kept_of
 from swarm.monitor.schema import as_json
@@ -76,7 +77,7 @@ def test_each_manifest_is_a_frame_and_the_last_one_stays(swarm: Path) -> None:
     assert all(row.agreement is Agreement.EQUAL for row in (*first.peers, *second.peers))
     assert not as_json(third)["live"]
     assert [cause["text"] for cause in as_json(second)["causes"]] == [
-        "round 2 went without peer-1: too late: still training"
+        f"round 2 went without peer-1: too late: still training ({REMEDIES[Fault.LATE]})"
     ]
     assert first.peers[0].record.routing and first.peers[0].record.routing.pairs == ((0, 2, 250),)
     assert [row.record.workers for row in third.peers] == [WORKERS, None]

@@ -293,6 +293,26 @@ def test_an_address_that_the_machine_gets_later_is_handed_out(peers, monkeypatch
     loopback = new.replace("10.9.8.7", "127.0.0.1")
     assert renewed((new,), (loopback,)) == renewed((new,), ()) == (new,), "its network is down"
     assert renewed((loopback,), (loopback,)) == (loopback,) and renewed((), (new,)) == ()
+    assert renewed((loopback,), ()) == (loopback,), "libp2p knows none for a while"
+
+
+def test_a_client_looks_for_no_addresses_and_a_machine_without_any_keeps_its_own(peers):
+    """libp2p's daemon has none then, which hivemind says by an exception that ends the task."""
+    first = peers.node()
+    client = peers.node(
+        identity_path=None, network=NetworkSection(client_mode=True), known_peers=first.addresses
+    )
+    client.run(client.renew_addresses(), WAIT_S)
+    assert client.addresses == ()
+
+    async def none(_: object) -> tuple[object, tuple[()]]:
+        return None, ()
+
+    before, daemon = first.addresses, first._substrate.p2p._client
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(daemon), "identify", none)
+        first.run(first.renew_addresses(), WAIT_S)
+    assert first.addresses == before
 
 
 def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, caplog):

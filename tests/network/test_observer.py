@@ -245,6 +245,23 @@ def test_a_guest_leaves_no_record_and_no_address(lonely: Lonely, guest: Observer
     assert guest._node.addresses == ()
 
 
+def test_a_guest_remembers_where_the_peers_are_that_it_reads_of(
+    lonely: Lonely, guest: Observer
+) -> None:
+    """The peer by which it entered may leave, and libp2p forgets the ways to the others."""
+    other = "/ip4/203.0.113.9/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
+    me = lonely.node.peer_id
+    record = peer_record(me, addresses=(other,))
+    lonely.node.run(publish_peer(lonely.node, lonely.id, record), WAIT_S)
+    assert guest.look(lonely.id, WAIT_S).peers.keys() == {me}
+    known = guest._node.run(_known(guest._node), WAIT_S)
+    assert other in known
+
+
+async def _known(node: Node) -> list[str]:
+    return [address.text for address in node._book.addresses()]
+
+
 def test_without_a_run_the_guest_says_so_in_time(lonely: Lonely, guest: Observer) -> None:
     began_s = time.monotonic()
     with pytest.raises(NobodyReachable, match="no peer announces a run"):

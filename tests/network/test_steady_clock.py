@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 from hivemind.dht import protocol
+from hivemind.proto import dht_pb2
 
 from swarm.errors import NobodyReachable
 from swarm.network import steady_clock
+from swarm.network.dht import refusal
 from swarm.network.steady_clock import LIMIT_S, NEAR_S, SteadyClock, compared, dht_clock
 from tests.network.conftest import Peers, records_of
 
@@ -155,6 +159,43 @@ def test_a_clock_that_others_do_not_have_is_as_good_as_nobody_at_the_first_start
     first = peers.node()
     falling_s = itertools.count(dht_clock()(), -100.0)  # each look is 100 s before the one before
     monkeypatch.setattr(protocol, "get_dht_time", lambda: next(falling_s))
-    with pytest.raises(NobodyReachable, match="local time") as refused:
+    with pytest.raises(NobodyReachable, match=r"this machine's clock is [12]00\.\d s") as refused:
         peers.node(known_peers=first.addresses)
-    assert refused.value.exit_code == 3 and "set this machine's clock" in refused.value.hint
+    assert refused.value.exit_code == 3 and "3 s are allowed" in str(refused.value)
+    assert refused.value.hint == "set the clock that is wrong: timedatectl set-ntp true"
+
+
+@pytest.mark.parametrize(("ahead_s", "is_dialled"), [(-60.0, True), (60.0, True), (0.0, False)])
+def test_each_of_hiveminds_two_refusals_has_its_own_cause_and_remedy(
+    ahead_s: float, is_dialled: bool
+) -> None:
+    """By the sentences of the version of hivemind that is installed."""
+
+    class Peer:
+        async def rpc_ping(self, *_: object, **__: object) -> dht_pb2.PingResponse:
+            node = dht_pb2.NodeInfo(node_id=b"0" * 20)
+            now_s = protocol.get_dht_time()
+            return dht_pb2.PingResponse(peer=node, dht_time=now_s - ahead_s, available=is_dialled)
+
+    async def known(*_: object, **__: object) -> None:
+        pass
+
+    node = SimpleNamespace(
+        get_stub=lambda _: Peer(),
+        client_mode=False,
+        node_info=None,
+        wait_timeout=1.0,
+        rpc_semaphore=asyncio.Semaphore(),
+        update_routing_table=known,
+    )
+    ping = protocol.DHTProtocol.call_ping(node, "QmPeer", validate=True, strict=True)
+    with pytest.raises(protocol.ValidationError) as raised:
+        asyncio.run(ping)
+    refused = refusal(str(raised.value))
+    if is_dialled:
+        where = "ahead of" if ahead_s > 0 else "behind"
+        assert f"this machine's clock is 60.0 s {where} the clock of the peer" in str(refused)
+        assert "timedatectl set-ntp true" in refused.hint and "port" not in str(refused)
+    else:
+        assert "cannot dial this machine back" in str(refused)
+        assert "--client-mode" in refused.hint and "clock" not in str(refused)

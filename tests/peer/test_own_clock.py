@@ -125,7 +125,7 @@ def test_a_peer_compares_clocks_once_it_is_in_its_run(monkeypatch: pytest.Monkey
         peer_id="Qm9", remember=list, known_addresses=(), run=lambda does, _: asyncio.run(does)
     )
     status: Any = SimpleNamespace(
-        record=lambda: peer_record("Qm9"), validation=None, changed=threading.Event()
+        record=lambda: peer_record("Qm9"), validation=None, manifest=None, changed=threading.Event()
     )
     run: Any = SimpleNamespace(run="run")
     state: Any = SimpleNamespace(known_peers=())

@@ -38,7 +38,7 @@ def test_a_steady_publication_reads_one_key_of_presence(monkeypatch: pytest.Monk
         monkeypatch.setattr(publisher, name, nothing)
     monkeypatch.setattr(joining, "fetch_records", fetch_records)
     node: Any = SimpleNamespace(peer_id="Qm9", remember=remembered.extend)
-    status: Any = SimpleNamespace(record=lambda: peer_record("Qm9"), validation=None)
+    status: Any = SimpleNamespace(record=lambda: peer_record("Qm9"), validation=None, manifest=None)
     run: Any = SimpleNamespace(run="run")
     state: Any = None
     publishing = Publisher(node, status, run, state, on_present=seen, beside=nothing)

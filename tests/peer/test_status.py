@@ -21,6 +21,7 @@ from swarm.peer import state_directory
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
+from swarm.peer.telling import round_line
 from swarm.protocol.figures import RoutingFigures, WorkersFigures
 from swarm.protocol.life_events import EventReader
 from swarm.protocol.manifest import Kind, Manifest
@@ -399,7 +400,9 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
         status.applied(late)
         told = [r.message for r in caplog.records if "went on without this peer" in r.message]
         assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
-    status.applied(replace(report(successor(tip), None), counted=False))  # it did not train
+    status.applied(replace(report(successor(tip), None), counted=False))  # it catches up
+    assert status.missed == 3, "a starved peer applies several rounds for each that it trains in"
+    status.applied(replace(report(successor(tip)), counted=True))
     assert status.missed == 0
 
 
@@ -468,3 +471,13 @@ def test_a_round_is_one_line_that_fits_a_terminal(
         r"round 1/\d+  loss [\d.]+  held-out 7.29  \d of \d peers  [\d.]+ s  [\d.]+ MB", line
     )
     assert len(line) < 80
+    caplog.clear()
+    status.applied(report(successor(successor(TIP))))
+    assert "held-out" not in caplog.messages[0], "it is that of a round long before"
+
+
+def test_a_round_of_a_peer_that_left_with_it_counts_it() -> None:
+    tip = successor(TIP)
+    left = replace(tip, members={"A": tip.members["A"]}, contributors=("A", "B"))
+    line = round_line(left, 4, loss=None, held_out=None, seconds=1.0, sent_bytes=0)
+    assert "  2 of 2 peers  " in line

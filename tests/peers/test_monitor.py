@@ -1,6 +1,7 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
 import errno
+import io
 import logging
 import os
 import subprocess
@@ -11,12 +12,16 @@ from typing import cast
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from peers.monitor import _line, _show, main
 from peers.monitor_files import HistoryFile
 from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
+from swarm.monitor.health import Health, Word, health_of
+from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Snapshot
+from swarm.monitor.terminal import render
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
@@ -60,10 +65,11 @@ class Guest:
         )
         self.deadlines_s: list[float] = []
         self.announced_peers = 1
+        self.run = "demo-1"
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
         self.asked.append(f"find {wanted}")
-        record = replace(run_record(self.state), wait_for_peers=self.announced_peers)
+        record = replace(run_record(self.state), run=self.run, wait_for_peers=self.announced_peers)
         return Announced(record, ("QmA",))
 
     def look(self, run: str, deadline_s: float) -> Seen:
@@ -240,6 +246,42 @@ def test_when_all_records_expired_the_run_is_looked_for_anew(guest: Guest, watch
     assert guest.asked.count("find None") == 2
 
 
+def test_a_run_that_was_seen_to_end_stays_finished_when_its_peers_have_left(
+    guest: Guest, watch: Watch
+) -> None:
+    guest.show(8)
+    assert health_of(watch.look()).word is Word.FINISHED
+    guest.seen = Seen({}, {}, {})
+    for _ in range(2):
+        shown = watch.look()
+        assert health_of(shown) == Health(
+            Word.FINISHED, "8 of 8 rounds are done; no peer serves the model now"
+        )
+        assert (shown.round, shown.peers, shown.losses) == (8, (), ((8, -3.0),))
+        assert _line(shown).endswith("health=finished") and " peers=0 " in _line(shown)
+        assert as_json(shown)["health"]["word"] == "finished"
+        for width, height in ((80, 24), (160, 60)):
+            Console(width=width, file=io.StringIO()).print(
+                render(shown, width=width, height=height)
+            )
+    assert "is gone" in shown.events[-1].text
+    assert guest.asked.count("find None") == 2, "another run may begin at the same address"
+
+
+def test_the_manifest_of_a_run_that_ended_is_not_shown_for_the_next_one(
+    guest: Guest, watch: Watch
+) -> None:
+    guest.show(8)
+    watch.look()
+    guest.seen = Seen({}, {}, {})
+    watch.look()
+    guest.run = "demo-2"
+    guest.show(1)
+    guest.tip_now = replace(manifest(1), run="demo-2")
+    guest.seen = Seen({"QmA": record_at(guest.tip_now)}, {}, {})
+    assert (watch.look().run_id, watch.look().round) == ("demo-2", 1)
+
+
 # ---------------------------------------------------------------- the program
 
 
@@ -297,9 +339,9 @@ def test_the_glossary_needs_no_network() -> None:
 
 def test_a_line_has_no_bits_per_byte_where_their_size_is_not_known(watch: Watch) -> None:
     known = replace(watch.look(), losses=((1, 2.0),), bits_per_byte_of_nat=0.5)
-    assert _line(known).endswith("val_loss=2.0000 bits_per_byte=1.0000")
+    assert " val_loss=2.0000 bits_per_byte=1.0000 health=" in _line(known)
     unknown = replace(known, bits_per_byte_of_nat=None)
-    assert _line(unknown).endswith("val_loss=2.0000 bits_per_byte=none")
+    assert " val_loss=2.0000 bits_per_byte=none health=" in _line(unknown)
 
 
 def test_a_line_counts_no_strangers(guest: Guest, watch: Watch) -> None:

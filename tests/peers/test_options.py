@@ -17,7 +17,7 @@ from peers.toml_text import as_toml
 from swarm import errors
 from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
-from swarm.run_files import read_text
+from swarm.run_files import PAGES, read_text
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 DEMO = str(RUNS / "demo.toml")
@@ -405,7 +405,7 @@ def test_the_help_of_each_program_fits_a_terminal_and_names_no_variable_at_each_
     found = getattr(importlib.import_module(module), function)
     for command in commands_of(found if isinstance(found, click.Command) else peer_main):
         context = click.Context(command, info_name=name, terminal_width=80)
-        text = command.get_help(context)
+        text = command.get_help(context).replace(f"Pages are in {PAGES}", "")  # never cut
         assert [line for line in text.splitlines() if len(line) > 80] == []
         assert "env var" not in text
         for below in getattr(command, "commands", {}):
@@ -424,6 +424,25 @@ def test_the_options_of_a_peer_are_in_groups_and_show_their_defaults() -> None:
     for default in ("[default: 120]", "[default: yes]", "[default: auto]"):
         assert default in folded
     assert "--state-dir is SWARM_STATE_DIR" in folded or "--run is SWARM_RUN" in folded
+
+
+ANSWERS = {
+    "which ports must be open": "on the next one for blobs: open both in the firewall",
+    "what if I cannot open one": "no port has to be open here",
+    "how do I limit the upload": "Send no faster: 20mbit",
+    "where is what it keeps, how much disk is that": "swarm-plan says how much disk it takes",
+    "how do I resume, what if I stop it": "the same command resumes, also after a kill -9",
+    "how do I train on a GPU, and which": "CUDA_VISIBLE_DEVICES=1 chooses which",
+    "how do I cap memory": "compute.host_memory_gb=16 and compute.device_memory_gb=8 cap",
+    "how do I start from a checkpoint": "Its run file is made by swarm-upcycle config",
+    "how do I train fewer experts": "0.5 is half as many",
+    "how do I wait for friends": "The founder starts once so many peers are there",
+}
+
+
+def test_the_help_alone_answers_what_strangers_ask() -> None:
+    text = " ".join(CliRunner().invoke(peer_main, ["--help"]).output.split())
+    assert {question for question, answer in ANSWERS.items() if answer not in text} == set()
 
 
 def test_each_common_option_has_a_group() -> None:
