@@ -37,7 +37,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +59,7 @@ from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
 from swarm.network.record_file import with_digest, without_digest
 from swarm.protocol.invitation import Invitation, as_text
+from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.training import SavedWork
 
@@ -81,9 +82,11 @@ _IS_DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run."""
+    """The files of one run; one object alone adds to its history."""
 
     path: Path
+    _applied: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the newest `applied` line in the file says and the next one need not repeat."""
 
     @property
     def config_path(self) -> Path:
@@ -220,14 +223,22 @@ class RunDirectory:
             durable.make_folder(self.path)
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
-    def append_event(self, kind: str, /, **fields: Any) -> bool:
+    def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off.
 
-        Returns whether the next line begins a new file, which is to be read by itself.
+        An `applied` line is `abridged`, but for the first of a file, which is read by itself.
+
+        Raises:
+            OSError: the disk refused.
         """
-        line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
+        is_applied = kind == "applied"
+        written = abridged(fields, self._applied) if is_applied else fields
+        line = json.dumps({"event": kind, "time": round(_clock(), 3), **written})
         content = line.encode() + b"\n"
-        return durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES)
+        if durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES):
+            self._applied.clear()
+        elif is_applied:
+            self._applied.update({name: fields[name] for name in UNCHANGED if name in fields})
 
 
 class StateDirectory:

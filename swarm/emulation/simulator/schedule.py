@@ -12,14 +12,17 @@ from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.progress import Progress
 from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.values import Tag
-from swarm.emulation.simulator.violation import Violation, short
+from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.trust import proof_problem, reform_electors
+from swarm.protocol.messages import Link
+from swarm.protocol.trust import Chain, proof_problem, reform_electors
 
 RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
 ROUNDS_AFTER_HEALING = 3
+PROVED_FROM = 8
+"""About so many older heads, evenly spread, are tried as tips of peers that return [L3]."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,25 @@ def play(world: World, scenario: Scenario) -> None:
     world.on_apply = judge.applied
     world.at(scenario.heal_s, judge.heal)
     world.run(judge.is_over)
+    for node in world.alive():
+        _judge_chain(world, node)
     if world.task.rules.unit_coding:
         _judge_tags(world)
+
+
+def _judge_chain(world: World, node: Node) -> None:
+    """A peer's chain proves its tip to peers that have any of its older heads [L3]."""
+    chain, known = node.machine.chain, world.invariants.manifests
+    behind = [known[chain.tip.digest]]
+    while parent := behind[-1].parent:
+        behind.append(known[parent])
+    apart = max(1, len(behind) // PROVED_FROM)
+    for manifest in (*behind[::apart], behind[-1]):
+        path = Chain((Link(manifest.head),)).rooted(chain.proof(manifest.code))
+        problem = proof_problem(path, chain.tip, {manifest.digest})
+        require(
+            problem is None, "L3", f"{node.me} proves nothing from {short(manifest)}: {problem}"
+        )
 
 
 def _judge_tags(world: World) -> None:
