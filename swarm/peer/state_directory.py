@@ -37,6 +37,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +72,8 @@ MAX_KNOWN_PEERS = 64
 MAX_ENTERED_BY = 64
 MAX_EVENTS_BYTES = 128 * 2**20
 """Of a history; as many older ones are kept. A round has 1 to 2 kB, a quarter of an hour 15 kB."""
+MUCH_BYTES = 10**9
+"""Of earlier runs together; less is not worth a line of the log."""
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
 it replaces `time.time` when this is bound."""
@@ -345,6 +348,20 @@ class StateDirectory:
     def current_run(self, run_id: str) -> None:
         durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
+    def name_earlier_runs(self) -> None:
+        """Logs what runs of before take, if that is much: they stay until a person removes them."""
+        taken = {
+            run: _bytes_in(self.run(run).path) for run in self.run_ids if run != self.current_run
+        }
+        if sum(taken.values()) >= MUCH_BYTES:
+            logger.info(
+                "earlier runs take %.1f GB: %s; remove the folders of those that you do not need",
+                sum(taken.values()) / 1e9,
+                ", ".join(
+                    f"{self.run(run).path} {size / 1e9:.1f} GB" for run, size in taken.items()
+                ),
+            )
+
     @property
     def last_run(self) -> str | None:
         """The run that there is to read: the current one, unless this peer has yet to join it."""
@@ -404,6 +421,14 @@ def _run_directory(path: Path, run_id: str) -> RunDirectory:
             hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
         )
     return RunDirectory(path / "runs" / run_id)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
 
 
 def _read_text(path: Path) -> str:

@@ -23,6 +23,8 @@ RECOVERY_LIMIT_S = 320.0
 ROUNDS_AFTER_HEALING = 3
 PROVED_FROM = 8
 """About so many older heads, evenly spread, are tried as tips of peers that return [L3]."""
+PROVED_EVERY = 50
+"""Heights after which chains are judged; they are at the end of each schedule as well."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Outcome:
 
 
 class _Judge:
-    """Watches progress [I3] and, at the end, agreement [I5]."""
+    """Watches progress [I3], long chains [L3] and, at the end, agreement [I5]."""
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world = world
@@ -61,7 +63,10 @@ class _Judge:
 
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
-        self._progress.applied(node.me, node.disk.record.tip, self.world.now)
+        tip = node.disk.record.tip
+        self._progress.applied(node.me, tip, self.world.now)
+        if tip.height % PROVED_EVERY == 0:
+            _judge_chain(self.world, node)
         if self.is_healed:
             self.done = self._is_recovered(self._tips())
 
