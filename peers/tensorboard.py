@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED = 256
 """Scalars; a step has six."""
 FLUSH_S = 10.0
+THINNED_AFTER = 100_000
+"""Steps that are drawn; of later ones every second, after as many again every fourth, and so on.
+
+So weeks of steps take some hundred MB. TensorBoard itself shows 1,000 points of a curve."""
 CLOSE_S = 5.0
 """For what is still to be written when the program ends."""
 
@@ -88,6 +92,7 @@ class Drawn(Printed):
         """
         self._folder, self._queue = folder, queue.Queue[tuple[str, float, int] | None](MAX_QUEUED)
         self._leaves_out = False
+        self._steps = self._drawn_steps = 0
         try:
             self._file = EventFile(folder.expanduser())
         except OSError as error:
@@ -97,7 +102,11 @@ class Drawn(Printed):
         atexit.register(self.close)
 
     def on_step(self, step: int, stats: StepStats) -> None:
-        """Of this peer's own batches."""
+        """Of this peer's own batches; the more were drawn, the fewer are."""
+        self._steps += 1
+        if self._steps % 2 ** (self._drawn_steps // THINNED_AFTER):
+            return
+        self._drawn_steps += 1
         self._write(
             "step",
             step,

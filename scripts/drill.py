@@ -5,10 +5,10 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, leave, report, settings, teller
+from rehearsal import RUN_FILE, add_common, rehearse, settings
 
-from peers.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import At, FaultPlan, Kill
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import quiet_rounds, rounds_hit, rounds_of, spread
@@ -59,7 +59,7 @@ def drill(runner: FaultRunner, kills: int) -> None:
         runner.run(lambda: len(runner.happened) == kills and runner.all_back(), float("inf"))
 
 
-def verdict_of(runner: FaultRunner) -> dict[str, object]:
+def verdict_of(runner: FaultRunner) -> dict[str, Any]:
     """What a script wants to know."""
     histories = [peer.events() for peer in runner.swarm.peers]
     whole = summary(runner.swarm)
@@ -67,13 +67,15 @@ def verdict_of(runner: FaultRunner) -> dict[str, object]:
     usual_s = statistics.median(r.seconds for r in quiet) if quiet else None
     hit = [found for fault in runner.happened if (found := rounds_hit(fault, histories))]
     extra = [sum(r.seconds - usual_s for r in rounds) for rounds in hit if usual_s is not None]
+    inconsistent = sum(count > 1 for count in whole["digests_per_height"])
     return {
+        "passed": not (inconsistent or runner.hangs or runner.ended),
         "peers": whole["peers"],
         "kills": len(runner.happened),
         "rounds": whole["rounds"],
         "manifests": len(whole["digests_per_height"]),
         "merges": whole["merges"],
-        "inconsistent": sum(count > 1 for count in whole["digests_per_height"]),
+        "inconsistent": inconsistent,
         "hangs": runner.hangs,
         "ended": runner.ended,
         "quiet_rounds": len(quiet),
@@ -87,8 +89,10 @@ def verdict_of(runner: FaultRunner) -> dict[str, object]:
     }
 
 
-def drilled(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> bool:
-    """Drills a swarm and reports; returns whether all was as it should be."""
+def drilled(
+    arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Drills a swarm and reports."""
     swarm = LocalSwarm(
         folder / "swarm",
         RUN_FILE,
@@ -98,21 +102,13 @@ def drilled(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
     )
     plan = plan_of(arguments.kills, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=arguments.hang_after))
-    with ending_as_ctrl_c(), swarm:
+    with swarm:
         drill(runner, arguments.kills)
-    verdict = verdict_of(runner)
-    report(verdict, arguments)
-    return not (verdict["inconsistent"] or verdict["hangs"] or verdict["ended"])
+    return verdict_of(runner)
 
 
 def main() -> int:
-    arguments = parse()
-    folder, say, passed = folder_of(arguments, "drill"), teller(), False
-    try:
-        passed = drilled(arguments, folder, say)
-    finally:
-        leave(folder, arguments, say, passed=passed)
-    return 0 if passed else 1
+    return rehearse("drill", parse(), drilled)
 
 
 if __name__ == "__main__":

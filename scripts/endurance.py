@@ -12,16 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, killing, leave, report, settings, teller
+from rehearsal import RUN_FILE, add_common, killing, rehearse, settings
 
-from peers.command import ending_as_ctrl_c
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
-from swarm.emulation.local_peer import LocalPeer
+from swarm.emulation.local_peer import LocalPeer, children_of
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import SwarmError
 
 NUM_PEERS = 3
 STEP_S = 0.25
+DAEMON = "p2pd"
+"""libp2p's program, which each peer starts once."""
 SETTINGS = settings("round.local_steps=6", "merging.interval_steps=600")
 """Six timed steps of 0.25 s and an average: rounds of about 2 s; a merge every 100 rounds."""
 SAMPLE_EVERY_S = 20.0
@@ -86,18 +87,6 @@ def process_sample(pid: int) -> tuple[int, int, int]:
     return resident, len(os.listdir(f"/proc/{pid}/fd")), int(entries["Threads"])
 
 
-def daemon_of(pid: int) -> int | None:
-    """The process id of the libp2p daemon that a peer started."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, after = path.read_text().rsplit(")", 1)
-        except OSError:  # the process ended between listing and reading
-            continue
-        if after.split()[1] == str(pid) and "p2pd" in name:
-            return int(path.parent.name)
-    return None
-
-
 def disk_by_kind(folder: Path) -> dict[str, int]:
     """Bytes of a peer's folder and its log, by kind of file: names without digits and digests."""
     sizes: dict[str, int] = {}
@@ -140,10 +129,9 @@ class Recorder:
             assert peer.process is not None
             rounds = rounds_of(peer)
             self.disk.append((at_s, peer.index, rounds, disk_by_kind(peer.folder)))
-            pids = {"peer": peer.process.pid, "daemon": daemon_of(peer.process.pid)}
-            for process, pid in pids.items():
-                if pid is None:
-                    continue
+            pid = peer.process.pid
+            pids = [("peer", pid), *(("daemon", each) for each in children_of(pid, DAEMON))]
+            for process, pid in pids:
                 sample = Sample(at_s, peer.index, process, rounds, *process_sample(pid))
                 self.samples.append(sample)
                 self._write([astuple(sample)])
@@ -251,9 +239,10 @@ def verdict_of(swarm: LocalSwarm, recorder: Recorder, why: str) -> dict[str, Any
     }
 
 
-def main() -> int:
-    arguments = parse()
-    folder, say, passed = folder_of(arguments, "endurance"), teller(), False
+def endured(
+    arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Runs a swarm and reports."""
     controls = ControlFolder(folder / "controls")
     controls.create()
     controls.tell_all(Controls(step_s=STEP_S))
@@ -267,16 +256,14 @@ def main() -> int:
         environment=environment,
         program="peers.emulated",
     )
-    try:
-        with ending_as_ctrl_c(), killing(swarm):
-            recorder = Recorder(folder / "samples.csv")
-            why = watched(swarm, recorder, arguments.hours, say)
-            verdict = verdict_of(swarm, recorder, why)
-        report(verdict, arguments)
-        passed = verdict["passed"]
-    finally:
-        leave(folder, arguments, say, passed=passed)
-    return 0 if passed else 1
+    with killing(swarm):
+        recorder = Recorder(folder / "samples.csv")
+        why = watched(swarm, recorder, arguments.hours, say)
+        return verdict_of(swarm, recorder, why)
+
+
+def main() -> int:
+    return rehearse("endurance", parse(), endured)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from peers.command import ending_as_ctrl_c
 from swarm.emulation.local_swarm import LocalSwarm
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/rehearsal.toml"
@@ -34,14 +36,32 @@ def tidy(folder: Path, arguments: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def leave(
-    folder: Path, arguments: argparse.Namespace, say: Callable[[str], None], *, passed: bool
-) -> None:
-    """Removes the temporary folder of what passed, and says where anything else is."""
-    if passed:
-        tidy(folder, arguments)
-    if folder.exists():
-        say(f"states and logs are in {folder}")
+def rehearse(
+    name: str,
+    arguments: argparse.Namespace,
+    verdict_of: Callable[[argparse.Namespace, Path, Callable[[str], None]], dict[str, Any]],
+) -> int:
+    """Runs a rehearsal in a folder of its own, reports its verdict, and returns the exit status.
+
+    The temporary folder of what passed is removed.
+
+    Args:
+        name: of the rehearsal, in the name of a temporary folder.
+        arguments: with the options of `add_common`.
+        verdict_of: rehearses in a folder; the verdict says under "passed" whether all went well.
+    """
+    folder, say, passed = folder_of(arguments, name), teller(), False
+    try:
+        with ending_as_ctrl_c():
+            verdict = verdict_of(arguments, folder, say)
+        report(verdict, arguments)
+        passed = verdict["passed"]
+    finally:
+        if passed:
+            tidy(folder, arguments)
+        if folder.exists():
+            say(f"states and logs are in {folder}")
+    return 0 if passed else 1
 
 
 @contextlib.contextmanager

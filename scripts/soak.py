@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rehearsal import RUN_FILE, add_common, folder_of, killing, leave, report, settings, teller
+from rehearsal import RUN_FILE, add_common, killing, rehearse, settings
 
-from peers.command import ending_as_ctrl_c
 from swarm import load_run
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
@@ -107,8 +106,9 @@ def soak(runner: FaultRunner, minutes: float) -> None:
 
 def soaked(
     arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
-) -> tuple[FaultRunner, list[int]]:
-    """Soaks a swarm; returns what has happened, and the peers that were there at the end."""
+) -> dict[str, Any]:
+    """Soaks a swarm and reports."""
+    began_s = time.time()
     links = open_links([arguments.link], say, arguments.seed)
     options = [*SETTINGS, *(HOME if arguments.wire == "home" else ())]
     swarm = LocalSwarm(
@@ -118,7 +118,8 @@ def soaked(
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
     with killing(swarm):
         soak(runner, arguments.minutes)
-        return runner, [peer.index for peer in swarm.peers if peer.alive]
+        present = [peer.index for peer in swarm.peers if peer.alive]
+    return verdict_of(runner, present, began_s, LEAST_GOODPUT[arguments.wire])
 
 
 def verdict_of(
@@ -150,18 +151,7 @@ def verdict_of(
 
 
 def main() -> int:
-    arguments = parse()
-    folder, say, passed = folder_of(arguments, "soak"), teller(), False
-    began_s = time.time()
-    try:
-        with ending_as_ctrl_c():
-            runner, present = soaked(arguments, folder, say)
-        verdict = verdict_of(runner, present, began_s, LEAST_GOODPUT[arguments.wire])
-        report(verdict, arguments)
-        passed = verdict["passed"]
-    finally:
-        leave(folder, arguments, say, passed=passed)
-    return 0 if passed else 1
+    return rehearse("soak", parse(), soaked)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class LocalPeer:
         """The peer's process and the children that it started."""
         if not self.process or not self.alive:
             return []
-        return [self.process.pid, *_children(self.process.pid)]
+        return [self.process.pid, *children_of(self.process.pid)]
 
     def kill(self) -> None:
         """Kill -9, and waits until it is gone; nothing happens to one that never ran."""
@@ -208,14 +208,14 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _children(parent: int) -> list[int]:
-    """Processes that a process started and that still run."""
+def children_of(parent: int, program: str = "") -> list[int]:
+    """Processes that a process started and that still run; if a program is named, only its own."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            after_name = path.read_text().rpartition(")")[2].split()
+            before, _, after_name = path.read_text().rpartition(")")
         except OSError:  # it ended meanwhile
             continue
-        if int(after_name[1]) == parent:
+        if int(after_name.split()[1]) == parent and program in before:
             found.append(int(path.parent.name))
     return found

@@ -155,17 +155,28 @@ async def open_substrate(
         except NobodyReachable:  # it goes on trying once it is up
             entrances = []
             p2p = await _start(opening, entrances, port, check_identity=check_identity)
+    enter = partial(
+        open_dht, peers=entrances, client_mode=opening.network.client_mode, must_reach=must_reach
+    )
+    return await begun(opening, p2p, enter)
+
+
+async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]) -> Substrate:
+    """Puts handlers and a DHT node on a new daemon, which ends if one of them fails.
+
+    Args:
+        opening: whose daemon it is.
+        p2p: the daemon.
+        enter: makes the DHT node, of the daemon and what a `Dht` takes besides its node.
+    """
     try:
         await opening.register(p2p)
-        dht = await open_dht(
+        dht = await enter(
             p2p,
             SignedRecords(opening.signer, opening.traffic.refuse),
             opening.traffic,
             opening.ledger,
             partial(opening.locate, p2p),
-            peers=entrances,
-            client_mode=opening.network.client_mode,
-            must_reach=must_reach,
         )
         addresses = () if opening.network.client_mode else await visible_addresses(p2p)
     except BaseException:
@@ -188,8 +199,8 @@ def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
 
     A machine that has none for a while, as when its network is down, keeps those it had.
     """
-    if not before:
-        return ()
+    if not before or set(now) == set(before):
+        return tuple(before)
     port = Address.parse(before[0]).port
     found = tuple(text for text in now if Address.parse(text).port == port)
     is_cut_off = all(map(is_loopback, found)) and not all(map(is_loopback, before))

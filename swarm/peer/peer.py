@@ -295,6 +295,7 @@ class Peer:
             starter = Starter(host, wanted, observer)
             started = way(starter)
             starter.state.current_run = started.run_id
+            starter.state.name_earlier_runs()
             peer = cls(starter, started)
             undo.pop_all()
             return peer

@@ -37,7 +37,8 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +60,7 @@ from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
 from swarm.network.record_file import with_digest, without_digest
 from swarm.protocol.invitation import Invitation, as_text
+from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.training import SavedWork
 
@@ -70,6 +72,8 @@ MAX_KNOWN_PEERS = 64
 MAX_ENTERED_BY = 64
 MAX_EVENTS_BYTES = 128 * 2**20
 """Of a history; as many older ones are kept. A round has 1 to 2 kB, a quarter of an hour 15 kB."""
+MUCH_BYTES = 10**9
+"""Of earlier runs together; less is not worth a line of the log."""
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
 it replaces `time.time` when this is bound."""
@@ -81,9 +85,11 @@ _IS_DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run."""
+    """The files of one run; one object alone adds to its history."""
 
     path: Path
+    _applied: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the newest `applied` line in the file says and the next one need not repeat."""
 
     @property
     def config_path(self) -> Path:
@@ -220,14 +226,22 @@ class RunDirectory:
             durable.make_folder(self.path)
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
-    def append_event(self, kind: str, /, **fields: Any) -> bool:
+    def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off.
 
-        Returns whether the next line begins a new file, which is to be read by itself.
+        An `applied` line is `abridged`, but for the first of a file, which is read by itself.
+
+        Raises:
+            OSError: the disk refused.
         """
-        line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
+        is_applied = kind == "applied"
+        written = abridged(fields, self._applied) if is_applied else fields
+        line = json.dumps({"event": kind, "time": round(_clock(), 3), **written})
         content = line.encode() + b"\n"
-        return durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES)
+        if durable.append_lines(self.events_path, content, most_bytes=MAX_EVENTS_BYTES):
+            self._applied.clear()
+        elif is_applied:
+            self._applied.update({name: fields[name] for name in UNCHANGED if name in fields})
 
 
 class StateDirectory:
@@ -334,6 +348,20 @@ class StateDirectory:
     def current_run(self, run_id: str) -> None:
         durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
+    def name_earlier_runs(self) -> None:
+        """Logs what runs of before take, if that is much: they stay until a person removes them."""
+        taken = {
+            run: _bytes_in(self.run(run).path) for run in self.run_ids if run != self.current_run
+        }
+        if sum(taken.values()) >= MUCH_BYTES:
+            logger.info(
+                "earlier runs take %.1f GB: %s; remove the folders of those that you do not need",
+                sum(taken.values()) / 1e9,
+                ", ".join(
+                    f"{self.run(run).path} {size / 1e9:.1f} GB" for run, size in taken.items()
+                ),
+            )
+
     @property
     def last_run(self) -> str | None:
         """The run that there is to read: the current one, unless this peer has yet to join it."""
@@ -393,6 +421,14 @@ def _run_directory(path: Path, run_id: str) -> RunDirectory:
             hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
         )
     return RunDirectory(path / "runs" / run_id)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
 
 
 def _read_text(path: Path) -> str:

@@ -36,7 +36,6 @@ from swarm.protocol.figures import (
 )
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
-from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
 from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
 from swarm.protocol.rounds.state import room_for_all
@@ -79,10 +78,6 @@ class PeerStatus:
         """Rate of fetches in bytes per second; 0 if none was measured."""
         self.engine_of: Callable[[], str] = str
         self.manifest: Manifest | None = None
-        self._applied: dict[str, object] = {}
-        """What the newest `applied` line of this life says and the next one need not repeat."""
-        self._begins_file = False
-        """Whether the next line of the history is the first of its file."""
         self.validation: ValidationRecord | None = None
         self.tokens = self.tokens_lost = self.skipped = 0
         self.tokens_per_s = 0.0
@@ -284,7 +279,8 @@ class PeerStatus:
             took = {name: figures["seconds"] for name, figures in phases.items()}
             self._last_round = self.account.close(report, seconds, took, self._round_traffic)
             why_not = self._last_round.why_not
-        self._event_of_manifest(
+        self._event(
+            "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
             kind=manifest.kind.value, digest=manifest.digest, step=manifest.step,
             tokens=manifest.tokens, members=sorted(manifest.members),
@@ -351,22 +347,13 @@ class PeerStatus:
             f"dropped={found.dropped:.3f} similarity={similarity} grad_spikes={self.grad_spikes}"
         )
 
-    def _event_of_manifest(self, **fields: object) -> None:
-        if self._event("applied", **abridged(fields, self._applied)):
-            self._applied = {} if self._begins_file else {name: fields[name] for name in UNCHANGED}
-
-    def _event(self, kind: str, /, **fields: object) -> bool:
-        """Whether the line is written."""
+    def _event(self, kind: str, /, **fields: object) -> None:
         if not self.directory:
-            return False
+            return
         try:
-            self._begins_file = self.directory.append_event(kind, **fields)
-            if self._begins_file:
-                self._applied = {}
+            self.directory.append_event(kind, **fields)
         except OSError as error:  # history is for people; training does not wait for it
             logger.error("event %s was not written: %s", kind, error)
-            return False
-        return True
 
     # ------------------------------------------------ read by others
 

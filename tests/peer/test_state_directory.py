@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,44 @@ def test_a_file_of_another_user_is_not_taken_for_a_damaged_one(
     with pytest.raises(StateError, match=f"{name}: Permission .*as the user that owns") as found:
         run.read_config() if name == "config.json" else run.read_founding()
     assert not isinstance(found.value, CorruptState), "it would be written anew"
+
+
+def test_runs_of_before_that_take_much_are_named_with_their_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    state = StateDirectory(tmp_path)
+    for name, size in {"old-0000000000000000": 2 * 10**9, "now-1111111111111111": 10**10}.items():
+        folder = state.run(name).path
+        (folder / "packs").mkdir(parents=True)
+        (folder / "record").touch()
+        with (folder / "packs" / "0").open("wb") as file:
+            file.truncate(size)  # without a byte on the disk
+    state.current_run = "now-1111111111111111"
+    state.name_earlier_runs()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"{tmp_path / 'runs' / 'old-0000000000000000'} 2.0 GB; remove" in line
+    assert "now-" not in line
+    caplog.clear()
+    (state.run("old-0000000000000000").path / "packs" / "0").unlink()
+    state.name_earlier_runs()
+    assert not caplog.records
+    state.close()
+
+
+def test_an_applied_line_repeats_what_changed_and_the_first_of_a_file_says_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    for number, members in enumerate([["a", "b"], ["a", "b"], ["a"], ["a"]]):
+        run.append_event("applied", round=number, members=members)
+        run.append_event("progress", text="another line")
+    found = [json.loads(line).get("members") for line in durable.read_lines(run.events_path)][::2]
+    assert found == [["a", "b"], None, ["a"], None]
+    monkeypatch.setattr(state_directory, "MAX_EVENTS_BYTES", 1)
+    run.append_event("progress", text="the last one of its file")
+    run.append_event("applied", round=4, members=["a"])
+    assert json.loads(durable.read_lines(run.events_path)[-1])["members"] == ["a"]
 
 
 def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None:

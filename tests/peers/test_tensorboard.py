@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from peers import tensorboard
 from peers.options import Options
 from peers.printed import Printed
 from peers.taking_part import observer_of
@@ -49,6 +50,41 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
     assert not {("workers/bubble", 7), ("workers/step_s", 8)} & found.keys()
     assert found["round/counted", 1] == 1.0
     assert found["held_out/loss", 3] == 2.25 and found["held_out/bits_per_byte", 3] == 3.25
+
+
+class FileInMemory:
+    """Keeps the steps whose loss was drawn."""
+
+    steps: ClassVar[list[int]] = []
+
+    def __init__(self, _folder: Path) -> None:
+        self.steps.clear()
+
+    def write(self, name: str, _value: float, step: int) -> None:
+        if name == "step/loss":
+            self.steps.append(step)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_file_of_weeks_of_steps_grows_by_their_logarithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard, "EventFile", FileInMemory)
+    monkeypatch.setattr(tensorboard, "THINNED_AFTER", 10)
+    monkeypatch.setattr(tensorboard, "MAX_QUEUED", 0)  # without a limit
+    observer = Drawn(tmp_path)
+    for number in range(1, 1001):
+        observer.on_step(number, step())
+    observer.close()
+    drawn = FileInMemory.steps
+    assert drawn[:13] == [*range(1, 11), 12, 14, 16]
+    assert 60 < len(drawn) < 75
+    assert drawn[-1] > 900, "the newest steps are there"
 
 
 class FileOfAFullDisk:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hivemind.dht.storage import DHTLocalStorage
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -32,7 +32,7 @@ from swarm.network.dht import Dht
 from swarm.network.line_bytes import LineBytes
 from swarm.network.signed_records import SignedRecords
 from swarm.network.steady_clock import SteadyClock
-from swarm.network.substrate import Opening, Substrate
+from swarm.network.substrate import Opening, Substrate, begun
 
 PORT = 4001
 DIAL_S = 5.0
@@ -316,27 +316,22 @@ def opener(net: Net) -> Callable[..., Any]:
         check_identity: bool,
     ) -> Substrate:
         me = opening.identity.peer_id
-        p2p, line = VirtualP2P(net, here.get(), me), opening.traffic.line
-        line.daemon_began(p2p.pid)
+        p2p = VirtualP2P(net, here.get(), me)
+        opening.traffic.line.daemon_began(p2p.pid)
         there = [a for a in peers if a.peer_id in net.daemons and a.peer_id != me]
         if peers and must_reach and not there:
             raise NobodyReachable("no known peer answers")
-        await opening.register(p2p)
-        node: Any = VirtualDHTNode(p2p, SignedRecords(opening.signer, opening.traffic.refuse))
-        node.protocol.client_mode = opening.network.client_mode
-        dht = Dht(
-            node,
-            SignedRecords(opening.signer, opening.traffic.refuse),
-            opening.traffic,
-            opening.ledger,
-            lambda peer: opening.locate(p2p, peer),
-        )
-        for address in there:
-            node._meets(address.peer_id)
-            p2p.seen.add(address.peer_id)
-            net.daemons[address.peer_id].seen.add(me)
-        addresses = () if opening.network.client_mode else tuple(await p2p.get_visible_maddrs())
-        return Substrate(p2p, dht, addresses, line)
+
+        async def enter(_: P2P, validator: SignedRecords, *rest: Any) -> Dht:
+            node: Any = VirtualDHTNode(p2p, validator)
+            node.protocol.client_mode = opening.network.client_mode
+            for address in there:
+                node._meets(address.peer_id)
+                p2p.seen.add(address.peer_id)
+                net.daemons[address.peer_id].seen.add(me)
+            return Dht(node, validator, *rest)
+
+        return await begun(opening, p2p, enter)
 
     return open_substrate
 

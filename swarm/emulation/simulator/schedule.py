@@ -12,14 +12,19 @@ from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.progress import Progress
 from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.values import Tag
-from swarm.emulation.simulator.violation import Violation, short
+from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.trust import proof_problem, reform_electors
+from swarm.protocol.messages import Link
+from swarm.protocol.trust import Chain, proof_problem, reform_electors
 
 RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
 ROUNDS_AFTER_HEALING = 3
+PROVED_FROM = 8
+"""About so many older heads, evenly spread, are tried as tips of peers that return [L3]."""
+PROVED_EVERY = 50
+"""Heights after which chains are judged; they are at the end of each schedule as well."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Outcome:
 
 
 class _Judge:
-    """Watches progress [I3] and, at the end, agreement [I5]."""
+    """Watches progress [I3], long chains [L3] and, at the end, agreement [I5]."""
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world = world
@@ -58,7 +63,10 @@ class _Judge:
 
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
-        self._progress.applied(node.me, node.disk.record.tip, self.world.now)
+        tip = node.disk.record.tip
+        self._progress.applied(node.me, tip, self.world.now)
+        if tip.height % PROVED_EVERY == 0:
+            _judge_chain(self.world, node)
         if self.is_healed:
             self.done = self._is_recovered(self._tips())
 
@@ -181,8 +189,25 @@ def play(world: World, scenario: Scenario) -> None:
     world.on_apply = judge.applied
     world.at(scenario.heal_s, judge.heal)
     world.run(judge.is_over)
+    for node in world.alive():
+        _judge_chain(world, node)
     if world.task.rules.unit_coding:
         _judge_tags(world)
+
+
+def _judge_chain(world: World, node: Node) -> None:
+    """A peer's chain proves its tip to peers that have any of its older heads [L3]."""
+    chain, known = node.machine.chain, world.invariants.manifests
+    behind = [known[chain.tip.digest]]
+    while parent := behind[-1].parent:
+        behind.append(known[parent])
+    apart = max(1, len(behind) // PROVED_FROM)
+    for manifest in (*behind[::apart], behind[-1]):
+        path = Chain((Link(manifest.head),)).rooted(chain.proof(manifest.code))
+        problem = proof_problem(path, chain.tip, {manifest.digest})
+        require(
+            problem is None, "L3", f"{node.me} proves nothing from {short(manifest)}: {problem}"
+        )
 
 
 def _judge_tags(world: World) -> None:
