@@ -54,14 +54,24 @@ class ServedStream:
 class ServedStreams:
     """See the module; in one event loop."""
 
-    def __init__(self, ledger: Ledger, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        cost: Cost = Cost.STREAMS,
+        *,
+        stalled_s: float = STALLED_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Has none.
 
         Args:
             ledger: the node's; says who is a member, and how many streams each may have.
+            cost: as which they are counted.
+            stalled_s: how long a stream that is answered may wait for its peer.
             clock: in seconds, never goes back.
         """
-        self._ledger, self._clock = ledger, clock
+        self._ledger, self._cost = ledger, cost
+        self._stalled_s, self._clock = stalled_s, clock
         self._idle: dict[ServedStream, None] = {}
         """The longest idle first."""
         self._asking: dict[ServedStream, None] = {}
@@ -93,7 +103,7 @@ class ServedStreams:
         self._give_back(stream)
         stream.waits_since_s = self._clock()
         self._idle[stream] = None
-        most = self._ledger.most_of_all(stream.source, Cost.STREAMS)
+        most = self._ledger.most_of_all(stream.source, self._cost)
         if len(self._idle) > most:
             self._end_one([one for one in self._idle if self._is_like(one, stream)], most)
 
@@ -122,7 +132,7 @@ class ServedStreams:
         if len(self._asking) >= most:
             why = "each would be too slow for whoever waits for it"
             raise TooCostly("streams_of_cap", why)
-        stream._held = self._ledger.take(stream.source, Cost.STREAMS, 1, self._clock())
+        stream._held = self._ledger.take(stream.source, self._cost, 1, self._clock())
         stream.waits_since_s = None
         self._asking[stream] = None
 
@@ -138,7 +148,7 @@ class ServedStreams:
         stalled = [
             one
             for one in self._asking
-            if one.waits_since_s is not None and now_s - one.waits_since_s >= STALLED_S
+            if one.waits_since_s is not None and now_s - one.waits_since_s >= self._stalled_s
         ]
         if account == "prefix":
             stalled = [one for one in stalled if self._network(one) == network]

@@ -7,7 +7,10 @@ two or more networks of loopback. The victim is a real node.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +32,7 @@ from tests.network.conftest import Peers
 
 NETWORKS = ("127.0.1", "127.0.2")
 KEYS_EACH = 8
+FETCHES = 10
 STREAMS_EACH = int(LIMITS[Cost.STREAMS].stranger.most)
 MISSING = Ask("00" * 32, 0, 1, False).encode()
 BLOB = bytes(range(256)) * 1000
@@ -116,15 +120,22 @@ def test_a_newcomer_is_served_while_16_keys_hold_all_idle_streams(
     digest, joiner = victim.store.put(BLOB), peers.node()
     want = Want(digest, len(BLOB), (victim.node.peer_id,))
 
-    async def fetch_beside() -> None:
+    async def seconds() -> float:
+        began_s = time.monotonic()
+        for _ in range(FETCHES):
+            downloads = Downloads(joiner, BlobStore())
+            await downloads.fetch([want], on_failure=lambda *why: failures.append(why[2]))
+            assert downloads.store.get(digest) == BLOB
+        return time.monotonic() - began_s
+
+    async def fetch_without_and_beside() -> tuple[float, float]:
+        without_s = await seconds()
         async with streams_of_16_keys(victim):
-            for _ in range(5):
-                downloads = Downloads(joiner, BlobStore())
-                await downloads.fetch([want], on_failure=lambda *why: failures.append(why[2]))
-                assert downloads.store.get(digest) == BLOB
+            return without_s, await seconds()
 
     failures: list[str] = []
-    joiner.run(fetch_beside(), WAIT_S)
+    without_s, beside_s = joiner.run(fetch_without_and_beside(), WAIT_S)
+    sys.stdout.write(json.dumps({"attack": "S13", "fetching": beside_s / without_s}) + "\n")
     assert not failures
     refused = victim.node.traffic.refused
     assert not [reason for reason in refused if reason.startswith("streams")], refused

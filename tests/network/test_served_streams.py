@@ -32,10 +32,10 @@ class Writer:
 class Served:
     """Streams that are open until the test ends, under a clock of the test's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Cost = Cost.STREAMS) -> None:
         self.now_s = 0.0
         self.ledger = Ledger()
-        self.streams = ServedStreams(self.ledger, clock=lambda: self.now_s)
+        self.streams = ServedStreams(self.ledger, cost, clock=lambda: self.now_s)
         self.writers: dict[ServedStream, Writer] = {}
         self._opened: list[object] = []
 
@@ -123,6 +123,21 @@ def test_answers_that_nobody_takes_make_room_after_a_while(served: Served) -> No
     third = served.open("joiner", "198.51.100.7")
     with pytest.raises(TooCostly):
         served.ask(third)
+
+
+def test_streams_that_are_passed_on_and_on_which_nothing_moves_make_room() -> None:
+    """These are answered as long as they last; `waits_since_s` is when a byte moved last."""
+    served = Served(Cost.RELAYED)
+    most = int(LIMITS[Cost.RELAYED].shared.most / 4)
+    attack = [served.open(f"key-{k}", f"192.0.{k % 2}.{k // 2}") for k in range(most)]
+    for stream in attack:
+        served.ask(stream)
+        stream.waits_since_s = served.now_s
+    served.now_s += STALLED_S
+    mine = served.open("joiner", "198.51.100.7")
+    served.ask(mine)
+    assert served.ended(attack) == 1
+    assert served.ledger.left("joiner", Cost.RELAYED, 0.0) == 0, "strangers have all of it"
 
 
 def test_a_peer_that_has_all_its_own_places_is_refused(served: Served) -> None:
