@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median_high, median_low
 
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import ValidationRecord
@@ -74,8 +73,8 @@ def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | 
     measured = heard.get(tip.order[0]) if tip else None
     if tip and measured and measured.manifest_digest == tip.digest:
         by_round[tip.round] = exactly[tip.digest] = measured.val_loss
-    nats = [record.bits_per_byte_of_nat for record in heard.values()]
-    return Losses(by_round, exactly, median_low(nats) if nats else None)
+    nats = sorted(record.bits_per_byte_of_nat for record in heard.values())
+    return Losses(by_round, exactly, nats[(len(nats) - 1) // 2] if nats else None)
 
 
 def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
@@ -93,7 +92,8 @@ def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
 def _believed(claims: Mapping[PeerId, float], doubts: Mapping[PeerId, int]) -> float:
     """The median of those that are contradicted least; of two the higher, the less flattering."""
     least = min(doubts[peer] for peer in claims)
-    return median_high(loss for peer, loss in claims.items() if doubts[peer] == least)
+    sound = sorted(loss for peer, loss in claims.items() if doubts[peer] == least)
+    return sound[len(sound) // 2]
 
 
 def _thinned(by_round: dict[int, float]) -> dict[int, float]:
