@@ -203,7 +203,6 @@ class Relay:
         """Passes a stream on for its source, as many as the ledger lets it have."""
         with self._ending(source), self._relayed.opened(source, writer) as stream:
             self._relayed.begin(stream, inf)
-            stream.waits_since_s = time.monotonic()
             async with asyncio.timeout(STREAM_S):
                 await self._pass_on(stream, reader, writer)
 

@@ -141,7 +141,9 @@ class BlobServer:
             return True
         if ask.offset > size:
             return False
+        stream.waits_since_s = None
         index = await _index(store, ask, size)
+        stream.waits_since_s = time.monotonic()
         head = Head(Status.HERE, size, len(index)).encode() + index
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)

@@ -29,7 +29,8 @@ class ServedStream:
 
     Attributes:
         source: whose it is.
-        waits_since_s: since when it has waited for its peer; None while its peer waits for us.
+        waits_since_s: since when it has waited for its peer, to ask or to take what is sent; None
+            while its peer waits for us.
     """
 
     source: str
@@ -133,7 +134,7 @@ class ServedStreams:
             why = "each would be too slow for whoever waits for it"
             raise TooCostly("streams_of_cap", why)
         stream._held = self._ledger.take(stream.source, self._cost, 1, self._clock())
-        stream.waits_since_s = None
+        stream.waits_since_s = self._clock()
         self._asking[stream] = None
 
     def _give_back(self, stream: ServedStream) -> None:

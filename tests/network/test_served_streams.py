@@ -110,7 +110,6 @@ def test_answers_that_nobody_takes_make_room_after_a_while(served: Served) -> No
     attack = served.attack()
     for stream in attack:
         served.ask(stream)
-        stream.waits_since_s = served.now_s
     mine = served.open("joiner", "198.51.100.7")
     with pytest.raises(TooCostly, match="strangers"):
         served.ask(mine)
@@ -126,13 +125,12 @@ def test_answers_that_nobody_takes_make_room_after_a_while(served: Served) -> No
 
 
 def test_streams_that_are_passed_on_and_on_which_nothing_moves_make_room() -> None:
-    """These are answered as long as they last; `waits_since_s` is when a byte moved last."""
+    """These are answered as long as they last."""
     served = Served(Cost.RELAYED)
     most = int(LIMITS[Cost.RELAYED].shared.most / 4)
     attack = [served.open(f"key-{k}", f"192.0.{k % 2}.{k // 2}") for k in range(most)]
     for stream in attack:
         served.ask(stream)
-        stream.waits_since_s = served.now_s
     served.now_s += STALLED_S
     mine = served.open("joiner", "198.51.100.7")
     served.ask(mine)
@@ -144,7 +142,6 @@ def test_a_peer_that_has_all_its_own_places_is_refused(served: Served) -> None:
     mine = [served.open("joiner", "198.51.100.7") for _ in range(5)]
     for stream in mine[:4]:
         served.ask(stream)
-        stream.waits_since_s = served.now_s
     served.now_s += 2 * STALLED_S
     with pytest.raises(TooCostly, match="its stranger account"):
         served.ask(mine[4])
