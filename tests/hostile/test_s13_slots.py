@@ -67,10 +67,12 @@ async def asked_once(victim: Victim, key: Stranger, host: str) -> socket.socket 
     connection = await dialled(victim, host)
     try:
         await introduce(connection, identity, victim.node.peer_id, PROTOCOL)
-        return connection if await is_answered(connection) else None
+        if await is_answered(connection):
+            return connection
     except (OSError, BadMessage):
-        connection.close()
-        return None
+        pass
+    connection.close()
+    return None
 
 
 async def is_answered(connection: socket.socket) -> bool:
@@ -147,7 +149,9 @@ def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
     digest, member = victim.store.put(BLOB), peers.node()
     want = Want(digest, len(BLOB), (victim.node.peer_id,))
     assert member.run(Downloads(member, BlobStore()).fetch_one(want, timeout_s=WAIT_S), WAIT_S)
-    member._ways.direct.kept.close()
+    direct = member._ways.direct
+    assert direct is not None
+    member.loop.call_soon_threadsafe(direct.kept.close)
     victim.ledger.admit([member.peer_id])
     monkeypatch.setattr("swarm.network.direct_door.ADMIT_S", 2 * WAIT_S)
 
