@@ -16,6 +16,7 @@ from swarm.evaluation.measure import HeldOutTokens, evaluate
 from swarm.evaluation.scores import Measured, append_scores, newest_scores, score_record
 from swarm.evaluation.tasks import TaskFailed, require_tasks, run_task, shots_of
 from swarm.export.facts import ExportFacts
+from swarm.export.folder import write_facts
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.observer import Observer
 from swarm.peer.held_out_text import held_out_text, held_out_tokens
@@ -57,7 +58,7 @@ class Evaluator:
     publish: bool = False
 
     def evaluate(self, folder: Path, facts: ExportFacts, observer: Observer | None) -> None:
-        """Measures one export; a task that fails is told, and the rest goes on.
+        """Measures one export, whose card says so; a task that fails is told, the rest goes on.
 
         Args:
             folder: of the export.
@@ -78,6 +79,7 @@ class Evaluator:
         )
         if found.prompt:
             click.echo(f"sample: {printable(found.prompt)} => {printable(found.sample)}")
+        write_facts(folder, facts.measured(found.nats_per_token, found.bits_per_byte))
         told = found.measured()
         self._keep(facts, told, told, observer)
         for name, shots in self.tasks.items():

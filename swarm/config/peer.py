@@ -148,7 +148,8 @@ class ComputeSection(Section):
     remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """So many more processes compute for this peer on other machines, where `swarm-worker` runs."""
     workers_from: str = ""
-    """HOST:PORT of this machine where those machines dial in, in a private network."""
+    """HOST:PORT of this machine where those machines dial in, in a private network. Unless the host
+    is a public address, those that dial from one are refused."""
     workers_key: str = ""
     """File with the key that they must hold; made if it is missing. Empty: `workers.key` in the
     state directory."""

@@ -87,7 +87,8 @@ def _origin(facts: ExportFacts) -> Iterator[tuple[str, str]]:
     kind = facts.form.dtype
     yield "weights", "as peers exchange them" if kind == "agreed" else kind
     if facts.val_loss is not None:
-        yield "held-out loss", _loss(facts, facts.val_loss)
+        who = "measured by the exporter" if facts.is_measured else "by a peer's word"
+        yield "held-out loss", f"{_loss(facts, facts.val_loss)}, {who}"
     yield "license", _plain(facts.form.license) if facts.form.license else "not stated"
 
 
@@ -103,7 +104,8 @@ def _losses(facts: ExportFacts) -> list[str]:
         return []
     (first, before), (last, after) = facts.losses[0], facts.losses[-1]
     said = f"Held-out loss, as peers have published it: round {first}: {_loss(facts, before)}; "
-    said += f"round {last}: {_loss(facts, after)}."
+    own = " (measured by the exporter)" if facts.is_measured else ""
+    said += f"round {last}: {_loss(facts, after)}{own}."
     return ["## Loss", "", said, "", f"![Held-out loss by round]({CURVE_FILE})", ""]
 
 

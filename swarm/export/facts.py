@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.model.huggingface import MAX_SHARD_BYTES, Dtype
@@ -36,12 +36,20 @@ class ExportFacts:
         form: how it is written.
         told: held-out losses as far as they are known, of later rounds too.
         names: what people call the peers that are known.
+        is_measured: whether the exporter has measured the loss of this very state itself.
     """
 
     model: AgreedModel
     form: Form = Form()
     told: Losses = field(default_factory=Losses)
     names: Mapping[PeerId, str] = field(default_factory=dict)
+    is_measured: bool = False
+
+    def measured(self, nats_per_token: float, bits_per_byte: float) -> ExportFacts:
+        """The same with the exporter's own figure, which comes before what peers say."""
+        nat = bits_per_byte / nats_per_token if nats_per_token else None
+        own = Losses({}, {self.model.manifest.digest: nats_per_token}, nat)
+        return replace(self, told=self.told.with_newer(own), is_measured=True)
 
     @property
     def run_id(self) -> str:
@@ -56,7 +64,7 @@ class ExportFacts:
 
     @property
     def val_loss(self) -> float | None:
-        """Held-out loss of this very state in nats per token, where a peer has published it."""
+        """Held-out loss of this very state in nats per token, where it is known."""
         return self.told.by_manifest.get(self.model.manifest.digest)
 
     def as_json(self) -> dict[str, Any]:

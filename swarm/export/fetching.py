@@ -143,7 +143,7 @@ class FromPeers:
         end_s = self._clock() + LOSS_S
         while True:
             seen = self._look()
-            self._told = self._told.with_newer(told_losses(seen.validations, manifest.members))
+            self._told = self._told.with_newer(told_losses(seen.validations, manifest))
             if manifest.digest in self._told.by_manifest or self._clock() > end_s:
                 return
             self._sleep(max(POLL_S, self._all_said_s))

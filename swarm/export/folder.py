@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,23 @@ def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ())
     )
     write_json(folder / GENERATION_FILE, generation_config(tokenizer.end_of_text))
     tokenizer.save(folder, model_max_length=run.data.sequence_length)
-    write_json(folder / FACTS_FILE, facts.as_json())
-    picture = folder / CURVE_FILE
-    if facts.losses:
-        picture.write_text(curve(facts.losses, "held-out loss, nats per token"), encoding="utf-8")
-    else:
-        picture.unlink(missing_ok=True)
-    (folder / CARD_FILE).write_text(card(facts), encoding="utf-8")
+    write_facts(folder, facts)
     for extra in extras:
         extra(folder, facts)
     sync_tree(folder)
+
+
+def write_facts(folder: Path, facts: ExportFacts) -> None:
+    """Writes what is known of an export, for people and for programs; raises OSError."""
+    as_json = json.dumps(facts.as_json(), indent=2, ensure_ascii=False) + "\n"
+    durable.write_file(folder / FACTS_FILE, as_json.encode())
+    picture = folder / CURVE_FILE
+    if facts.losses:
+        drawn = curve(facts.losses, "held-out loss, nats per token")
+        durable.write_file(picture, drawn.encode())
+    else:
+        picture.unlink(missing_ok=True)
+    durable.write_file(folder / CARD_FILE, card(facts).encode())
 
 
 def generation_config(end_of_text: int) -> dict[str, Any]:

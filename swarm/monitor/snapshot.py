@@ -267,7 +267,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     rows = [seen.peers[p] for p in sorted(seen.peers, key=lambda p: (p not in members, p))]
     totals = Counter(row.rounds_total for row in rows[: len(members) or len(rows)])
     generation, height, round_, digest = _tip_of(seen.tip, rows)
-    told = told_losses(seen.validations, _of_members(seen.validations, seen.tip))
+    told = told_losses(seen.validations, seen.tip)
     found = Snapshot(
         run_id=seen.run,
         name=seen.name,

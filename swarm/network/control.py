@@ -119,9 +119,9 @@ class Control:
         self.ledger.take(source, cost, 1, time.monotonic())
 
     def locate(self, p2p: P2P, source: str) -> None:
-        """Has the networks of connected peers looked up, where that of a stranger is not known."""
+        """Has the networks of connected peers looked up, where that of this one is not known."""
         now_s = time.monotonic()
-        if self.ledger.is_member(source) or self.ledger.is_located(source):
+        if self.ledger.is_located(source):
             return
         if now_s - self._located_s >= LOCATE_EVERY_S:
             self._located_s = now_s

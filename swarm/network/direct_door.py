@@ -145,11 +145,16 @@ class Door:
                 connection.close()
 
     async def _introduced(self, connection: socket.socket, host: str) -> Introduced:
-        """Who has come; until then it costs the network that it comes from."""
+        """Who has come; until then it costs the network that it comes from.
+
+        From the host of a member it costs that member, so that strangers keep no member out.
+        """
         version = "ip6" if ":" in host else "ip4"
         address = f"/{version}/{host}/tcp/0"
-        self._ledger.locate(address, address)
-        held = self._ledger.take(address, Cost.ADMITTING, 1, time.monotonic())
+        payer = self._ledger.member_at(address)
+        if payer is None:
+            self._ledger.locate(payer := address, address)
+        held = self._ledger.take(payer, Cost.ADMITTING, 1, time.monotonic())
         try:
             async with asyncio.timeout(ADMIT_S):
                 introduced = await admit(connection, self._identity)

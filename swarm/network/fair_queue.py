@@ -4,14 +4,16 @@ Members wait for each other's bytes in every round; a newcomer's download must n
 longer. Nor may it starve: where a round is mostly transfers, a newcomer that is always served last
 would be one round late for ever. So while a member is being served, all strangers together get a
 quarter of the bytes, and everything while none is. Members wait likewise for what may wait: experts
-that they fetch ahead, while others fetch what is to be averaged.
+that they fetch ahead, while others fetch what is to be averaged. Among strangers each network has
+one turn at a time, however many keys and streams are in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 
 from swarm.network.ledger import STRANGERS_SHARE
 from swarm.network.throttle import LARGEST_PART_BYTES
@@ -26,12 +28,28 @@ MOST_BYTES = 2**20
 """Strangers save up, and owe, no more than this, so that one burst is not paid for long after."""
 
 
+@dataclass
+class _Network:
+    """The streams of one network that wait for its turn, and the one that has it."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_streams: int = 0
+
+
 class FairQueue:
     """Of one server; its methods run in one event loop."""
 
-    def __init__(self, is_member: Callable[[str], bool]) -> None:
-        """Nobody is being served yet; `is_member` tells whether a peer id is of the run."""
-        self._is_member = is_member
+    def __init__(
+        self, is_member: Callable[[str], bool], network_of: Callable[[str], str] = str
+    ) -> None:
+        """Nobody is being served yet.
+
+        Args:
+            is_member: whether a peer id is of the run.
+            network_of: the network of a stranger; without it each is one of its own.
+        """
+        self._is_member, self._network_of = is_member, network_of
+        self._networks: dict[str, _Network] = {}
         self._num_members = 0
         self._allowed_bytes = 0.0
         self._free = asyncio.Event()
@@ -50,6 +68,28 @@ class FairQueue:
         finally:
             self._num_members -= 1
             self._allow(0.0)
+
+    @asynccontextmanager
+    async def among_strangers(self, peer: str) -> AsyncIterator[None]:
+        """The turn of a stranger's network, or after `YIELD_S` none; a member needs none."""
+        if self._is_member(peer):
+            yield
+            return
+        name = self._network_of(peer)
+        network = self._networks.setdefault(name, _Network())
+        network.num_streams += 1
+        has_turn = False
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(YIELD_S):
+                    has_turn = await network.turn.acquire()
+            yield
+        finally:
+            if has_turn:
+                network.turn.release()
+            network.num_streams -= 1
+            if not network.num_streams:
+                del self._networks[name]
 
     async def wait(
         self,

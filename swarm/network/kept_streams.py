@@ -15,8 +15,8 @@ KEPT_S = 20.0
 """The other side ends a stream that is idle for a minute."""
 MOST_OF_A_PEER = 2
 MOST = 32
-"""In all: an idle stream counts in the other side's ledger, so that where each of N peers fetches
-from all, each has as many idle ones of others on average."""
+"""In all: where each of N peers fetches from all, each has as many idle ones of others on average,
+and there are bounds on those (`served_streams.py`)."""
 
 
 class _Kept(NamedTuple):

@@ -121,6 +121,14 @@ class Held:
     amount: float
 
 
+@dataclass(frozen=True)
+class _Place:
+    """From where a peer is connected."""
+
+    host: str
+    prefix: str
+
+
 @dataclass
 class _Balance:
     left: float
@@ -139,7 +147,7 @@ class Ledger:
         }
         self._members: frozenset[PeerId] = frozenset()
         self._trainees: frozenset[PeerId] = frozenset()
-        self._prefixes: OrderedDict[PeerId, str] = OrderedDict()
+        self._places: OrderedDict[PeerId, _Place] = OrderedDict()
         self._balances: OrderedDict[Account, _Balance] = OrderedDict()
 
     def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
@@ -159,23 +167,42 @@ class Ledger:
         """Whether a peer draws from the members' part."""
         return peer in self._members
 
+    def standing_of(self, peer: PeerId) -> str:
+        """With whom a peer shares what all of them have: members, trainees or strangers."""
+        if not self.is_member(peer):
+            return "strangers"
+        return "trainees" if self.is_trainee(peer) else "members"
+
+    def most_of_all(self, peer: PeerId, cost: Cost) -> float:
+        """The most that those of a peer's standing may take together."""
+        return self._rates[cost, self.standing_of(peer)].most
+
     def locate(self, peer: PeerId, address: str) -> None:
         """Notes from where a peer is connected, as libp2p writes it; names count for nothing."""
         prefix = prefix_of(address)
         if prefix is None:
             return
-        self._prefixes[peer] = prefix
-        self._prefixes.move_to_end(peer)
-        while len(self._prefixes) > MAX_KNOWN:
-            self._prefixes.popitem(last=False)
+        self._places[peer] = _Place(host_of(address), prefix)
+        self._places.move_to_end(peer)
+        while len(self._places) > MAX_KNOWN:
+            self._places.popitem(last=False)
 
     def is_located(self, peer: PeerId) -> bool:
-        """Whether a stranger's network is known."""
-        return peer in self._prefixes
+        """Whether a peer's network is known."""
+        return peer in self._places
+
+    def member_at(self, address: str) -> PeerId | None:
+        """A member that is connected from the host of an address; None where none is known."""
+        host, places = host_of(address), self._places
+        at = (peer for peer in self._members if peer in places and places[peer].host == host)
+        return next(at, None)
 
     def network_of(self, peer: PeerId) -> str:
         """The network of a stranger, empty where it is not known; a member is one of its own."""
-        return peer if self.is_member(peer) else self._prefixes.get(peer, "")
+        if self.is_member(peer):
+            return peer
+        place = self._places.get(peer)
+        return place.prefix if place else ""
 
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
         """Takes something out of a peer's accounts, or nothing out of any.
@@ -265,6 +292,11 @@ def _rates(limit: Limit) -> dict[str, Rate]:
         "prefix": strangers.part(PREFIX_SHARE),
         "strangers": strangers,
     }
+
+
+def host_of(address: str) -> str:
+    """The host of a libp2p address such as `/ip4/192.0.2.7/tcp/4001`."""
+    return [*address.strip("/").split("/"), ""][1]
 
 
 def prefix_of(address: str) -> str | None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 from hivemind.p2p import P2P
 
@@ -25,6 +26,7 @@ from swarm.network.envelope import LENGTH, EnvelopeKind, open_sealed, seal, with
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost
 from swarm.network.letters import Letters, Stamp, split
+from swarm.network.served_streams import ServedStream, ServedStreams
 from swarm.network.steady_clock import dht_clock
 from swarm.network.streams import Serve, open_stream, receive_into, stream_handler
 from swarm.network.traffic import Traffic
@@ -39,6 +41,8 @@ FIRST_BYTES_S = 10.0
 """A stream that is passed on and on which nothing came is ended after this long."""
 IDLE_S = 60.0
 """So is one on which nothing moves any more, either way."""
+STALLED_S = 1.0
+"""One on which nothing has moved for so long makes room for others, where there is none."""
 STREAM_S = 1800.0
 MAX_LETTER_BYTES = 4096
 DELIVER_PROTOCOL = "swarm.relayed/1"
@@ -84,6 +88,7 @@ class Relay:
         """Nobody is being served yet, and no letter was seen."""
         self.traffic, self.ledger = self.control.traffic, self.control.ledger
         self._letters = Letters()
+        self._relayed = ServedStreams(self.ledger, Cost.RELAYED, stalled_s=STALLED_S)
 
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver streams and what others pass on, and ask this peer to do so."""
@@ -196,9 +201,10 @@ class Relay:
         writer: asyncio.StreamWriter,
     ) -> None:
         """Passes a stream on for its source, as many as the ledger lets it have."""
-        with self._ending(source), self._costing(source, Cost.RELAYED):
+        with self._ending(source), self._relayed.opened(source, writer) as stream:
+            self._relayed.begin(stream, inf)
             async with asyncio.timeout(STREAM_S):
-                await self._pass_on(source, reader, writer)
+                await self._pass_on(stream, reader, writer)
 
     async def _on_delivered_stream(
         self,
@@ -248,13 +254,13 @@ class Relay:
         return _Opening(letter, envelope.source, words[0], words[1], stamp)
 
     async def _pass_on(
-        self, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, stream: ServedStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async with asyncio.timeout(FORWARD_S):
             (size,) = await reader.readexactly(1)
             destination = (await reader.readexactly(size)).decode("ascii", "replace")
             opened = await self._read_letter(reader, destination)
-        if opened.origin != source:
+        if opened.origin != stream.source:
             raise BadMessage("relay_letter", "the letter is signed by somebody else")
         path = self.p2p().daemon_listen_maddr["unix"]
         connection = await open_stream(path, peer_of(destination), DELIVER_PROTOCOL, FORWARD_S)
@@ -262,12 +268,16 @@ class Relay:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(connection, with_length(opened.letter))
             writer.write(_CONNECTED)
-            await self._splice(reader, writer, connection)
+            await self._splice(stream, reader, writer, connection)
         finally:
             connection.close()
 
     async def _splice(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: socket.socket
+        self,
+        stream: ServedStream,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        connection: socket.socket,
     ) -> None:
         """Until the asking side closes: a tail is lost if the serving side closes first."""
         loop, up, down = asyncio.get_running_loop(), self.traffic.up, self.traffic.down
@@ -278,6 +288,7 @@ class Relay:
                 idle.reschedule(loop.time() + IDLE_S)
                 await down.wait(num_bytes)
                 await up.wait(num_bytes)
+                stream.waits_since_s = time.monotonic()
 
             async def there() -> None:
                 while data := await reader.read(most):

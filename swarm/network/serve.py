@@ -15,6 +15,7 @@ from swarm.network.blobs import BlobFile, BlobStore
 from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
 from swarm.network.fair_queue import FairQueue
 from swarm.network.ledger import Cost, Ledger
+from swarm.network.served_streams import ServedStream, ServedStreams
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import num_pieces
 
@@ -65,8 +66,9 @@ class BlobServer:
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._ledger = ledger or Ledger()
-        self._turned_away = self._num_served = 0
-        self._queue = FairQueue(self._ledger.is_member)
+        self._turned_away = 0
+        self._streams = ServedStreams(self._ledger)
+        self._queue = FairQueue(self._ledger.is_member, self._ledger.network_of)
 
     def attach(self, store: BlobStore) -> None:
         """Serves this store's blobs too, from now on."""
@@ -85,21 +87,11 @@ class BlobServer:
     ) -> None:
         """Answers one stream until the other side closes it."""
         try:
-            if self._num_served >= traffic.up.most_streams:
-                raise self._too_many()
-            held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
-            self._num_served += 1
-            try:
-                await self._answer_all(traffic, source, reader, writer)
-            finally:
-                self._num_served -= 1
-                self._ledger.give_back(held, time.monotonic())
+            with self._streams.opened(source, writer) as stream:
+                await self._answer_all(traffic, stream, reader, writer)
         except TooCostly as error:
             traffic.refuse(error.reason)
             await self._turn_away(reader, writer)
-
-    def _too_many(self) -> TooCostly:
-        return TooCostly("streams_of_cap", "each would be too slow for whoever waits for it")
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says that there is no room; with too many waiting to hear that, nobody is told."""
@@ -114,13 +106,15 @@ class BlobServer:
     async def _answer_all(
         self,
         traffic: Traffic,
-        source: str,
+        stream: ServedStream,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        async with asyncio.timeout(FIRST_ASK_S):
-            encoded = await reader.readexactly(ASK_BYTES)
+        source = stream.source
         for number in count(1):
+            async with asyncio.timeout(FIRST_ASK_S if number == 1 else IDLE_S):
+                encoded = await reader.readexactly(ASK_BYTES)
+            self._streams.begin(stream, traffic.up.most_streams)
             self._ledger.take(source, Cost.ASKS, 1, time.monotonic())
             if number % ASKS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -129,26 +123,15 @@ class BlobServer:
             if self._on_ask:
                 self._on_ask(source, ask.digest)
             async with asyncio.timeout(ANSWER_S):
-                is_sound = await self._answer(ask, traffic, source, writer)
+                is_sound = await self._answer(ask, traffic, stream, writer)
             if not is_sound:
                 traffic.refuse("bad_ask")
                 await _refuse(Status.BAD, reader, writer)
                 return
-            encoded = await self._next_ask(reader)
-            if self._num_served > traffic.up.most_streams:
-                raise self._too_many()
-
-    async def _next_ask(self, reader: asyncio.StreamReader) -> bytes:
-        """Waits for it, or for the stream's end; one that is only kept takes nobody's place."""
-        self._num_served -= 1
-        try:
-            async with asyncio.timeout(IDLE_S):
-                return await reader.readexactly(ASK_BYTES)
-        finally:
-            self._num_served += 1
+            self._streams.rest(stream)
 
     async def _answer(
-        self, ask: Ask, traffic: Traffic, source: str, writer: asyncio.StreamWriter
+        self, ask: Ask, traffic: Traffic, stream: ServedStream, writer: asyncio.StreamWriter
     ) -> bool:
         """Sends one answer; returns False for an ask beyond the blob's end."""
         store = next((store for store in self._stores if store.has(ask.digest)), None)
@@ -158,26 +141,35 @@ class BlobServer:
             return True
         if ask.offset > size:
             return False
+        stream.waits_since_s = None
         index = await _index(store, ask, size)
+        stream.waits_since_s = time.monotonic()
         head = Head(Status.HERE, size, len(index)).encode() + index
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
         may_wait = self._may_wait(ask.digest)
-        with self._queue.serving(source, may_wait=may_wait):
-            turn = partial(self._turn, traffic, source, ask.digest)
+        with self._queue.serving(stream.source, may_wait=may_wait):
+            turn = partial(self._turn, traffic, stream, ask.digest)
             most = traffic.up.part_bytes(PART_BYTES)
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
                 self._count(ask.digest, sent, traffic)
         return True
 
-    async def _turn(self, traffic: Traffic, source: str, digest: str, num_bytes: int) -> None:
+    async def _turn(
+        self, traffic: Traffic, stream: ServedStream, digest: str, num_bytes: int
+    ) -> None:
+        """Returns when a part may be sent; from then on the stream waits for its peer."""
+        stream.waits_since_s = None
         if self._is_control(digest):  # those are small, and others decide by them
             traffic.up.count(num_bytes)
-            return
-        may_wait, up = self._may_wait(digest), traffic.up
-        await self._queue.wait(source, num_bytes, may_wait=may_wait, has_room=lambda: up.has_room)
-        await up.wait(num_bytes)
+        else:
+            source, up = stream.source, traffic.up
+            may_wait, has_room = self._may_wait(digest), lambda: up.has_room
+            async with self._queue.among_strangers(source):
+                await self._queue.wait(source, num_bytes, may_wait=may_wait, has_room=has_room)
+                await up.wait(num_bytes)
+        stream.waits_since_s = time.monotonic()
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):

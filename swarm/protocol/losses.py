@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import Digest, Manifest, PeerId
@@ -12,6 +14,8 @@ MAX_ROUNDS = 4096
 """Losses of rounds that are remembered; of more, every second one of the older half is let go."""
 MAX_MANIFESTS = 256
 """States whose own loss is remembered."""
+ALIKE = 0.01
+"""By so much of a loss two machines that measure one state may differ."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,51 @@ class Losses:
         )
 
 
-def told_losses(
-    validations: Mapping[PeerId, ValidationRecord], members: Collection[PeerId]
-) -> Losses:
-    """What the records of members say; anybody may publish any figure, so others do not count."""
-    found: dict[int, float] = {}
+def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | None) -> Losses:
+    """Held-out losses by the records of the tip's members; anybody may publish any figure.
+
+    The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
+    round is the median of what voters say. Where voters contradict each other, those count that are
+    contradicted least: one peer alone measures a round, so a liar that rewrites the curve
+    contradicts all others.
+
+    Args:
+        validations: the newest record of each peer.
+        tip: None while nobody has shown a manifest; then everybody counts, and every round.
+    """
+    heard = {p: r for p, r in sorted(validations.items()) if tip is None or p in tip.members}
+    said: dict[int, dict[PeerId, float]] = {}
+    for peer in heard.keys() & tip.voters if tip else heard:
+        for number, loss in (*heard[peer].recent, (heard[peer].round, heard[peer].val_loss)):
+            if tip is None or number < tip.round:
+                said.setdefault(number, {})[peer] = loss
+    doubts = _contradicted(said.values())
+    by_round = {number: _believed(claims, doubts) for number, claims in said.items()}
     exactly: dict[Digest, float] = {}
-    nat: float | None = None
-    by_age = sorted(validations.items(), key=lambda item: (item[1].round, item[0]))
-    for peer, record in by_age:
-        if peer in members:
-            found |= dict(record.recent) | {record.round: record.val_loss}
-            exactly[record.manifest_digest] = record.val_loss
-            nat = record.bits_per_byte_of_nat
-    return Losses(found, exactly, nat)
+    measured = heard.get(tip.order[0]) if tip else None
+    if tip and measured and measured.manifest_digest == tip.digest:
+        by_round[tip.round] = exactly[tip.digest] = measured.val_loss
+    nats = sorted(record.bits_per_byte_of_nat for record in heard.values())
+    return Losses(by_round, exactly, nats[(len(nats) - 1) // 2] if nats else None)
+
+
+def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
+    """How often another one has said something else of the same round, of each peer."""
+    found: Counter[PeerId] = Counter()
+    for claims in rounds:
+        losses = sorted(claims.values())
+        for peer, loss in claims.items():
+            apart = ALIKE * abs(loss)
+            alike = bisect_right(losses, loss + apart) - bisect_left(losses, loss - apart)
+            found[peer] += len(losses) - alike
+    return found
+
+
+def _believed(claims: Mapping[PeerId, float], doubts: Mapping[PeerId, int]) -> float:
+    """The median of those that are contradicted least; of two the higher, the less flattering."""
+    least = min(doubts[peer] for peer in claims)
+    sound = sorted(loss for peer, loss in claims.items() if doubts[peer] == least)
+    return sound[len(sound) // 2]
 
 
 def _thinned(by_round: dict[int, float]) -> dict[int, float]:

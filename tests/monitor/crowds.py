@@ -71,7 +71,7 @@ def sighting(peers: int, experts: int, round_: int) -> Sighting:
         peers=records,
         merges=merges,
         validations={
-            ids[0]: ValidationRecord(round_, tip.digest, loss(round_), 4096, 4096, recent)
+            tip.order[0]: ValidationRecord(round_, tip.digest, loss(round_), 4096, 4096, recent)
         },
         tip=tip,
         scores={

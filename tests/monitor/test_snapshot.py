@@ -99,9 +99,9 @@ def test_announcements_of_one_merge_are_one_merge(make_sighting: Sightings) -> N
     assert second.donors[2] == ((1, 0), (0, 1))
 
 
-def test_losses_are_joined_and_later_publishers_override(make_sighting: Sightings) -> None:
+def test_losses_of_all_that_have_measured_are_joined(make_sighting: Sightings) -> None:
     losses = project(make_sighting()).losses
-    assert losses == ((1, 4.5), (2, 3.4), (3, 2.9), (4, 2.5), (5, 2.31))
+    assert losses == ((1, 4.5), (2, 3.5), (3, 2.9), (4, 2.5), (5, 2.31))
 
 
 TEXT = Text("python-3.11", "byte", DIGEST, 500, 64_000, 1000)

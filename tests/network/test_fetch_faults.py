@@ -18,7 +18,7 @@ import pytest
 from swarm.errors import NobodyReachable
 from swarm.network import serve
 from swarm.network.blobs import BlobStore
-from swarm.network.bulk import ASK_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL, Ask, Head, Status
 from swarm.network.fetch import Downloads, Want
 from swarm.network.ledger import LIMITS, Cost
 from swarm.network.node import Handlers
@@ -294,10 +294,12 @@ def test_the_number_of_streams_per_peer_is_capped(nodes):
         loop = asyncio.get_running_loop()
         opened = [await client.open_stream(honest.peer_id, PROTOCOL, 5) for _ in range(most)]
         try:
-            for connection in opened:  # an answer shows that it is being served
-                await loop.sock_sendall(connection, Ask("00" * 32, 0, 1, False).encode())
-                assert (await loop.sock_recv(connection, 100))[0] == Status.MISSING
+            asks = Ask(digest_of(LARGE), 0, len(LARGE), False).encode() * 20
+            for connection in opened:  # the beginning of an answer shows that it is being served
+                await loop.sock_sendall(connection, asks)
+                assert (await loop.sock_recv(connection, HEAD_BYTES))[0] == Status.HERE
             opened.append(await client.open_stream(honest.peer_id, PROTOCOL, 5))
+            await loop.sock_sendall(opened[most], asks)
             return await loop.sock_recv(opened[most], 100)
         finally:
             for connection in opened:

@@ -146,7 +146,7 @@ def test_a_flood_of_keys_is_forgotten_and_what_is_held_is_not(
         ledger.charge(f"K{number}", Cost.SECONDS, 1.0, 0.0)
         ledger.locate(f"K{number}", f"/ip4/10.{number // 256}.{number % 256}.1/tcp/1")
     assert len(ledger._balances) <= 101
-    assert len(ledger._prefixes) <= 100
+    assert len(ledger._places) <= 100
     assert spent(ledger, "S", 0.0, Cost.STREAMS) == 0
     assert ledger.left("new", Cost.SECONDS, 0.0) < 0, "what strangers share is not forgotten"
     assert len(held) == 6
@@ -177,3 +177,15 @@ def test_limits_make_sense_and_leave_room_for_what_honest_peers_do() -> None:
         assert limit.stranger.per_s <= strangers.per_s / 2, cost
     assert LIMITS[Cost.STREAMS].stranger.most >= 3, "two to fetch, one to measure"
     assert LIMITS[Cost.MESSAGES].shared.part(1 - STRANGERS_SHARE).per_s >= 1024 / 1.5
+
+
+def test_a_host_is_a_members_while_one_is_connected_from_it() -> None:
+    ledger = Ledger(FEW)
+    for peer, host in (("M", "192.0.2.7"), ("S", "192.0.2.8")):
+        ledger.locate(peer, f"/ip4/{host}/tcp/4001")
+    assert ledger.member_at("/ip4/192.0.2.7/tcp/0") is None
+    ledger.admit(["M", "unlocated"])
+    assert ledger.member_at("/ip4/192.0.2.7/tcp/0") == "M"
+    assert ledger.member_at("/ip4/192.0.2.8/tcp/0") is None, "of its network, and no member"
+    ledger.locate("M", "/ip4/198.51.100.9/tcp/4001")
+    assert ledger.member_at("/ip4/192.0.2.7/tcp/0") is None

@@ -190,7 +190,7 @@ def test_streams_that_are_only_kept_take_nobodys_place(peers: Peers) -> None:
 
     async def fetch_beside_those_kept() -> None:
         kept = [await answered() for _ in range(int(server.traffic.up.most_streams))]
-        while blob_server._num_served:
+        while blob_server._streams.num_asking:
             await asyncio.sleep(0.01)
         downloads = Downloads(client, BlobStore())
         await downloads.fetch([want], on_failure=lambda *failure: failures.append(failure[2]))
@@ -206,14 +206,17 @@ def test_a_peer_with_a_low_cap_turns_streams_away_rather_than_starve_all(peers: 
     blob_server = blob_server_of(store)
     capped = LOOPBACK.model_copy(update={"max_upload_mbit": 1.0})
     server = peers.node(Handlers(streams={PROTOCOL: blob_server.serve}), network=capped)
-    client, blob = peers.node(), b"small"
+    client, blob, large = peers.node(), b"small", bytes(8 * MIB)
     want = Want(store.put(blob), len(blob), (server.peer_id,))
+    ask = Ask(store.put(large), 0, len(large), False).encode()
     failures: list[str] = []
 
     async def try_while_others_are_served() -> None:
         most = int(server.traffic.up.most_streams)
         taken = [await client.open_stream(server.peer_id, PROTOCOL, WAIT_S) for _ in range(most)]
-        while blob_server._num_served < most:  # an opened stream counts once serving has begun
+        for stream in taken:
+            await asyncio.get_running_loop().sock_sendall(stream, ask)
+        while blob_server._streams.num_asking < most:
             await asyncio.sleep(0.01)
 
         def note(*failure: str) -> None:

@@ -18,6 +18,7 @@ from swarm.evaluation.tasks import TaskFailed
 from swarm.export.facts import ExportFacts
 from swarm.network.identity import load_or_create_identity
 from swarm.peer.agreed_model import AgreedModel
+from swarm.protocol.losses import Losses
 from swarm.protocol.records import ScoreRecord
 from tests.peers.exports import invoke, on_disk
 
@@ -75,6 +76,26 @@ def test_scores_are_signed_by_the_key_that_is_named_else_by_the_peers(tmp_path: 
     assert signer(named) == load_or_create_identity(mine).peer_id != known
     (tmp_path / "settings").write_text(json.dumps({"network.identity_path": str(mine)}))
     assert signer(given) == signer(named), "the peer was given that key"
+
+
+def test_the_card_says_what_the_exporter_has_measured_not_what_a_peer_says(
+    found: AgreedModel, tmp_path: Path
+) -> None:
+    lies = Losses({0: 0.001}, {found.manifest.digest: 0.001}, 0.001)
+    facts = ExportFacts(found, told=lies)
+    export(facts, tmp_path)
+    before = (tmp_path / "README.md").read_text()
+    assert "0.0010 nats per token, 0.0000 bits per byte, by a peer's word" in before
+    Evaluator(tmp_path / "scores.jsonl").evaluate(tmp_path, facts, None)
+    card = (tmp_path / "README.md").read_text()
+    value = json.loads((tmp_path / "swarm_export.json").read_text())["val_loss"]
+    assert value == pytest.approx(math.log(found.run.model.vocab_size), abs=0.2)
+    bits = f"{value / math.log(2):.4f} bits per byte"
+    assert (
+        f"| held-out loss | {value:.4f} nats per token, {bits}, measured by the exporter |" in card
+    )
+    assert f"round 0: {value:.4f}" in (tmp_path / "loss.svg").read_text()
+    assert "0.0010" not in card
 
 
 def test_a_task_without_data_is_told_and_the_rest_goes_on(

@@ -277,7 +277,7 @@ def test_the_card_tells_where_a_model_comes_from_and_shows_its_losses(
         "| run | `demo-0123456789abcdef` |",
         f"| manifest | `{manifest.digest}` |",
         "| tokens seen | 123,456 |",
-        "| held-out loss | 2.2500 nats per token, 4.5000 bits per byte |",
+        "| held-out loss | 2.2500 nats per token, 4.5000 bits per byte, by a peer's word |",
         "| `model.hidden_size` | `32` |",
         "![Held-out loss by round](loss.svg)",
     ):

@@ -85,7 +85,7 @@ class Guest:
 
     def show(self, round_: int) -> None:
         self.tip_now = manifest(round_)
-        losses = {"QmA": ValidationRecord(round_, "0" * 64, 5.0 - round_, 64, 128)}
+        losses = {"QmA": ValidationRecord(round_, self.tip_now.digest, 5.0 - round_, 64, 128)}
         self.seen = Seen({"QmA": record_at(manifest(round_))}, {}, losses)
 
 
@@ -221,7 +221,7 @@ def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remember
         assert watch.look().losses == ((2, 3.0),)
     guest.show(3)
     guest.tip_now = None
-    assert watch.look().losses == ((2, 3.0), (3, 2.0)), "the manifest of before is one too"
+    assert watch.look().losses == ((2, 3.0),), "the manifest of before is one too"
     again = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
     assert again.look().losses == ((2, 3.0), (3, 2.0)), "a file is heard before the first manifest"
 

@@ -21,7 +21,7 @@ from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.handshake import admit, key_at
 from swarm.train.parallel.members import Lost
-from swarm.train.parallel.nodes import Nodes, versions
+from swarm.train.parallel.nodes import Nodes, is_public, versions
 from swarm.train.parallel.roster import Node, Wanted
 from swarm.train.parallel.wire import Wire, encoded
 from tests.processes import running
@@ -338,6 +338,36 @@ def test_garbage_on_the_port_changes_nothing(key_file, caplog):
         member.kill()
         for each in (*silent, found):
             each.close()
+
+
+def test_a_node_that_holds_the_key_is_let_in_beside_any_number_that_say_nothing(key_file):
+    key = key_at(key_file, may_make=False)
+    with listening(key_file, Wanted(1, 1)) as nodes:
+        silent = [
+            socket.create_connection(
+                ("127.0.0.1", nodes.port), source_address=(f"127.0.{k % 4 + 1}.1", 0)
+            )
+            for k in range(40)
+        ]
+        found = dialled(nodes, key)
+        assert called_ranks(nodes) == [[1]]
+        for each in (*silent, found):
+            each.close()
+
+
+def test_only_who_names_a_public_address_lets_public_ones_in():
+    assert [is_public(host) for host in ("8.8.8.8", "2600::1")] == [True, True]
+    private = ("0.0.0.0", "127.0.0.1", "10.0.0.1", "192.168.1.1", "100.64.0.1", "fd00::1", "head")
+    assert not any(map(is_public, private))
+
+
+def test_a_public_address_is_not_asked_for_the_key(key_file, monkeypatch, caplog):
+    monkeypatch.setattr("swarm.train.parallel.nodes.is_public", lambda host: host == "127.0.0.2")
+    with listening(key_file, Wanted(1, 1)) as nodes:
+        where = ("127.0.0.1", nodes.port)
+        with socket.create_connection(where, source_address=("127.0.0.2", 0)) as stranger:
+            assert stranger.recv(1) == b""
+        wait_until(lambda: "it dials from a public address" in caplog.text)
 
 
 def test_a_node_that_cannot_be_part_of_the_peer_is_told_why(key_file):

@@ -7,10 +7,12 @@ serves one `Crew`: when it is closed, from either side or by a fault, the node's
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +34,21 @@ from swarm.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
-"""So many connections are asked for the key at once; others are closed."""
+"""So many connections are asked for the key at once. One more ends the oldest of the host that has
+most: a node that holds the key answers at once."""
+GIVES_WAY_S = 1.0
+"""A connection that is ended for another is out of the way by then."""
 MAX_WAITING = 256
 """Nodes that wait to be called; the oldest is let go for one more."""
 LOOK_S = 1.0
 SAY_EVERY_S = 15.0
 COMPLAIN_EVERY_S = 60.0
+
+
+PUBLIC = (
+    "it dials from a public address: name a public address of this machine in --workers-from to "
+    "let such nodes in"
+)
 
 
 def versions() -> tuple[str, str]:
@@ -86,6 +97,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def is_public(host: str) -> bool:
+    """Whether anybody on the internet may have this address; a name is none."""
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
+
+
 class Nodes:
     """Listens for nodes; threads of its own let them in.
 
@@ -126,6 +145,9 @@ class Nodes:
         self._changed = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._asked: dict[socket.socket, str] = {}
+        """Connections that are asked for the key, the oldest first, and their hosts."""
+        self._takes_public = is_public(self._host)
         self._refusals, self._complained_s = 0, float("-inf")
         self._system, self._thread = system, SupervisedThread("nodes", self._listen, system)
         self._thread.start()
@@ -237,18 +259,41 @@ class Nodes:
                     return
                 time.sleep(LOOK_S)
                 continue
-            if not self._strangers.acquire(blocking=False):
+            name = f"{address[0]}:{address[1]}"
+            if is_public(address[0]) and not self._takes_public:
                 end.close()
-                continue
-            self._begin_to_let_in(end, f"{address[0]}:{address[1]}")
+                self._complain(name, Refused(PUBLIC))
+            elif self._makes_room():
+                self._begin_to_let_in(end, address[0], name)
+            else:
+                end.close()
 
-    def _begin_to_let_in(self, end: socket.socket, name: str) -> None:
+    def _makes_room(self) -> bool:
+        """Takes the place of a connection that is asked for the key, of the oldest if need be."""
+        if self._strangers.acquire(blocking=False):
+            return True
+        with self._changed:
+            counts = Counter(self._asked.values())
+            oldest = max(self._asked, key=lambda end: counts[self._asked[end]], default=None)
+            if oldest is not None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    oldest.shutdown(socket.SHUT_RDWR)
+        return self._strangers.acquire(timeout=GIVES_WAY_S)
+
+    def _begin_to_let_in(self, end: socket.socket, host: str, name: str) -> None:
+        with self._changed:
+            self._asked[end] = host
         try:
             self._system.start(partial(self._let_in, end, name), "nodes-handshake")
         except OutOfMemory as error:
-            self._strangers.release()
+            self._asked_no_more(end)
             end.close()
             self._complain(name, error)
+
+    def _asked_no_more(self, end: socket.socket) -> None:
+        with self._changed:
+            del self._asked[end]
+        self._strangers.release()
 
     def _let_in(self, end: socket.socket, name: str) -> None:
         try:
@@ -272,7 +317,7 @@ class Nodes:
                     self._waiting.pop(0).wire.close()
                 self._changed.notify_all()
         finally:
-            self._strangers.release()
+            self._asked_no_more(end)
 
     def _complain(self, name: str, why: Exception) -> None:
         """Says that somebody was refused, once a minute at most."""

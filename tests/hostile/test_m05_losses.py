@@ -1,0 +1,89 @@
+"""M5: one record of a member makes nobody's loss curve, and no model card.
+
+The records are real ones in a real DHT, read as monitors and exporters read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.monitor.snapshot import Sighting, snapshot_of
+from swarm.network.node import Node
+from swarm.network.records import fetch_records
+from swarm.protocol.losses import told_losses
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.records import (
+    ValidationRecord,
+    encode_record,
+    validation_key,
+    validation_keys,
+)
+from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
+from tests.network.conftest import Peers
+from tests.network.test_observer import Lonely
+from tests.peer_records import peer_record
+from tests.protocol.round_pump import found, make_rules
+
+RUN, ROUNDS = "run-1", 12
+EARLIER = "cd" * 32
+FALSE = 0.001
+
+
+@pytest.fixture(scope="module")
+def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
+    return lasting_peers.node()
+
+
+@pytest.fixture(scope="module")
+def crowd() -> list[Stranger]:
+    """Keys of four members, and of one that is none."""
+    return strangers(5)
+
+
+def tip_of(members: list[Stranger]) -> Manifest:
+    tip = found(make_rules(), [one.peer_id for one in members])
+    return replace(tip, run=RUN, height=ROUNDS, round=ROUNDS)
+
+
+def loss_of(number: int) -> float:
+    return 5.0 - number / 10
+
+
+def measured(tip: Manifest) -> dict[PeerId, ValidationRecord]:
+    """Each round by one voter, as in an honest run; the tip by its first convener."""
+    records = {}
+    for place, peer in enumerate(tip.order):
+        rounds = [n for n in range(1, ROUNDS) if n % len(tip.order) == place]
+        *recent, last = ((n, loss_of(n)) for n in [*rounds, *([] if place else [ROUNDS])])
+        digest = EARLIER if place else tip.digest
+        records[peer] = ValidationRecord(last[0], digest, last[1], 64, 64, tuple(recent))
+    return records
+
+
+@pytest.mark.parametrize("newest", [2**31 - 1, ROUNDS])
+def test_a_record_of_the_last_round_there_is_changes_no_curve_and_no_card(
+    joiner: Node, lonely: Lonely, crowd: list[Stranger], newest: int
+) -> None:
+    *members, stranger = crowd
+    tip = tip_of(members)
+    records = measured(tip)
+    liar = tip.order[-1]
+    own = {number for number, _ in records[liar].recent} | {records[liar].round}
+    every = tuple((number, FALSE) for number in range(1, ROUNDS))
+    lie = ValidationRecord(newest, tip.digest, FALSE, 1, 10**6, every)
+    records |= {liar: lie, stranger.peer_id: lie}
+    for who in crowd:
+        key, value = validation_key(RUN, who.peer_id), encode_record(records[who.peer_id])
+        assert store(joiner, lonely.node, key, [(who, value)], life_s=60.0 + newest % 7)
+    heard = joiner.run(fetch_records(joiner, ValidationRecord, validation_keys(RUN)), WAIT_S)
+    assert heard == records, "the lie has arrived"
+    told = told_losses(heard, tip).until(tip)
+    shown = snapshot_of(Sighting(RUN, "demo", {liar: peer_record(liar)}, {}, heard, tip))
+    assert shown is not None
+    for curve in (told, shown.losses):
+        assert {n: loss for n, loss in curve if n not in own} == {
+            n: loss_of(n) for n in range(1, ROUNDS + 1) if n not in own
+        }
+        assert all(number <= ROUNDS for number, _ in curve)

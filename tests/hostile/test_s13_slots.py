@@ -1,0 +1,178 @@
+"""S13: who holds streams and connections, and asks for little on them, keeps nobody out.
+
+The attackers are keys without a daemon, which dial the victim's port for blobs from addresses in
+two or more networks of loopback. The victim is a real node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import BadMessage, NoRoute
+from swarm.network import transport
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.fetch import Downloads, Want
+from swarm.network.handshake import introduce
+from swarm.network.identity import Identity
+from swarm.network.ledger import LIMITS, Cost
+from swarm.network.streams import receive_into
+from tests.hostile.false_records import Stranger
+from tests.hostile.victim import WAIT_S, Victim, wait_until
+from tests.network.conftest import Peers
+
+NETWORKS = ("127.0.1", "127.0.2")
+KEYS_EACH = 8
+FETCHES = 10
+STREAMS_EACH = int(LIMITS[Cost.STREAMS].stranger.most)
+MISSING = Ask("00" * 32, 0, 1, False).encode()
+BLOB = bytes(range(256)) * 1000
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def victim(peers: Peers, tmp_path: Path) -> Victim:
+    return Victim(peers, tmp_path / "victim")
+
+
+async def dialled(victim: Victim, host: str) -> socket.socket:
+    """A connection to the victim's port for blobs, from a host of the attacker's."""
+    direct = victim.node._ways.direct
+    assert direct is not None
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.bind((host, 0))
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", direct.door.port))
+    return connection
+
+
+async def asked_once(victim: Victim, key: Stranger, host: str) -> socket.socket | None:
+    """A stream of a key that has asked once, and is idle; None if it is not served."""
+    identity = Identity(Path(), key.peer_id, key.subkey, key.key)
+    connection = await dialled(victim, host)
+    try:
+        await introduce(connection, identity, victim.node.peer_id, PROTOCOL)
+        if await is_answered(connection):
+            return connection
+    except (OSError, BadMessage):
+        pass
+    connection.close()
+    return None
+
+
+async def is_answered(connection: socket.socket) -> bool:
+    head = bytearray(HEAD_BYTES)
+    await asyncio.get_running_loop().sock_sendall(connection, MISSING)
+    await receive_into(connection, memoryview(head))
+    return Head.decode(bytes(head)).status == Status.MISSING
+
+
+@asynccontextmanager
+async def streams_of_16_keys(victim: Victim) -> AsyncIterator[None]:
+    """All that strangers may have, renewed as soon as one ends, each with an ask now and then."""
+    keys = [(Stranger(), f"{net}.{k + 1}") for net in NETWORKS for k in range(KEYS_EACH)]
+    held = asyncio.Semaphore(0)
+
+    async def hold(key: Stranger, host: str) -> None:
+        while True:
+            stream = await asked_once(victim, key, host)
+            if stream:
+                held.release()
+                try:
+                    while await is_answered(stream):
+                        await asyncio.sleep(1.0)
+                except OSError:
+                    pass
+                finally:
+                    stream.close()
+            await asyncio.sleep(0.2)
+
+    holding = [
+        asyncio.create_task(hold(key, host)) for key, host in keys for _ in range(STREAMS_EACH)
+    ]
+    try:
+        for _ in holding:
+            await held.acquire()
+        yield
+    finally:
+        for task in holding:
+            task.cancel()
+        await asyncio.gather(*holding, return_exceptions=True)
+
+
+def test_a_newcomer_is_served_while_16_keys_hold_all_idle_streams(
+    peers: Peers, victim: Victim
+) -> None:
+    """Joining, an export and a monitor are such fetches, and nothing else of a peer is scarce."""
+    digest, joiner = victim.store.put(BLOB), peers.node()
+    want = Want(digest, len(BLOB), (victim.node.peer_id,))
+
+    async def seconds() -> float:
+        began_s = time.monotonic()
+        for _ in range(FETCHES):
+            downloads = Downloads(joiner, BlobStore())
+            await downloads.fetch([want], on_failure=lambda *why: failures.append(why[2]))
+            assert downloads.store.get(digest) == BLOB
+        return time.monotonic() - began_s
+
+    async def fetch_without_and_beside() -> tuple[float, float]:
+        without_s = await seconds()
+        async with streams_of_16_keys(victim):
+            return without_s, await seconds()
+
+    failures: list[str] = []
+    without_s, beside_s = joiner.run(fetch_without_and_beside(), WAIT_S)
+    sys.stdout.write(json.dumps({"attack": "S13", "fetching": beside_s / without_s}) + "\n")
+    assert not failures
+    refused = victim.node.traffic.refused
+    assert not [reason for reason in refused if reason.startswith("streams")], refused
+
+
+def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
+    peers: Peers, victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, member = victim.store.put(BLOB), peers.node()
+    want = Want(digest, len(BLOB), (victim.node.peer_id,))
+    assert member.run(Downloads(member, BlobStore()).fetch_one(want, timeout_s=WAIT_S), WAIT_S)
+    direct = member._ways.direct
+    assert direct is not None
+    member.loop.call_soon_threadsafe(direct.kept.close)
+    victim.ledger.admit([member.peer_id])
+    monkeypatch.setattr("swarm.network.direct_door.ADMIT_S", 2 * WAIT_S)
+
+    async def none(*_: object) -> socket.socket:
+        raise NoRoute("only direct streams in this test")
+
+    monkeypatch.setattr(transport, "open_stream", none)
+    strangers = int(LIMITS[Cost.ADMITTING].shared.most / 4)
+
+    async def fetch_beside() -> bytes | None:
+        silent = [await dialled(victim, f"127.0.{k % 4 + 1}.1") for k in range(strangers)]
+        try:
+            loop = asyncio.get_running_loop()
+            for connection in silent:  # a nonce shows that it is being admitted
+                await loop.sock_recv(connection, 16)
+            left = victim.ledger.left("/ip4/127.0.9.1/tcp/0", Cost.ADMITTING, 0.0)
+            assert left == 0, "no other stranger would be heard"
+            return await Downloads(member, BlobStore()).fetch_one(want, timeout_s=10.0)
+        finally:
+            for connection in silent:
+                connection.close()
+
+    assert member.run(fetch_beside(), WAIT_S) == BLOB
+    wait_until(lambda: not victim.inbound._tasks)
