@@ -200,7 +200,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "task_for_each_record": Mutant(
         "a task is left behind by each publication",
-        "publishing", "Publisher.leaked grows",
+        "publishing", "timers grows",
         lambda: ((Publisher, "_publish", _leaks_a_task),),
     ),
     "peers_never_forgotten": Mutant(
