@@ -47,7 +47,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def _read_header(self, path: Path) -> None:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             headers = {n: (tuple(s.get_shape()), s.get_dtype().lower()) for n, s in stored.items()}
         except (OSError, SafetensorError) as error:
