@@ -228,7 +228,6 @@ def lines(world: World, scale: Scale) -> Audit:
                 subject.node.run(subject.line.measure_again(), 30.0)
         tip = task.following(tip, {}, run)
         subject.apply(tip)
-        subject.counted_bytes()  # its month may end before the next round
         share = world.now_s / day_s
         if 0.5 < share < 0.69 or 0.9 < share < 1.0:  # it has had time to find out
             _judge_line(audit, subject, line.up_mbit(world.now_s))

@@ -192,7 +192,6 @@ class Subject:
             self.transfers = Transfers(self.node, self.store, self.task.layout, self._event)
             self.arrived: set[str] = set()
             self.quota = QuotaWatch(self.network, self.state, self.node, self.stop_wish)
-        self.counted_by_month: dict[str, int] = {}
 
     def counted_bytes(self) -> int:
         """What its quota has counted in all months; each call looks at the month of now."""
