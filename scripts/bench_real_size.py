@@ -32,6 +32,7 @@ from rehearsal import RUN_FILE, add_common, folder_of, report, teller, tidy
 
 from peers.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
+from swarm.durable import bytes_on_disk
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import SwarmError
@@ -118,18 +119,6 @@ class Life:
                 self.seconds[phase] = max(self.seconds.get(phase, 0.0), found["seconds"])
 
 
-def folder_bytes(folder: Path) -> int:
-    """Bytes that a folder takes up on the disk; files may vanish meanwhile."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(Path(root) / name).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
-
-
 def peak_rss_bytes(command: Sequence[str], timeout_s: float) -> int:
     """Runs a program; returns the most memory that it held.
 
@@ -179,7 +168,7 @@ class Bench:
         def look(swarm: LocalSwarm) -> None:
             for peer in swarm.peers:
                 life = self.lives.setdefault(peer.index, Life())
-                life.disk = max(life.disk, folder_bytes(peer.folder))
+                life.disk = max(life.disk, bytes_on_disk(peer.folder))
             time.sleep(EVENT_POLL_S)
 
         self.swarm.wait_until(lambda _: done(), what=what, timeout_s=timeout_s, on_poll=look)

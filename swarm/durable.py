@@ -7,6 +7,7 @@ disk only once the folder that holds it was synced, the folder's own name once i
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -120,6 +121,20 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True, mode=mode)
     sync_folder(folder.parent)
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """What removing a folder gives back, as the disk counts it: files have holes, or two names.
+
+    What vanishes meanwhile does not count.
+    """
+    sizes = {}
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(OSError):
+                status = (Path(root) / name).lstat()
+                sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
 
 
 def sync_file(path: Path) -> None:

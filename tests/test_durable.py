@@ -97,3 +97,12 @@ def test_lines_are_appended_behind_one_that_is_torn_or_whose_end_cannot_be_read(
     monkeypatch.setattr(os, "pread", bad_sector)
     durable.append_lines(path, b"e\n")
     assert path.read_bytes() == b"a\nb\nc\nd\n\ne\n"
+
+
+def test_a_folder_takes_what_the_disk_counts(tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(b"x" * 2**20)
+    (tmp_path / "of-two-names").hardlink_to(tmp_path / "whole")
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(2**30)
+    assert 2**20 <= durable.bytes_on_disk(tmp_path) < 1.5 * 2**20
+    assert durable.bytes_on_disk(tmp_path / "none") == 0

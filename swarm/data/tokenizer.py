@@ -80,9 +80,14 @@ def require_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def readable_json(content: Mapping[str, Any]) -> str:
+    """An object as people read it."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes an object as people read it."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(readable_json(content), encoding="utf-8")
 
 
 def tokenizer_config(end_of_text: str, *, pad: str | None, model_max_length: int) -> dict[str, Any]:

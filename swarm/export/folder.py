@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from swarm import durable
-from swarm.data.tokenizer import write_json
+from swarm.data.tokenizer import readable_json, write_json
 from swarm.export.card import CARD_FILE, card
 from swarm.export.curve import CURVE_FILE, curve
 from swarm.export.facts import ExportFacts
@@ -61,8 +60,7 @@ def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ())
 
 def write_facts(folder: Path, facts: ExportFacts) -> None:
     """Writes what is known of an export, for people and for programs; raises OSError."""
-    as_json = json.dumps(facts.as_json(), indent=2, ensure_ascii=False) + "\n"
-    durable.write_file(folder / FACTS_FILE, as_json.encode())
+    durable.write_file(folder / FACTS_FILE, readable_json(facts.as_json()).encode())
     picture = folder / CURVE_FILE
     if facts.losses:
         drawn = curve(facts.losses, "held-out loss, nats per token")

@@ -204,8 +204,7 @@ def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
     port = Address.parse(before[0]).port
     found = tuple(text for text in now if Address.parse(text).port == port)
     is_cut_off = all(map(is_loopback, found)) and not all(map(is_loopback, before))
-    is_cut_off = is_cut_off or not found
-    return tuple(before) if is_cut_off else found
+    return tuple(before) if is_cut_off or not found else found
 
 
 async def _enter(

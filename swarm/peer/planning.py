@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from swarm import durable
 from swarm.config import ComputeSection, PeerConfig, RunConfig
 from swarm.errors import ConfigError
 from swarm.model.cost import Cost, cost_of, owned_per_peer
@@ -116,7 +116,7 @@ def held_bytes(folder: Path, run: RunConfig) -> int:
     """
     configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
     of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]
-    return max((_disk_bytes(path) for path in of_run), default=0)
+    return max((durable.bytes_on_disk(path) for path in of_run), default=0)
 
 
 def _content(path: Path) -> bytes:
@@ -124,16 +124,6 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Of all files, as the disk counts them: packs have holes, and some have two names."""
-    sizes = {}
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # a running peer collects what nobody needs
-            status = path.lstat()
-            sizes[status.st_ino] = 512 * status.st_blocks
-    return sum(sizes.values())
 
 
 def _with_gpus(

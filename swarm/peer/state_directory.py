@@ -37,7 +37,6 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -350,16 +349,14 @@ class StateDirectory:
 
     def name_earlier_runs(self) -> None:
         """Logs what runs of before take, if that is much: they stay until a person removes them."""
-        taken = {
-            run: _bytes_in(self.run(run).path) for run in self.run_ids if run != self.current_run
-        }
-        if sum(taken.values()) >= MUCH_BYTES:
+        current = self.current_run
+        folders = [self.run(run).path for run in self.run_ids if run != current]
+        taken = {folder: durable.bytes_on_disk(folder) for folder in folders}
+        if (together := sum(taken.values())) >= MUCH_BYTES:
             logger.info(
                 "earlier runs take %.1f GB: %s; remove the folders of those that you do not need",
-                sum(taken.values()) / 1e9,
-                ", ".join(
-                    f"{self.run(run).path} {size / 1e9:.1f} GB" for run, size in taken.items()
-                ),
+                together / 1e9,
+                ", ".join(f"{folder} {size / 1e9:.1f} GB" for folder, size in taken.items()),
             )
 
     @property
@@ -421,14 +418,6 @@ def _run_directory(path: Path, run_id: str) -> RunDirectory:
             hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
         )
     return RunDirectory(path / "runs" / run_id)
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.lstat().st_size
-    return total
 
 
 def _read_text(path: Path) -> str:

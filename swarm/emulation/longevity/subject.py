@@ -59,7 +59,6 @@ RUN: dict[str, dict[str, Any]] = {
     "round": {"local_steps": 3},
     "wire": {"experts": "fp32"},
 }
-QUOTA_GB = 1e6
 
 
 def run_config() -> RunConfig:
