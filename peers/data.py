@@ -287,7 +287,7 @@ def verify(folder: Path, tokenizer: Path | None) -> None:
     kept = sum(1 for _ in prepared.documents())
     unchecked = "" if used else f"; its ids were not checked against {prepared.tokenizer}"
     click.echo(
-        f"{folder}: whole; {shards.summary()}; {kept} held-out documents kept as text{unchecked}"
+        f"{folder}: whole; {shards.summary()}; held-out documents kept as text: {kept}{unchecked}"
     )
 
 

@@ -102,6 +102,8 @@ class Watch:
         )
         if snapshot is None:
             self.announced = None
+            if self.before and self.before.run_id is None:  # its peers speak of manifest 0 soon
+                return self.before
             raise NobodyReachable(f"no peer of {run} is present")
         # Before the first manifest strangers were heard too: nothing of that is remembered.
         known = self.before if had_tip or not self.tip else None

@@ -236,6 +236,34 @@ def test_a_gathering_run_is_looked_for_again_until_it_runs(guest: Guest, watch: 
     assert guest.asked == ["find None", "look", "find None", "look", "tip"]
 
 
+def test_a_run_that_begins_stays_a_gathering_one_until_its_first_peer_is_heard(
+    guest: Guest, watch: Watch
+) -> None:
+    guest.state = RunState.GATHERING
+    gathering, heard = watch.look(), guest.seen
+    guest.state, guest.seen = RunState.RUNNING, Seen({}, {}, {})
+    assert watch.look() == gathering
+    guest.seen = heard
+    assert watch.look().run_id == "demo-1"
+    guest.seen = Seen({}, {}, {})
+    with pytest.raises(NobodyReachable, match="no peer of demo-1 is present"):
+        watch.look()
+
+
+def test_a_gathering_run_that_nobody_announces_any_more_is_unreachable(
+    guest: Guest, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.state = RunState.GATHERING
+    watch.look()
+
+    def none(wanted: str | None, deadline_s: float) -> Announced:
+        raise NobodyReachable("no peer announces a run")
+
+    monkeypatch.setattr(guest, "find", none)
+    with pytest.raises(NobodyReachable, match="no peer announces a run"):
+        watch.look()
+
+
 def test_when_all_records_expired_the_run_is_looked_for_anew(guest: Guest, watch: Watch) -> None:
     watch.look()
     guest.seen = Seen({}, {}, {})
