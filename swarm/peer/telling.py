@@ -97,6 +97,8 @@ class OwnCauses:
         self._others: dict[PeerId, PeerRecord] = {}
         self._said: dict[Fault, int] = {}
         """The round in which each was last there."""
+        self._looked = 0
+        """The round of the look before; a starved peer passes over many."""
 
     def note(
         self, present: Mapping[PeerId, PeerRecord], own: PeerRecord, tip: Manifest | None
@@ -121,9 +123,10 @@ class OwnCauses:
             if cause.peer != own.peer_id or cause.fault is Fault.TROUBLE:
                 continue
             last = self._said.get(cause.fault)
-            if last is None or tip.round - last > SAID_ROUNDS:
+            if last is None or (last < self._looked and tip.round - last > SAID_ROUNDS):
                 logger.warning("%s", cause.text)
             self._said[cause.fault] = tip.round
+        self._looked = tip.round
 
 
 def _named(experts: Sequence[int]) -> str:

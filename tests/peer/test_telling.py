@@ -85,18 +85,29 @@ def test_a_peer_logs_the_sentence_that_the_monitor_shows_of_it_once(
     assert shown.endswith(")"), "the remedy"
 
 
-def test_a_fault_that_comes_back_after_some_rounds_is_told_again(
+@pytest.mark.parametrize(
+    ("late_in", "sound_in", "told_in"),
+    [
+        ((6, 7, 9, 9 + SAID_ROUNDS), (8, 11), [6]),
+        ((6, 30, 70), (), [6]),  # a starved peer applies many rounds before it looks again
+        ((6, 30), (7,), [6, 30]),
+    ],
+)
+def test_a_fault_is_told_again_once_it_was_away_for_some_rounds(
+    late_in: tuple[int, ...],
+    sound_in: tuple[int, ...],
+    told_in: list[int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     causes, told_at = OwnCauses("demo-1"), []
     with caplog.at_level(logging.WARNING):
-        for number in (6, 7, 8, 9, 9 + SAID_ROUNDS, 30):
-            tip = replace(WITHOUT_D, round=number)
+        for number in sorted((*late_in, *sound_in)):
+            tip = replace(WITHOUT_D if number in late_in else TIP, round=number)
+            last = replace(LATE if number in late_in else figures(), round=number)
             before = len(caplog.messages)
-            own = peer("QmD", last_round=replace(LATE, round=number), manifest_digest=tip.digest)
-            causes.note({}, own, tip)
+            causes.note({}, peer("QmD", last_round=last, manifest_digest=tip.digest), tip)
             told_at += [number] if len(caplog.messages) > before else []
-    assert told_at == [6, 30]
+    assert told_at == told_in
 
 
 def test_a_peer_that_catches_up_is_late() -> None:

@@ -1,29 +1,30 @@
 """Faults of living peers, told by a monitor with their true cause and the peer's name."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarm.emulation.fault_plan import parse_plan
+from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import NobodyReachable
-from swarm.monitor.causes import Cause, Fault, causes_of
+from swarm.monitor.causes import REMEDIES, Cause, Fault, causes_of
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
 from swarm.peer.looking import START_S, Watch
 from tests.processes import running
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -31,15 +32,11 @@ LOOK_EVERY_S = 2.0
 LOG_BYTES = 20_000
 told_s: list[str] = []
 """What was told, and how long after the fault; shown at the end."""
-SLOW = """
-step_s = 0.2
-[[fault]]
-kind = "slow"
-peer = 1
-at = { after_s = 0.0 }
-factor = 8.0
-for_s = 60.0
-"""
+STEP_S = 0.2
+STARVED = 8.0
+"""Steps of a peer that take so many times longer: the others go on without it."""
+MISSED = 12
+"""Rounds, many more than a fault may pause without being a new one."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
     folder = tmp_path_factory.mktemp("causes")
     run_file = write_run(folder, ["run.rounds=100000"])
     with LocalSwarm(folder / "swarm", run_file, 4) as swarm:
-        found = FaultRunner(swarm, parse_plan(SLOW, source="a test"))
+        found = FaultRunner(swarm, FaultPlan(step_s=STEP_S))
         found.prepare()
         swarm.start()
         swarm.wait_until(has_rounds(2), what="two rounds", timeout_s=4 * ROUND_S)
@@ -65,31 +62,42 @@ def watch(runner: FaultRunner) -> Iterator[Watch]:
     observer.stop()
 
 
-def told(
-    watch: Watch,
-    peer: LocalPeer,
-    faults: set[Fault],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Cause:
-    """What the monitor says of a peer, as soon as it is one of these faults."""
+def told(watch: Watch, peer: LocalPeer, fault: Fault) -> Cause:
+    """What the monitor says of a peer, as soon as it is this fault."""
     began_s, me = time.monotonic(), peer_id(peer)
     seen: tuple[Cause, ...] = ()
     while time.monotonic() - began_s < 2 * ROUND_S:
-        meanwhile()
         with suppress(NobodyReachable):
             seen = causes_of(watch.look())
         for cause in seen:
-            if cause.peer == me and cause.fault in faults:
+            if cause.peer == me and cause.fault is fault:
                 told_s.append(f"{time.monotonic() - began_s:.1f} s: {cause.text}")
                 return cause
         time.sleep(LOOK_EVERY_S)
     raise AssertionError(f"not told of {peer.index}: {[cause.text for cause in seen]}")
 
 
-def test_a_slow_peer_is_named(runner: FaultRunner, watch: Watch) -> None:
-    runner.begin()
-    found = told(watch, runner.swarm.peers[1], {Fault.SLOW, Fault.LATE}, runner.poll)
-    assert "peer-1" in found.text and "training" in found.text
+def test_a_starved_founder_logs_what_the_monitor_says_of_it_once(
+    runner: FaultRunner, watch: Watch
+) -> None:
+    founder, before = runner.swarm.peers[0], len(rounds(runner.swarm.peers[0]))
+    runner.folder.tell(founder.index, slow=STARVED)
+    try:
+        shown = told(watch, founder, Fault.LATE)
+        runner.swarm.wait_until(
+            lambda _: len(rounds(founder)) >= before + MISSED,
+            what="rounds without the founder",
+            timeout_s=2 * ROUND_S,
+        )
+    finally:
+        runner.folder.tell(founder.index, slow=1.0)
+    alone = [e for e in rounds(founder)[before:] if e["trained_tokens"] and not e["counted"]]
+    assert len(alone) > MISSED / 2, "it trained for nothing"
+    (logged,) = (line for line in founder.output().splitlines() if "went without" in line)
+    remedy = re.escape(f" ({REMEDIES[Fault.LATE]})")
+    sentence = rf"round \d+ went without peer-0: (too late|the convener says): .*{remedy}"
+    assert re.fullmatch(sentence, shown.text), shown.text
+    assert re.fullmatch(rf"\S+ WARN {sentence}", logged), logged
 
 
 def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, watch: Watch) -> None:
@@ -100,7 +108,7 @@ def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, wa
     before = resource.prlimit(pid, kind)
     resource.prlimit(pid, kind, (victim.log_path.stat().st_size + LOG_BYTES, before[1]))
     try:
-        found = told(watch, victim, {Fault.TROUBLE}, runner.poll)
+        found = told(watch, victim, Fault.TROUBLE)
     finally:
         resource.prlimit(pid, kind, before)
     assert "peer-2 waits" in found.text and "raise the limit of file sizes" in found.text
@@ -152,5 +160,5 @@ def test_a_dead_owner_is_named_with_its_experts(runner: FaultRunner, watch: Watc
     owned = [row.expert for row in snapshot.experts if peer_id(victim) in row.owners]
     assert owned
     victim.kill()
-    found = told(watch, victim, {Fault.DEAD}, runner.poll)
+    found = told(watch, victim, Fault.DEAD)
     assert "peer-3: nothing listens on its machine any more" in found.text
