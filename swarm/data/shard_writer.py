@@ -120,8 +120,8 @@ class Contents:
         left_out += f"; {self.repetitive:,} repetitive left out" if self.repetitive else ""
         hint = " (--list-skipped names them)" if self.skipped or self.unread else ""
         return (
-            f"{self.tally.summary()}{hint}; {self.documents:,} documents to train on, "
-            f"{self.held_out_bytes:,} bytes in {self.held_out_documents:,} held out{left_out}"
+            f"{self.tally.summary()}{hint}; documents to train on: {self.documents:,}, "
+            f"held out: {self.held_out_documents:,} of {self.held_out_bytes:,} bytes{left_out}"
         )
 
 
@@ -360,7 +360,7 @@ class Pass:
     def no_text(self) -> DataError:
         """The error of a corpus that leaves nothing to train on, once the pass is through."""
         held_out = self._counted["held_out_documents"]
-        found = f"its {held_out} documents are all held out" if held_out else "it holds no text"
+        found = "all of its documents are held out" if held_out else "it holds no text"
         return DataError(
             f"{self._source.root}: no text is left for training: {found}; {self.tally.examples()}",
             hint="add documents; texts of more than 64 KiB are cut into several",

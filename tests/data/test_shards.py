@@ -136,8 +136,8 @@ def test_a_line_says_what_was_read_and_what_was_not(corpus, tmp_path):
             f"{shards.num_tokens:,} tokens; 121 files of {shards.contents.file_bytes:,} bytes "
             'read; not read by suffix: 1 .pdf; skipped: 3 no object with a string under "text", '
             "1 binary, since it has NUL bytes (--list-skipped names them); "
-            f"{120 - len(held_out)} documents to train on, "
-            f"{sum(held_out)} bytes in {len(held_out)} held out"
+            f"documents to train on: {120 - len(held_out)}, "
+            f"held out: {len(held_out)} of {sum(held_out)} bytes"
         )
         assert shards.contents.tally.names() == [
             *(f'bad.jsonl:{n}: no object with a string under "text"' for n in (1, 2, 3)),
@@ -173,7 +173,7 @@ def test_one_large_text_is_split_into_training_and_held_out_documents(tmp_path):
 def test_a_text_of_one_document_says_that_nothing_is_left(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "note.txt").write_text("one small document")
-    with pytest.raises(DataError, match=r"1 documents are all held out.*add documents"):
+    with pytest.raises(DataError, match=r"all of its documents are held out.*add documents"):
         open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache", BYTE)
 
 
