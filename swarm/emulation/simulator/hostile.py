@@ -15,7 +15,7 @@ from swarm.emulation.simulator.extended import (
 from swarm.emulation.simulator.faults import CLASSES, LONG_S, Mix, Scenario
 from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
 from swarm.emulation.simulator.keys import KEYS
-from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
+from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES, WORK
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.taking_part import Character
 from swarm.emulation.simulator.world import World
@@ -30,6 +30,8 @@ class LyingMix(ExtendedMix):
     """What strangers send, in number."""
     votes_twice: bool = False
     """Whether the liar votes for everything and hides what it voted for."""
+    overclaims: bool = False
+    """Whether it lies about its work alone."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """What draws its scenarios."""
@@ -51,6 +53,8 @@ class _LyingDraw(ExtendedDraw):
         lies = {random.choice(sorted(CONVENING)), *random.sample(OTHERS, random.randint(0, 2))}
         if mix.votes_twice:
             lies |= set(VOTES)
+        if mix.overclaims:
+            lies = {WORK}
         setup = replace(
             scenario.setup, liar=random.choice(founders or self.victims), lies=frozenset(lies)
         )
@@ -129,6 +133,7 @@ LYING: dict[str, ExtendedMix] = {
     "P": _P,
     "W": replace(_P, peers=(4, 4), votes_twice=True, faults=(0, 0), loss=0.0, strangers=0.0),
     "Y": replace(_P, has_deltas=True),
+    "X": replace(_P, peers=(3, 6), overclaims=True, faults=(0, 3), forgeries=(0, 0)),
     "Q": AwayMix(
         peers=(16, 16),
         small=0.0,

@@ -1,4 +1,4 @@
-"""What must hold whatever happens: I1, I2, I4 and I6 to I13, checked at every persist and apply.
+"""What must hold whatever happens: I1, I2, I4 and I6 to I14, checked at every persist and apply.
 
 I3 (progress) and I5 (one chain after healing) are judged over a whole schedule, in `schedule`.
 """
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.bringing import check_brought
+from swarm.emulation.simulator.claims import check_claims
 from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_votes
@@ -288,6 +289,7 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
+        check_claims(manifest, parent, self.rules, self.values)
         due = self.rules.schedule.due(parent)
         check_brought(manifest, parent, due, self.liar)
         for unit, entry in manifest.entries.items():
@@ -366,7 +368,7 @@ class Invariants:
     def _check_value(self, name: str, unit: Unit, manifest: Manifest, parent: Manifest) -> None:
         sources, before = manifest.sources[unit], parent.entries[unit]
         inputs = [digest for _, digest in sources]
-        weighed = weights(manifest.work, [peer for peer, _ in sources])
+        weighed = weights(manifest.work, [peer for peer, _ in sources], parent.trusted)
         mean = inputs[0]
         if len(inputs) > 1:
             mean = self.values.digest_of(mean_of(unit, inputs, weighed))

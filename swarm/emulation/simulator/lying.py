@@ -43,6 +43,7 @@ from swarm.protocol.messages import (
     reduced_statement,
 )
 from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.deals import most_samples
 from swarm.protocol.rounds.evidence import Brought, attendance_of, offers_shown
 from swarm.protocol.rounds.rosters import Plan, plan_roster
 from swarm.protocol.weights import weights
@@ -153,9 +154,23 @@ class Liar:
         if self._will("capacity", 0.5):
             room = self._random.choice([0, ALL_EXPERTS])
             greedy = replace(ready, capacity=1e6, room=room)
-            run, said = self._shell.task.rules.run, greedy.declared.declaration
-            return replace(greedy, signature=sign(self.me, ready_statement(run, header.tip, said)))
+            return self._signed(header, greedy)
+        if WORK in self.lies and ready.offer and not ready.offer.is_late:
+            return self._signed(header, replace(ready, offer=self._claimed(ready.offer)))
         return ready
+
+    def _signed(self, header: Header, ready: Ready) -> Ready:
+        run, said = self._shell.task.rules.run, ready.declared.declaration
+        return replace(ready, signature=sign(self.me, ready_statement(run, header.tip, said)))
+
+    def _claimed(self, offer: Offer) -> Offer:
+        """All that it was dealt, in a millisecond."""
+        tip, rules = self.tip, self._shell.task.rules
+        tokens = most_samples(self.me, tip, rules) * rules.sequence_length
+        if offer.tip != tip.digest or rules.round_seconds is None:
+            return offer
+        steps = tokens // rules.batch_tokens_at(tip.tokens)
+        return replace(offer, steps=steps, tokens=tokens, seconds=0.001)
 
     def _results(self, reduced: Reduced) -> Reduced:
         """Means of units that are others' to average, or for a roster of its own."""
@@ -215,7 +230,7 @@ class Liar:
             is_other = values != manifest.sources.get(unit) or change
             if is_other and unit not in rules.averaged_deltas:
                 work = {peer: offer.tokens for peer, offer in offers.items() if offer.tokens}
-                weighed = weights(work, [peer for peer, _ in values])
+                weighed = weights(work, [peer for peer, _ in values], tip.trusted)
                 inputs = [digest for _, digest in values]
                 digest = self._keep(
                     self._shell.task.values.digest_of(mean_of(unit, inputs, weighed))
@@ -388,6 +403,8 @@ CONVENING: Mapping[str, Lie] = {
     "nothing": Liar.nothing,
 }
 """What a convener may lie about."""
+WORK = "work"
+"""That it did all that it was dealt, in no time; a class of its own has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
 """What a member and reducer may do besides."""
 VOTES = ("twice", "hides")

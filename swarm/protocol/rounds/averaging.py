@@ -59,12 +59,12 @@ class Averaging(Role):
         if plan is None or any(unit not in campaign.results for unit in plan.reducers):
             return None
         evidence = Evidence(
-            campaign.grounds.shown(self.tip),
+            campaign.grounds.shown(self.tip, campaign.guests),
             plan.able,
             plan.roster_id,
             tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
         )
-        brought = Brought(campaign.leaving, campaign.invitations)
+        brought = Brought(campaign.leaving, campaign.credentials)
         manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
         why = (
             f"{len(plan.sources)} units of {len(plan.offers)} peers, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarm.protocol.events import (
@@ -27,7 +27,6 @@ from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
 from swarm.protocol.updates import REFUSALS
-from swarm.protocol.weights import weights
 
 RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
@@ -146,17 +145,11 @@ class Reducer(Role):
             if unit in job.asked or any(digest not in self.blobs.stored for _, digest in values):
                 continue
             job.asked.add(unit)
-            weighed = self._weights(job.work, [peer for peer, _ in values])
+            weighed = self.rules.weights(job.work, [peer for peer, _ in values], self.tip)
             base = None
             if unit in self.rules.averaged_deltas:
                 base = self.tip.entries[unit].digest
             self.out.emit(Reduce(job.roster_id, unit, values, weighed, base))
-
-    def _weights(
-        self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
-    ) -> tuple[int, ...] | None:
-        """What the values of a unit weigh: the tokens of their sources [W1]."""
-        return weights(work, peers)
 
     def on_unit_reduced(self, event: UnitReduced) -> None:
         """Reports to the convener once every unit has its mean."""

@@ -68,7 +68,7 @@ CAUGHT = {
     "all_are_kept": "V:178",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:1",
-    "any_number_is_young": "V:33",
+    "any_number_unvouched": "V:1",
     "trainees_count": "V:0",
     "any_room": "C:0",
 }

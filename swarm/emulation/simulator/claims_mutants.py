@@ -1,0 +1,48 @@
+"""Rules on what a member's word of its work is worth, removed one at a time; see `mutants.py`."""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.taking_part import tested_under
+from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.rounds import Rules
+
+
+class _AllTokensWeigh(Rules):
+    def weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
+    ) -> tuple[int, ...] | None:
+        tokens = tuple(work.get(peer) or min(work.values()) for peer in peers)
+        return tokens if len(set(tokens)) > 1 else None
+
+
+class _AllTokensCount(Rules):
+    def tokens_after(self, parent: Manifest, work: Mapping[PeerId, int]) -> int:
+        return parent.tokens + sum(work.values())
+
+
+class _OwnClock(Rules):
+    def pace_after(self, known: float, tokens: int, seconds: float) -> float:
+        return tokens / seconds if seconds else known
+
+
+class _AnyDeal(Rules):
+    def most_of_median(self, member: Member) -> float:
+        return 64.0
+
+
+CLAIMS_MUTANTS: Mapping[str, Mutant] = {
+    "all_tokens_weigh": Mutant(
+        "W1: no value weighs much more than the others", tested_under(_AllTokensWeigh)
+    ),
+    "all_tokens_count": Mutant(
+        "W2: one member alone moves no schedule", tested_under(_AllTokensCount)
+    ),
+    "own_clock": Mutant("T3: pace is by the clock of the run", tested_under(_OwnClock)),
+    "any_deal": Mutant("T2: a deal is at most 4 times the median's", tested_under(_AnyDeal)),
+}
