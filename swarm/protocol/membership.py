@@ -281,7 +281,8 @@ class Guests:
         if self.problem(peer) is None:
             invitation = self._use(peer)
             new = Member(1, capacity, counted=0, weight=invitation.weight)
-            return replace(new, invites=invitation.invites), f"{peer} joined, invited by {invitation.inviter}"
+            guest = replace(new, invites=invitation.invites)
+            return guest, f"{peer} joined, invited by {invitation.inviter}"
         trainee = Member(1, capacity, counted=0, votes=False, vouched=False)
         return trainee, f"{peer} joined as a trainee"
 
