@@ -40,7 +40,7 @@ def test_false_seconds_and_tokens_move_neither_means_nor_schedule(tmp_path: Path
         swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
         swarm.start()
         swarm.program = "tests.hostile.overclaiming_peer"
-        swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        swarm.add(swarm.peers[0].join_options())
         finish(swarm, 300)
         *honest, liar = map(peer_id, swarm.peers)
         seen = [{e["round"]: e for e in rounds(peer)} for peer in swarm.peers]
