@@ -156,8 +156,9 @@ def test_what_cannot_start_leaves_the_state_directory_free(tmp_path: Path) -> No
 def test_a_run_for_peers_that_are_invited_is_not_founded_with_whoever_comes(
     tmp_path: Path,
 ) -> None:
-    run, config = tiny(tmp_path, "run.admission=invited"), machine("peer.wait_for_peers=2")
-    with pytest.raises(ConfigError, match="while a run gathers, anybody may come"):
+    run = tiny(tmp_path, "run.admission=invited")
+    config = machine("peer.wait_for_peers=2", "peer.open_gathering=true")
+    with pytest.raises(ConfigError, match="strangers would be let in and vote"):
         swarm.Peer.found(run, tmp_path / "x", config=config)
     assert is_unlocked(tmp_path / "x")
 
