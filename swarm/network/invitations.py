@@ -94,6 +94,9 @@ def proves(possession: str, key: PeerId, run: str, guest: PeerId) -> bool:
 def read_invitation(text: str) -> PrivateInvitation:
     """The invitation of a line that swarm-invite printed.
 
+    Args:
+        text: the word that begins with `swarm-invitation-`.
+
     Raises:
         InvitationError: it is none, or was damaged.
     """
