@@ -15,7 +15,7 @@ from tests.scenarios.swarms import finish, has_rounds, peer_id, rounds, write_ru
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
-HONEST, ROUNDS = 4, 11
+HONEST, ROUNDS = 3, 9
 """Rounds before the attack, and in all; the one that was under way when it began is judged as the
 attack's."""
 SETTINGS = ["round.local_steps=8", f"run.rounds={ROUNDS}", "run.peers=4", "merging.alpha=0.0"]
@@ -36,7 +36,7 @@ def test_a_member_that_serves_nobody_holds_up_one_round(tmp_path: Path) -> None:
         swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
         swarm.start()
         swarm.program = "tests.hostile.withholding_peer"
-        swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        swarm.add(swarm.peers[0].join_options())
         swarm.wait_until(has_rounds(HONEST), what="honest rounds", timeout_s=240.0)
         (controls.path / WITHHOLD).touch()
         finish(swarm, 300)
