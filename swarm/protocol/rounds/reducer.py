@@ -53,8 +53,12 @@ class Reducer(Role):
 
     def on_roster(self, source: PeerId, roster: Roster) -> None:
         """Starts to average what falls to this peer; a repeated one gets the same report."""
-        if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot) or not roster.offers:
-            return  # without offers it is only a heartbeat
+        if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot):
+            return
+        if not roster.offers:  # only a heartbeat, maybe of a roster in which this peer has no part
+            if self.job and self.job.roster_id != roster.roster_id:
+                self._suspect_dropped(roster)
+            return
         if self.job and self.job.roster_id == roster.roster_id:
             self.job.ballot = roster.ballot
             self.withholding.greet(self.job.unserved(self.blobs.stored))
@@ -74,7 +78,7 @@ class Reducer(Role):
         return None
 
     def _suspect_dropped(self, roster: Roster) -> None:
-        """Two witnesses: this peer got no values of them, and the convener goes on without [C8]."""
+        """Two witnesses: this peer got no values of them, and the round goes on without [C8]."""
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:
             dropped = job.unserved(self.blobs.stored) - roster.offers.keys()

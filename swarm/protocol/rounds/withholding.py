@@ -63,7 +63,7 @@ class Withholding(Role):
         if 2 * len(peers) > len(asked):
             return
         for peer in sorted(peers):
-            if self._lives(peer):
+            if peer not in self.suspects and self._lives(peer):
                 self.suspects[peer] = self.now
                 self.out.post(peer, Hello(ask=True))
 
