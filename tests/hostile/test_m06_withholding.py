@@ -1,4 +1,4 @@
-"""M6: a member that offers and serves nobody holds up one round, and then eight go without it."""
+"""M6: a member that offers and serves nobody is left out; how long rounds take then is printed."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ attack's."""
 SETTINGS = ["round.local_steps=8", f"run.rounds={ROUNDS}", "run.peers=4", "merging.alpha=0.0"]
 
 
-def test_a_member_that_serves_nobody_holds_up_one_round(tmp_path: Path) -> None:
+def test_a_member_that_serves_nobody_is_left_out(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, SETTINGS)
     controls = ControlFolder(tmp_path / "controls")
     controls.create()
