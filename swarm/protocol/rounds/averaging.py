@@ -130,6 +130,17 @@ class Averaging(Role):
         named = {peer for each in reports for peer, why in each.items() if why != SLOW}
         return named & campaign.plan.offers.keys() - {self.me}
 
+    def accused(self, campaign: Campaign) -> set[PeerId]:
+        """Peers whose values most reducers, two at least, could not have [C8]."""
+        assert campaign.plan is not None
+        reducers = set(campaign.plan.reducers.values())
+        reports = (campaign.missing.get(reporter, {}) for reporter in reducers)
+        named = Counter(
+            peer for each in reports for peer, why in each.items() if why not in REFUSALS
+        )
+        most = {peer: max(1, len(reducers - {peer}) / 2) for peer in named}
+        return {peer for peer, count in named.items() if count > most[peer]}
+
     def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
         """Of these who has not answered for so long, though it was greeted with each poll [C4]."""
         heard, since = self.contacts.heard, self.now - limit_s

@@ -118,6 +118,7 @@ class RoundMachine:
         known["contacts"] = self._contacts = made(parts.contacts, known)
         known["blobs"] = self._blobs = made(parts.blobs, known)
         known["succession"] = self._succession = made(parts.succession, known)
+        known["withholding"] = self._withholding = made(parts.withholding, known)
         known["merger"] = self._merger = made(parts.merger, known)
         known["contributor"] = self._contributor = made(parts.contributor, known)
         known["acceptor"] = self._acceptor = made(parts.acceptor, known)
@@ -276,6 +277,7 @@ class RoundMachine:
         standing.applied_at = self._peer.now
         self._blobs.drop_proposal()
         self._reducer.forget_height()
+        self._withholding.forget_height()
         self._contributor.forget_height()
         self._merger.forget_height()
         self._succession.forget_height()
