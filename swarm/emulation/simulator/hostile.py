@@ -14,10 +14,11 @@ from swarm.emulation.simulator.extended import (
 )
 from swarm.emulation.simulator.faults import CLASSES, LONG_S, Mix, Scenario
 from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
+from swarm.emulation.simulator.guests import all_invited
 from swarm.emulation.simulator.keys import KEYS
 from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES, WORK
 from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.taking_part import Character
+from swarm.emulation.simulator.taking_part import Character, Setup
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 
@@ -112,6 +113,10 @@ class _AwayDraw(ExtendedDraw):
         script = tuple(sorted(self.script, key=lambda line: line[0]))
         weather = Weather(delay_s=0.03)
         return replace(scenario, script=script, heal_s=self.heal_s, weather=weather, rough={})
+
+    def _with_guests(self, setup: Setup) -> Setup:
+        """Everybody comes with an invitation, so that those that vote change as a whole."""
+        return replace(setup, credentials=all_invited(self.strangers, setup))
 
     def _character(self, peer: PeerId) -> Character:
         seconds = self.random.uniform(*self.mix.step_s)
