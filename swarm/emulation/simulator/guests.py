@@ -28,7 +28,7 @@ AT_ONCE, LATER = 0.45, 0.3
 rest have to earn their vote."""
 SHARED = 0.3
 """Chance that a guest comes with the line of the one before, be it used up or not."""
-INVITES = (0, 0, 0, 1, 6)
+INVITES = (0, 0, 1, 6)
 USES = (1, 1, 2, MAX_USES)
 WEIGHTS = (1, 1, 1, 3)
 LAST_ROUNDS = (MAX_ROUND, MAX_ROUND, MAX_ROUND, 4)
@@ -85,7 +85,7 @@ def drawn_guests(strangers: Sequence[PeerId], setup: Setup, random: Random) -> G
     for peer in strangers:
         if line is None or random.random() >= SHARED:
             line = invitation_by(
-                random.choice([founder, *anchors]),
+                random.choice([founder, *anchors[-1:]]),
                 run,
                 KEY + peer,
                 uses=random.choice(USES),
