@@ -123,10 +123,7 @@ def unsigned_ready(world: World) -> Forged:
 def copied_invitation(world: World) -> Forged:
     """A stranger shows what another has shown, as it was relayed or stands in the manifest."""
     tip = _newest(world)
-    shown = [
-        *tip.invited.values(),
-        *(world.credentials[peer] for peer in sorted(world.credentials)),
-    ]
+    shown = [world.credentials[peer] for peer in sorted(world.credentials)]
     if not shown:
         return []
     copy, run = world.random.choice(shown), world.task.rules.run
