@@ -23,7 +23,7 @@ from swarm.protocol.manifest import PeerId
 
 KEY = "i"
 """Begins the name of an invitation's key; the first guest's name follows."""
-AT_ONCE, LATER = 0.45, 0.3
+AT_ONCE, LATER = 0.4, 0.35
 """Shares of the strangers that come with an invitation, and that an anchor vouches for later. The
 rest have to earn their vote."""
 SHARED = 0.3
