@@ -184,13 +184,13 @@ class Draw:
         aside = Random()
         aside.setstate(self.random.getstate())
         aside.seed(aside.getrandbits(64))
-        guests = drawn_guests(self._newcomers(), setup, aside)
-        for peer, credential in guests.later.items():
-            came_s = (time_s for time_s, _, arguments in self.script if peer in arguments)
-            vouched_s = aside.uniform(min(came_s, default=0.0), self.heal_s)
-            self._plan(vouched_s, World.vouch, peer, credential)
         candidates = [peer for peer in self.victims if peer in setup.founders[1:]]
         known = [peer for peer in candidates if aside.random() < self.mix.strangers / 2]
+        guests = drawn_guests(self._newcomers(), known, setup, aside)
+        for peer, credential in guests.later.items():
+            came_s = (s for s, what, named in self.script if what is World.join and peer in named)
+            vouched_s = aside.uniform(min(came_s, default=0.0), self.heal_s)
+            self._plan(vouched_s, World.vouch, peer, credential)
         return replace(setup, known=frozenset(known), credentials=guests.at_once)
 
     def _newcomers(self) -> list[PeerId]:

@@ -6,7 +6,7 @@ Without that newcomers would never vote in a small swarm, and nothing of joining
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -72,8 +72,12 @@ def all_invited(peers: Iterable[PeerId], setup: Setup) -> dict[PeerId, Credentia
     return {peer: guest_of(invitation, peer) for peer in peers}
 
 
-def drawn_guests(strangers: Sequence[PeerId], setup: Setup, random: Random) -> Guests:
-    """Some of these come with an invitation, and for some an anchor vouches later.
+def drawn_guests(
+    strangers: Sequence[PeerId], known: Collection[PeerId], setup: Setup, random: Random
+) -> Guests:
+    """Some strangers come with an invitation; for some an anchor vouches later.
+
+    It does so for half of those that are known.
 
     Inviters are the founder, and guests that may invite: these may have no vote yet, or never.
     """
@@ -100,4 +104,7 @@ def drawn_guests(strangers: Sequence[PeerId], setup: Setup, random: Random) -> G
             later[peer] = guest_of(line, peer)
         if line.invites and chance < AT_ONCE:
             anchors.append(peer)
+    for peer in known:
+        if random.random() < 0.5:
+            later[peer] = guest_of(invitation_by(founder, run, KEY + peer), peer)
     return Guests(at_once, later)

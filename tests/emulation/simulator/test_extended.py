@@ -49,7 +49,6 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class, seeds):
 CAUGHT = {
     "rolled_back_votes": "F:8",
     "lost_record_votes": "F:219",
-    "members_alone_abstain": "F:21",
     "failed_sync_awaited": "F:1",
     "four_are_a_quorum": "G:35",
     "wall_clock": "H:1",
@@ -123,6 +122,7 @@ def test_every_extended_mutant_is_caught_by_something():
     by_scenario = {
         "abstains_for_two_heights",
         "lone_abstainer_votes",
+        "members_alone_abstain",
         "reform_ends_abstention",
     }
     caught = CAUGHT.keys() | BY_DIRECTED_TEST.keys() | by_scenario
@@ -177,6 +177,51 @@ def test_a_peer_without_its_record_does_not_vote_again_where_it_may_have_voted()
 def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
     with pytest.raises(Violation, match="I1"):
         shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"].tested)
+
+
+class _ShownAnotherReform:
+    """Of two that reform one goes on alone, forgets it, and is shown the founder's reform."""
+
+    def __init__(self):
+        self.reform = self.last = self.other = None
+
+    def look(self, world):
+        founder, _, _, *pair = PEERS
+        tips = [world.disks[peer].record.tip for peer in pair]
+        if self.reform is None and tips[0].lineage and tips[0].digest == tips[1].digest:
+            self.reform = tips[0]
+            self.last, self.other = self.reform.order
+            world.crash(self.other)
+        elif self.reform and world.disks[self.last].record.tip.height > self.reform.height:
+            world.lose_disk(self.last)
+            world.split(((founder, self.last), (self.other,)))
+            world.at(0.1, world.reboot, self.last)
+            world.at(5.0, world.reboot, self.other)
+            world.at(10.0, world.split, ())
+            return
+        world.at(0.05, self.look, world)
+
+
+def shown_another_reform(tested=None):
+    founder, *dead, _, _ = PEERS
+    shown = _ShownAnotherReform()
+    script = [
+        *((10.0, World.kill, (peer,)) for peer in dead),
+        (10.0, World.split, (((founder,), PEERS[3:]),)),
+        (11.0, lambda world: shown.look(world), ()),
+    ]
+    world = run(scenario(script, heal_s=200.0), tested)
+    assert shown.reform is not None
+    return world
+
+
+def test_a_voter_of_a_reform_that_is_shown_another_chain_abstains():
+    assert len(shown_another_reform().alive()) == 3
+
+
+def test_a_voter_of_a_reform_that_passed_for_a_newcomer_would_decide_a_height_twice():
+    with pytest.raises(Violation, match="I1"):
+        shown_another_reform(EXTENDED_MUTANTS["members_alone_abstain"].tested)
 
 
 def lone_member_forgets(tested=None):
