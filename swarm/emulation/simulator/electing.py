@@ -1,4 +1,4 @@
-"""V1 and V2: which members vote, and for which of them an anchor vouches."""
+"""V1 and I15: which members vote, and for which of them an anchor vouches."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check_vouched(
     name, shown = short(manifest), manifest.invited
     known = {manifest.founding.founder} | parent.vouched | parent.absent.keys()
     new, lost = manifest.vouched - known, known & manifest.members.keys() - manifest.vouched
-    require(new <= shown.keys(), "V2", f"{name}: nobody vouches for {sorted(new)}")
-    require(not lost, "V2", f"{name}: nobody vouches for {sorted(lost)} any more")
+    require(new <= shown.keys(), "I15", f"{name}: nobody vouches for {sorted(new)}")
+    require(not lost, "I15", f"{name}: nobody vouches for {sorted(lost)} any more")
     for peer, credential in shown.items():
         is_own = (peer, credential) in given
-        require(is_own, "V2", f"{name}: nobody has given {peer} what it shows")
+        require(is_own, "I15", f"{name}: nobody has given {peer} what it shows")
         require(
             credential.invitation.last_round >= manifest.round,
-            "V2",
+            "I15",
             f"{name}: {peer} comes with what had expired",
         )
     _check_uses(manifest, parent)
@@ -56,9 +56,9 @@ def _check_uses(manifest: Manifest, parent: Manifest) -> None:
         before = parent.invitations.get(invitation.name)
         came = [*(before.peers if before else ()), *sorted(guests)]
         is_fair = len(came) == len(set(came)) <= invitation.uses
-        require(is_fair, "V2", f"{name}: {came} came with an invitation for {invitation.uses}")
+        require(is_fair, "I15", f"{name}: {came} came with an invitation for {invitation.uses}")
     for inviter in of_inviter.keys() - {manifest.founding.founder}:
         anchor = parent.members.get(inviter)
         left = anchor.invites - anchor.given if anchor else 0
         wants = of_inviter[inviter]
-        require(wants <= left, "V2", f"{name}: {inviter} lets in {wants}, and may {left}")
+        require(wants <= left, "I15", f"{name}: {inviter} lets in {wants}, and may {left}")

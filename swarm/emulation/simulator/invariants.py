@@ -1,4 +1,4 @@
-"""What must hold whatever happens: I1, I2, I4 and I6 to I14, checked at every persist and apply.
+"""What must hold whatever happens: I1, I2, I4 and I6 to I15, checked at every persist and apply.
 
 I3 (progress) and I5 (one chain after healing) are judged over a whole schedule, in `schedule`.
 """
