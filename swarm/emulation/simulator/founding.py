@@ -24,8 +24,7 @@ def found(setup: Setup, values: Values) -> Manifest:
         peer: Member(0, each.capacity, room=each.rooms[0]) for peer, each in characters.items()
     }
     for peer in setup.known:
-        almost = {"counted": TRIAL_ROUNDS - 1, "votes": False, "vouched": False}
-        members[peer] = replace(members[peer], **almost)
+        members[peer] = replace(members[peer], counted=TRIAL_ROUNDS - 1, votes=False, vouched=False)
     owners = assign(
         {},
         {peer: member.capacity for peer, member in members.items()},
