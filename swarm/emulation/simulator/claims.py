@@ -5,8 +5,6 @@ The limits are worked out here a second time, from what the other members have s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from swarm.emulation.simulator.values import Mean, Values
 from swarm.emulation.simulator.violation import require, short
 from swarm.protocol.dealing import num_samples
@@ -19,7 +17,7 @@ ROUNDED = 1.002
 
 def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Values) -> None:
     """Judges a round: weights in means, the run's tokens, paces and deals."""
-    _check_weights(manifest, values)
+    _check_weights(manifest, parent, values)
     if rules.round_seconds is None:
         return
     _check_tokens(manifest, parent)
@@ -28,30 +26,56 @@ def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Val
         _check_deals(manifest, rules, rules.round_seconds)
 
 
-def _check_weights(manifest: Manifest, values: Values) -> None:
-    """No source weighs over 1.5 times the lower median, nor over a third of three or more."""
-    tokens = sorted(manifest.work.values())
-    median = tokens[(len(tokens) - 1) // 2]
-    for unit in manifest.sources:
+def _trust(manifest: Manifest, peer: PeerId) -> int:
+    """With how many members' work an anchor trusts a peer."""
+    member = manifest.members.get(peer)
+    return member.weight if member else 1
+
+
+def _each(manifest: Manifest, parent: Manifest) -> list[tuple[int, int]]:
+    """Tokens for each of the members that a contributor counts as, and their number; sorted."""
+    trusts = ((_trust(parent, peer), tokens) for peer, tokens in manifest.work.items())
+    return sorted((max(1, tokens // trust), trust) for trust, tokens in trusts)
+
+
+def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None:
+    """No source weighs over 1.5 times the lower median, nor over a third of three or more.
+
+    The limit of a source that is trusted with more is so many times higher, and it may have more
+    than a third.
+    """
+    each = _each(manifest, parent)
+    median = each[(len(each) - 1) // 2][0]
+    for unit, sources in manifest.sources.items():
         mean = values.get(manifest.entries[unit].digest)
         weights = [weight for _, weight in mean.inputs] if isinstance(mean, Mean) else [1]
-        is_level = len(weights) < 3 or 3 * max(weights) <= sum(weights)
-        is_usual = len(set(weights)) == 1 or 2 * max(weights) <= 3 * median
+        trusts = [_trust(parent, peer) for peer, _ in sources]
+        weighed = list(zip(weights, trusts, strict=True)) if len(weights) == len(trusts) else []
+        others = [weight for weight, trust in weighed if trust == 1]
+        is_level = len(weighed) < 3 or 3 * max(others, default=0) <= sum(weights)
+        is_usual = len(set(weights)) == 1 or all(2 * w <= 3 * median * t for w, t in weighed)
         require(
-            is_level and is_usual,
+            is_level,
             "I14",
-            f"{short(manifest)}: values of {unit} weigh {weights}, for work of {tokens} tokens",
+            f"{short(manifest)}: values of {unit} weigh {weights}, trusted with {trusts}",
+        )
+        require(
+            is_usual,
+            "I14",
+            f"{short(manifest)}: values of {unit} weigh {weights}, for work of {each}",
         )
 
 
 def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
-    """Who says the most moves the run no further than another."""
-    *others, largest = sorted(manifest.work.values())
-    most = sum(others) + max(others, default=largest)
+    """The largest claim moves the run no further than another."""
+    each = _each(manifest, parent)
+    *others, (_, trust) = each
+    second = others[-1][0] if others else each[0][0]
+    most = sum((1 + tokens) * times for tokens, times in others) + (1 + second) * trust
     require(
         manifest.tokens - parent.tokens <= most,
         "I14",
-        f"{short(manifest)} is {manifest.tokens - parent.tokens} tokens on, with {manifest.work}",
+        f"{short(manifest)} is {manifest.tokens - parent.tokens} tokens on, with {each}",
     )
 
 
@@ -74,18 +98,18 @@ def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
 
 def _check_deals(manifest: Manifest, rules: Rules, round_s: float) -> None:
     """Of three or more voters whose pace is known one alone raises no deal."""
-    paces = _paces(manifest)
+    paces = {
+        peer: member.tokens_per_s / member.weight
+        for peer, member in manifest.members.items()
+        if member.votes and member.tokens_per_s
+    }
     batch = rules.batch_tokens_at(manifest.tokens)
     for peer in manifest.members if len(paces) > 2 else ():
         dealt = num_samples(manifest.dealt[peer]) * rules.sequence_length
-        most = 4 * round_s * max(pace for other, pace in paces.items() if other != peer)
+        usual = round_s * max(pace for other, pace in paces.items() if other != peer)
+        most = usual * max(4, 1.25 * _trust(manifest, peer))
         require(
             dealt <= most + batch,
             "I14",
             f"{short(manifest)}: {peer} is dealt {dealt} tokens, voters do {paces}",
         )
-
-
-def _paces(manifest: Manifest) -> Mapping[PeerId, float]:
-    members = manifest.members.items()
-    return {peer: m.tokens_per_s for peer, m in members if m.votes and m.tokens_per_s}

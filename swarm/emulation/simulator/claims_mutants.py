@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import tested_under
+from swarm.emulation.simulator.signing import Door
+from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.messages import Signature
 from swarm.protocol.rounds import Rules
+from swarm.protocol.voting import Electorate, Members
 
 
 class _AllTokensWeigh(Rules):
@@ -36,6 +40,20 @@ class _AnyDeal(Rules):
         return 64.0
 
 
+class _CopiedInvitations(Door):
+    def holds(self, peer: PeerId, statement: bytes, signature: Signature) -> bool:
+        return statement.startswith(b"swarm join ") or super().holds(peer, statement, signature)
+
+
+class _VotesAreKept(Rules):
+    def with_voters(
+        self, members: Members, contributors: Collection[PeerId], seed: str
+    ) -> Electorate:
+        given = super().with_voters(members, contributors, seed)
+        kept = {p: replace(m, votes=m.votes or members[p].votes) for p, m in given.members.items()}
+        return Electorate(kept, given.reasons)
+
+
 CLAIMS_MUTANTS: Mapping[str, Mutant] = {
     "all_tokens_weigh": Mutant(
         "W1: no value weighs much more than the others", tested_under(_AllTokensWeigh)
@@ -44,5 +62,12 @@ CLAIMS_MUTANTS: Mapping[str, Mutant] = {
         "W2: one member alone moves no schedule", tested_under(_AllTokensCount)
     ),
     "own_clock": Mutant("T3: pace is by the clock of the run", tested_under(_OwnClock)),
+    "copied_invitations": Mutant(
+        "R8: a guest proves that it was given its invitation", UnderTest(door=_CopiedInvitations)
+    ),
+    "votes_are_kept": Mutant(
+        "R7: the unvouched stay under a third when vouched members leave",
+        tested_under(_VotesAreKept),
+    ),
     "any_deal": Mutant("T2: a deal is at most 4 times the median's", tested_under(_AnyDeal)),
 }

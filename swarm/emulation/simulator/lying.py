@@ -21,6 +21,7 @@ from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Trained, mean_of
 from swarm.experts import expert_of_unit
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -65,6 +66,10 @@ class LyingShell(Protocol):
     @property
     def setup(self) -> Setup:
         """Who will ever be there."""
+
+    @property
+    def credentials(self) -> Mapping[PeerId, Credential]:
+        """What peers show, so that everybody has seen it."""
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
         """Units that a peer reduces; what it says of these is its word, which nobody checks."""
@@ -198,8 +203,9 @@ class Liar:
         key = (manifest.digest, face)
         self._older = self._older or evidence
         if key not in self._told:
-            kinds = sorted(self.lies & CONVENING.keys())
-            lie = CONVENING[self._random.choice(kinds)] if kinds else None
+            lies = {**CONVENING, COPIED: Liar.copied}
+            kinds = sorted(self.lies & lies.keys())
+            lie = lies[self._random.choice(kinds)] if kinds else None
             told = lie(self, propose) if lie else None
             if "two_faced" in self.lies and not face:
                 told = None
@@ -344,6 +350,16 @@ class Liar:
         """A stranger joins that never asked to."""
         return self.anew(propose, joiners={PHANTOM: 9.0})
 
+    def copied(self, propose: Propose) -> Propose | None:
+        """A member is vouched for with what another member has shown."""
+        manifest, known = propose.manifest, self._shell.credentials
+        unvouched = sorted(self.tip.members.keys() - self.tip.vouched)
+        others = [known[peer] for peer in sorted(known.keys() - unvouched)]
+        if not unvouched or not others:
+            return None
+        friend = {self._random.choice(unvouched): self._random.choice(others)}
+        return self.anew(propose, credentials={**manifest.invited, **friend})
+
     def silence(self, propose: Propose) -> Propose:
         """Nobody was heard but those with an offer: its word against that of the others."""
         assert propose.evidence
@@ -403,6 +419,8 @@ CONVENING: Mapping[str, Lie] = {
     "nothing": Liar.nothing,
 }
 """What a convener may lie about."""
+COPIED = "copied"
+"""That an anchor vouches for a member, shown by a copied invitation; in the same class as WORK."""
 WORK = "work"
 """That it did all that it was dealt, in no time; a class of its own has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")

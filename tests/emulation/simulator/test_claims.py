@@ -12,6 +12,8 @@ CAUGHT_BY_SCHEDULE = {
     "all_tokens_count": "X:0",
     "own_clock": "X:0",
     "any_deal": "X:0",
+    "copied_invitations": "X:0",
+    "votes_are_kept": "A:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes X --mutant NAME`."""
