@@ -47,10 +47,10 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class, seeds):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:8",
+    "rolled_back_votes": "F:6",
     "lost_record_votes": "F:219",
     "failed_sync_awaited": "F:4",
-    "four_are_a_quorum": "G:35",
+    "four_are_a_quorum": "G:0",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
@@ -327,7 +327,7 @@ def test_the_extended_schedules_hold_what_they_are_meant_to_try():
         ("F", (2,)),
         ("G", (0,)),
         ("H", (0,)),
-        ("K", (12, 28, 33)),
+        ("K", (2, 31)),
     ):
         for seed in seeds:
             run_schedule(fault_class, seed, trace=lines.append)
