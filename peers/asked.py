@@ -12,13 +12,14 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import SwarmError
 from swarm.network.address_book import Remembered
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import read_invitation
+from swarm.network.invitations import read_invitation, require_guest
 from swarm.network.tips import Trust
-from swarm.peer.kept_settings import invitation_to
+from swarm.peer.kept_settings import credential_to
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import path_of_key, run_on_disk
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
+from swarm.protocol.manifest import PeerId
 
 Result = TypeVar("Result")
 
@@ -77,14 +78,17 @@ class Asked:
         says_which = self.wanted.run or self.wanted.run_id or not self.is_led
         return self.here if says_which else None
 
-    def invitation_to(self, run_id: str, run: RunConfig) -> Invitation | None:
-        """With what this peer would ask to be let in: given now, or before where it must be.
+    def credential_to(self, me: PeerId, run_id: str, run: RunConfig) -> Credential | None:
+        """With which this peer would ask to be let in: given now, or before where it must be.
 
         Raises:
-            InvitationError: what was given is none.
+            InvitationError: what was given is none, or is for another peer.
         """
-        given = read_invitation(self.invitation) if self.invitation else None
-        return unless_refused(partial(invitation_to, run, given, self.state.run(run_id)), given)
+        private = read_invitation(self.invitation) if self.invitation else None
+        if private:
+            require_guest(private, me)
+        given = Credential(private.invitation, "") if private else None
+        return unless_refused(partial(credential_to, run, given, self.state.run(run_id)), given)
 
 
 @dataclass(frozen=True)

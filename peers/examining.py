@@ -307,7 +307,7 @@ async def _look_at_run(
     try:
         tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
         if record.run != asked.here:  # else it comes back with what it has
-            require_admission(record.run, run, tip, me, asked.invitation_to(record.run, run))
+            require_admission(record.run, run, tip, me, asked.credential_to(me, record.run, run))
     except InvitationError as error:
         return replace(found, refused=(str(error),)), present
     except NobodyReachable as error:

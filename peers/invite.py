@@ -11,10 +11,11 @@ import click
 from peers.options import Options, option, options, program
 from swarm import durable
 from swarm.errors import InvitationError, StateError
-from swarm.protocol.invitation import MAX_ROUND, MAX_USES, as_text
+from swarm.protocol.invitation import MAX_INVITES, MAX_ROUND, MAX_USES, MAX_WEIGHT, as_text
 
 if TYPE_CHECKING:
     from swarm.peer.state_directory import RunDirectory
+    from swarm.protocol.manifest import Manifest
 
 PACE_ROUNDS = 32
 """The present pace is that of so many rounds."""
@@ -31,15 +32,40 @@ DEFAULT_ROUNDS = 1000
     default=DEFAULT_ROUNDS,
     help="In so many rounds from now on.",
 )
-def main(given: Options, uses: int, good_for: int) -> None:
+@option(
+    "--invites",
+    type=click.IntRange(0, MAX_INVITES),
+    default=0,
+    help="How many peers each guest may invite in turn.",
+)
+@option(
+    "--weight",
+    type=click.IntRange(1, MAX_WEIGHT),
+    default=1,
+    help="With how many ordinary members' work each guest is trusted: 8 for a node of eight GPUs.",
+)
+@option(
+    "--for",
+    dest="guest",
+    metavar="PEER",
+    help="Vouch for this one peer, which may be a member: start it with --invitation.",
+)
+def main(
+    given: Options, *, uses: int, good_for: int, invites: int, weight: int, guest: str | None
+) -> None:
     """Prints one line with which others join this peer's run and vote at once.
 
-    The founder of a run may invite, and so may who was invited. It needs the state directory only,
-    also while the peer runs: nobody is asked. Whom it invites may invite others in turn. An
-    invitation ends with a round and not at an hour, since all peers must agree on whether it is
+    The founder of a run may invite, and so may guests whose invitation allows it. It needs the
+    state directory only, also while the peer runs: nobody is asked. Whoever has the line may come
+    with it, so pass it on in private. A line of --for is worth nothing to other peers.
+
+    What a member counts as its work is limited by what others do. A guest with a larger --weight
+    may count more and is believed: a liar among them is so much of every mean.
+
+    An invitation ends with a round and not at an hour, since all peers must agree on whether it is
     good; stderr says what that is at the run's present pace.
     """
-    from swarm.network.identity import load_or_create_identity  # with the next: not for --help
+    from swarm.network.identity import load_or_create_identity, public_key_of  # not for --help
     from swarm.network.invitations import invite  # loads hivemind and torch
     from swarm.network.record_file import RecordFile  # loads hivemind and torch
     from swarm.peer.kept_settings import identity_path_of  # loads hivemind and torch
@@ -58,19 +84,54 @@ def main(given: Options, uses: int, good_for: int) -> None:
     if record is None:
         raise StateError(f"{directory.path} has no record: this peer has not joined yet")
     tip = record.tip
-    if not tip.is_anchor(identity.peer_id):
+    require_anchor(tip, identity.peer_id, (1 if guest else uses) * (weight + invites))
+    if guest and (uses != 1 or not public_key_of(guest)):
         raise InvitationError(
-            "this peer is no anchor of the run: it did not found it, and was not invited",
-            hint=f"ask its founder, {tip.founding.founder}",
+            f"--for {guest} names one peer by its id",
+            hint="leave --uses out; a peer's id is in its log and in swarm-monitor",
         )
     last_round = min(tip.round + good_for, MAX_ROUND)
-    invitation = invite(identity, run_id, uses=uses, last_round=last_round)
+    invitation = invite(
+        identity,
+        run_id,
+        uses=uses,
+        last_round=last_round,
+        invites=invites,
+        guest=guest,
+        weight=weight,
+    )
     hours = hours_of(good_for, events_of(directory))
     pace = f", about {hours:.1f} hours at the run's present pace" if hours is not None else ""
     click.echo(
         f"Good for {uses} peer(s) until round {last_round}, {good_for} from now{pace}:", err=True
     )
     click.echo(as_text(invitation))
+
+
+def require_anchor(tip: Manifest, me: str, needed: int) -> None:
+    """Refuses to write an invitation that no peer would take.
+
+    Args:
+        tip: newest manifest of the run.
+        me: the inviter.
+        needed: what all guests take of the peers that it may let in.
+
+    Raises:
+        InvitationError: this peer may not invite, or not so many.
+    """
+    if not tip.is_anchor(me):
+        raise InvitationError(
+            "this peer is no anchor of the run: it did not found it, and its invitation does not "
+            "let it invite others",
+            hint=f"ask its founder, {tip.founding.founder}",
+        )
+    member = tip.members.get(me)
+    if me != tip.founding.founder and member and needed > member.invites - member.given:
+        raise InvitationError(
+            f"this peer may let in {member.invites - member.given} more peers, and this takes "
+            f"{needed}",
+            hint="give a smaller --uses, --invites or --weight",
+        )
 
 
 def events_of(directory: RunDirectory) -> list[tuple[int, float]]:

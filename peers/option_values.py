@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -55,6 +56,18 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     if not found:
         raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
     return found[1]
+
+
+def invitation_text(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
+    """An invitation as it is given, or in a file, or on standard input."""
+    if text == "-":
+        return sys.stdin.readline().strip()
+    if text is None or not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).expanduser().read_text(errors="replace").strip()
+    except OSError as error:
+        raise click.BadParameter(f"{text[1:]}: {error.strerror}") from error
 
 
 def ip_of(_: click.Context, __: click.Parameter, text: str | None) -> str | None:

@@ -25,6 +25,7 @@ from peers.option_values import (
     gbit_of,
     gigabytes_of,
     head_digest,
+    invitation_text,
     ip_of,
     number_or_all,
     rate_of,
@@ -234,8 +235,10 @@ class Options:
     )
     invitation: str | None = _flag(
         "--invitation",
-        "What swarm-invite printed for you: with it this peer votes at once.",
-        metavar="TEXT",
+        "What swarm-invite, or the founder, printed for you: with it this peer votes at once. "
+        "@FILE, or - for standard input, keeps it out of the list of processes.",
+        metavar="TEXT|@FILE|-",
+        callback=invitation_text,
     )
     name: str | None = _flag("--name", "Display name of this peer.", sets="peer.name")
     capacity: float | None = _flag(
@@ -251,6 +254,14 @@ class Options:
         "time, too.",
         sets="peer.wait_for_peers",
         type=int,
+    )
+    open_gathering: bool | None = _flag(
+        "--open-gathering",
+        "Count any peer that is there first, not only those with the founder's invitation: a "
+        "stranger then votes for good.",
+        sets="peer.open_gathering",
+        is_flag=True,
+        default=None,
     )
     linger: float | None = _flag(
         "--linger", "Seconds to serve on after the last fetch.", sets="peer.linger_s", type=float
@@ -452,7 +463,8 @@ class Options:
 
 _DECLARED = {each.name: each.metadata for each in fields(Options) if each.metadata}
 _GROUPS = {
-    "Run": "run initial_peers run_id invitation tip new_run peers wait_for_peers rounds settings",
+    "Run": "run initial_peers run_id invitation tip new_run peers wait_for_peers open_gathering "
+    "rounds settings",
     "Text and weights": "corpus follow_links list_skipped tokenizer initialise_from",
     "This machine": "state_dir config name capacity linger leave_timeout identity_path",
     "Network": "port public_ip host_maddrs announce_maddrs client_mode relay direct direct_port "

@@ -25,9 +25,10 @@ G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow l
 timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time, R deltas. Only
 by --classes: O deltas in rounds that overlap with local steps, U the same for a given time, S 64
 peers (some seconds each), T 256 peers (half a minute each), V keys that join and vanish, P a member
-that lies and strangers that forge, W one that votes twice, Y a liar beside deltas, Q a peer that
-was away for hundreds of rounds. A small letter: that class with slices (round.stagger). Exit
-status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
+that lies and strangers that forge, W one that votes twice, Y a liar beside deltas, X one that
+overstates its work, Q a peer that was away for hundreds of rounds. A small letter: that class
+with slices (round.stagger). Exit status: 0 if no invariant broke (with --mutant: if one did), else
+1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")

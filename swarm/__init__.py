@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         load_state,
         look,
         plan_run,
+        read_invitation,
     )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "load_state",
     "look",
     "plan_run",
+    "read_invitation",
 ]
 
 

@@ -1,7 +1,8 @@
 """What a researcher needs, in one place: `import swarm` gives these names.
 
 Files: `load_run`, `load_peer`, `load_export`, `load_state`. Training: `build_model`, `Peer` with a
-`PeerObserver`. Looking and planning: `look`, `plan_run`. Each `SwarmError` says what to do.
+`PeerObserver`; `read_invitation` for a `Wanted`. Looking and planning: `look`, `plan_run`. Each
+`SwarmError` says what to do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarm.model.initialise import initial_tensors
 from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 from swarm.monitor.snapshot import Snapshot
+from swarm.network.invitations import read_invitation
 from swarm.peer.agreed_model import open_state
 from swarm.peer.looking import look
 from swarm.peer.observing import PeerObserver, RoundReport
@@ -49,6 +51,7 @@ __all__ = [
     "load_state",
     "look",
     "plan_run",
+    "read_invitation",
 ]
 
 

@@ -51,5 +51,6 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         trouble="",
         link=None,
         workers=None,
+        possession="",
     )
     return dataclasses.replace(record, **changes)

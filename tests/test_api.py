@@ -31,7 +31,7 @@ def test_every_public_name_is_there_and_explained() -> None:
     "public",
     [
         *(swarm.load_run, swarm.load_peer, swarm.load_export, swarm.load_state),
-        *(swarm.build_model, swarm.look, swarm.plan_run),
+        *(swarm.build_model, swarm.look, swarm.plan_run, swarm.read_invitation),
         *(swarm.Peer.found, swarm.Peer.join, swarm.Peer.resume, swarm.Peer.start),
     ],
 )

@@ -19,6 +19,8 @@ class PeerSection(Section):
     """Relative share of experts that this peer wants to own."""
     wait_for_peers: Positive = 1
     """A founder starts the first round when so many peers are present."""
+    open_gathering: bool = False
+    """A founder counts any peer that is there first; each votes for good, a stranger too."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
     """How long a finished peer goes on serving after somebody has fetched last; a day at most."""
     leave_timeout_s: PositiveReal = 120.0

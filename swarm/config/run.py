@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from blake3 import blake3
@@ -388,6 +389,23 @@ class RunConfig(Section):
     def schedule_steps(self) -> int:
         """Steps over which warm-up and cosine run."""
         return self.optimizer.schedule_steps or self.run.rounds * self.round.local_steps
+
+    def rate_share(self, step: int) -> float:
+        """The learning rate of the step that follows `step` steps of the run, in `optimizer.lr`.
+
+        Linear warm-up from `warmup_from`, then a cosine down to `final_share`, which holds from
+        `schedule_steps` on.
+
+        Source: zjr2000/SPES at 2cbcd96 for warm-up from a share of lr; Loshchilov and Hutter,
+        arXiv 1608.03983, for the cosine.
+        """
+        settings = self.optimizer
+        if step < settings.warmup_steps:
+            return settings.warmup_from + (1 - settings.warmup_from) * step / settings.warmup_steps
+        decay_steps = max(1, self.schedule_steps - settings.warmup_steps)
+        progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return settings.final_share + (1 - settings.final_share) * cosine
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from swarm.errors import SwarmError
 from swarm.protocol.life_events import EventReader
 
-JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
+JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)(?: --invitation (\S+))?$", re.MULTILINE)
 START_DEADLINE_S = 60.0
 POLL_S = 0.1
 Event = dict[str, Any]
@@ -107,10 +107,16 @@ class LocalPeer:
         if not self.log_path.exists():
             return None
         found = JOIN_LINE.findall(self.log_path.read_text(errors="replace"))
-        return str(found[-1]) if found else None
+        return str(found[-1][0]) if found else None
 
     def join_address(self, deadline_s: float = START_DEADLINE_S) -> str:
-        """The address that the present life printed.
+        """The address that the present life printed; raises as `join_options` does."""
+        return self.join_options(deadline_s)[1]
+
+    def join_options(self, deadline_s: float = START_DEADLINE_S) -> list[str]:
+        """The options of the line that the present life printed for others.
+
+        While it founds a run, they contain the invitation with which it counts its peers.
 
         Raises:
             SwarmError: it ended, or printed none in time.
@@ -119,7 +125,8 @@ class LocalPeer:
         while time.monotonic() < end_s:
             match = JOIN_LINE.search(self.output())
             if match:
-                return match[1]
+                invited = ["--invitation", match[2]] if match[2] else []
+                return ["--initial-peers", match[1], *invited]
             if not self.alive:
                 raise SwarmError(f"peer {self.index} ended: {self.output()[-2000:]}")
             time.sleep(POLL_S)

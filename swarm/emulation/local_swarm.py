@@ -63,9 +63,9 @@ class LocalSwarm:
         self.started_s = time.monotonic()
         founding = ["--run", str(self.run_file), "--wait-for-peers", str(self.num_peers)]
         founder = self.add([*founding, *self.founder_options])
-        address = founder.join_address()
+        join = founder.join_options()
         for _ in range(1, self.num_peers):
-            self.add(["--initial-peers", address])
+            self.add(join)
 
     def add(self, arguments: Sequence[str]) -> LocalPeer:
         """Starts one more peer with these arguments beside the common ones."""

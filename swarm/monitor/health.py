@@ -63,6 +63,14 @@ class Pace:
 
 def health_of(snapshot: Snapshot) -> Health:
     """The worst that can be said of the run, with what is known of its cause."""
+    found = _of_causes(snapshot)
+    if snapshot.ends_with is None or found.word not in (Word.HEALTHY, Word.DEGRADED):
+        return found
+    last = snapshot.called(snapshot.ends_with)
+    return Health(found.word, f"{found.reason}; the run ends with {last}: no other is vouched for")
+
+
+def _of_causes(snapshot: Snapshot) -> Health:
     found = _health(snapshot)
     causes = causes_of(snapshot) if snapshot.run_id and found.word is not Word.FINISHED else ()
     told = [cause.text for cause in causes[:MAX_CAUSES]]

@@ -161,6 +161,7 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         trouble="",
         link=None,
         workers=_workers(own.get("workers")),
+        possession="",
     )
     return PeerRow(
         record,

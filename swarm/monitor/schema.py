@@ -142,6 +142,7 @@ class PeerJson(TypedDict):
     trouble: str
     link: LinkJson | None
     workers: WorkersJson | None
+    possession: str
     agreement: Literal["equal", "behind", "ahead", "different"]
     votes: bool | None
     counted: int

@@ -230,6 +230,8 @@ class Snapshot:
     """Members whose work is not in the newest round's mean."""
     quorum: bool | None = None
     """Whether the voters that are present can decide a round."""
+    ends_with: PeerId | None = None
+    """The one of several members that is vouched for: without it nobody decides."""
     rounds: tuple[RoundPoint, ...] = ()
     """What the monitor saw, oldest first; see `swarm.monitor.history`."""
     events: tuple[Happening, ...] = ()
@@ -321,6 +323,7 @@ def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object
         absent=tuple(sorted(tip.members.keys() - present.keys())),
         left_out=tuple(sorted(tip.members.keys() - set(tip.contributors))) if tip.round else (),
         quorum=tip.is_quorum(present),
+        ends_with=min(tip.vouched) if len(tip.vouched) == 1 < len(tip.members) else None,
     )
 
 

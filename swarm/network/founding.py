@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
 from swarm.network.finding import POLL_S, Announced, announced_runs, runs_of
+from swarm.network.invitations import proves
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
 from swarm.network.records import heard, publish
@@ -105,17 +106,30 @@ async def gather(
     said_s = 0.0
     while True:
         await heard(_announce(node, announcement, mine), None)
-        present = await heard(present_peers(node, announcement.run), {})
+        here = await heard(present_peers(node, announcement.run), {})
+        present = {
+            peer: said for peer, said in here.items() if _is_awaited(peer, said, announcement)
+        }
         present[node.peer_id] = mine()
         if len(present) >= announcement.wait_for_peers:
             kept = [node.peer_id, *sorted(present.keys() - {node.peer_id})]
             return {peer: present[peer] for peer in kept[: announcement.wait_for_peers]}
+        others = len({*here} - {*present})
         if time.monotonic() - said_s > 10:
             said_s = time.monotonic()
             logger.info(
-                "waiting for peers: %d of %d are here", len(present), announcement.wait_for_peers
+                "waiting for peers: %d of %d are here%s",
+                len(present),
+                announcement.wait_for_peers,
+                f", and {others} without the invitation" if others else "",
             )
         await asyncio.sleep(POLL_S)
+
+
+def _is_awaited(peer: PeerId, said: PeerRecord, announcement: RunRecord) -> bool:
+    """Whether a peer counts at the founding: it was given the invitation, or that is open."""
+    key, run = announcement.key, announcement.run
+    return not key or (said.possession != "" and proves(said.possession, key, run, peer))
 
 
 async def keep_gathering(

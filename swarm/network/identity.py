@@ -93,6 +93,15 @@ def load_or_create_identity(path: Path) -> Identity:
     return Identity(path, peer_id, public_key, key, is_new)
 
 
+def identity_of(secret: str) -> Identity:
+    """The identity of a private key in hex digits that is in no file."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret))
+    public_key = key.public_key().public_bytes_raw()
+    peer_id = peer_id_of(public_key)
+    assert peer_id is not None, "a private key has a sound public one"
+    return Identity(Path(), peer_id, public_key, key)
+
+
 _NEW_IDENTITY = "put a copy back, or move it away to start as a new peer with a new --state-dir"
 
 

@@ -204,6 +204,11 @@ class Ledger:
         place = self._places.get(peer)
         return place.prefix if place else ""
 
+    def public_network_of(self, peer: PeerId) -> str | None:
+        """The network of any peer, if it is one of the internet and known."""
+        place = self._places.get(peer)
+        return place.prefix if place and ipaddress.ip_network(place.prefix).is_global else None
+
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
         """Takes something out of a peer's accounts, or nothing out of any.
 

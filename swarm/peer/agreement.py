@@ -9,7 +9,7 @@ from pathlib import Path
 from swarm.config import RunConfig
 from swarm.data.corpus import STANDARD_LIBRARY
 from swarm.errors import BadManifest, ConfigError, InvitationError, RunMismatch, TextMismatch
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.membership import Guests
 from swarm.protocol.texts import Text
@@ -82,24 +82,21 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
         raise RunMismatch("; ".join(wrong), hint="leave the option out to join as it is")
 
 
-def require_closed_founding(run: RunConfig, wait_for_peers: int) -> None:
-    """Refuses to gather founders of a run that takes in only peers that are invited.
-
-    Whoever is there when a run is founded votes, and nobody can be invited before.
+def require_closed_founding(run: RunConfig, *, is_open: bool) -> None:
+    """Refuses to gather strangers for a run that takes in only peers that are invited.
 
     Raises:
         ConfigError: says how such a run is founded.
     """
-    if run.run.admission == "invited" and wait_for_peers > 1:
+    if run.run.admission == "invited" and is_open:
         raise ConfigError(
-            f'run.admission = "invited" with --wait-for-peers {wait_for_peers}: while a run '
-            "gathers, anybody may come",
-            hint="found it without --wait-for-peers, then let others in with swarm-invite",
+            'run.admission = "invited" with --open-gathering: strangers would be let in and vote',
+            hint="leave --open-gathering out, and pass on the whole line that the founder prints",
         )
 
 
 def require_admission(
-    run_id: str, run: RunConfig, tip: Manifest, me: PeerId, invitation: Invitation | None
+    run_id: str, run: RunConfig, tip: Manifest, me: PeerId, credential: Credential | None
 ) -> None:
     """Refuses to join a run that would not take this peer in, or not as it was asked to.
 
@@ -109,9 +106,9 @@ def require_admission(
     if me in tip.members:
         return
     is_open = run.run.admission == "open"
-    shown = {me: invitation} if invitation else {}
+    shown = {me: credential} if credential else {}
     guests = Guests.of(tip, shown, run=run_id, is_open=is_open)
-    if guests.may_come(me) and (invitation is None or guests.problem(me) is None):
+    if guests.may_come(me) and (credential is None or guests.problem(me) is None):
         return
     kind = "anybody" if is_open else "only peers that are invited"
     raise InvitationError(

@@ -24,6 +24,7 @@ from swarm.network.finding import (
     whom_to_ask,
 )
 from swarm.network.founding import await_founding
+from swarm.network.invitations import credential_for
 from swarm.network.joining import fetch_newest_state, missing_bytes, present_peers
 from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
@@ -31,7 +32,7 @@ from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission
 from swarm.peer.entrances import others_at, runs_there
 from swarm.peer.host import Host
-from swarm.peer.kept_settings import invitation_to
+from swarm.peer.kept_settings import credential_to
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
@@ -60,6 +61,11 @@ logger = logging.getLogger(__name__)
 BEGUN_S = 60.0
 STOP_POLL_S = 0.2
 
+NOT_AWAITED = (
+    "The founder waits for peers that have its invitation, and this one has not: it joins once the "
+    "run has begun. To be one of them, start it with the whole line that the founder printed."
+)
+
 Result = TypeVar("Result")
 
 
@@ -83,6 +89,8 @@ class Starter:
     def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
         self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
         self.node, self.state, self.config = host.node, host.state, host.config
+        private = wanted.invitation
+        self.credential = credential_for(private, self.node.identity) if private else None
         corpus = self.config.corpus
         self.text = RunText(
             corpus.folder,
@@ -262,6 +270,8 @@ class Starter:
         if founding is None:
             self._open_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
+            if announced.record.key and not self._is_awaited(announced.record):
+                self.observer.on_notice(NOT_AWAITED)
             announced = self.wait_for(self._gathered(announced.record, run))
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
@@ -282,8 +292,8 @@ class Starter:
             question = newest_tip(self.node, downloads, record, peers, trust)
             shown = self.wait_for(question)
             tip = shown.record.tip
-            invitation = invitation_to(run, self.wanted.invitation, directory)
-            require_admission(record.run, run, tip, self.node.peer_id, invitation)
+            credential = credential_to(run, self.credential, directory)
+            require_admission(record.run, run, tip, self.node.peer_id, credential)
             if self.node.peer_id not in tip.members:  # a member has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
@@ -311,9 +321,16 @@ class Starter:
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
+    def _is_awaited(self, gathering: RunRecord) -> bool:
+        """Whether this peer was given the invitation of a run that gathers."""
+        return self.credential is not None and self.credential.invitation.key == gathering.key
+
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
         """The run, once its founder announces it; meanwhile this peer measures its line."""
-        founded = await_founding(self.node, gathering, self.status(run).record)
+        status, possession = self.status(run), self.credential.possession if self.credential else ""
+        founded = await_founding(
+            self.node, gathering, lambda: replace(status.record(), possession=possession)
+        )
         announced, _ = await asyncio.gather(founded, measure_line(self.host, gathering.run))
         return announced
 
@@ -322,8 +339,8 @@ class Starter:
 
         What comes from now on is gigabytes, and there is no record before all of it is here.
         """
-        if self.wanted.invitation:
-            directory.write_invitation(self.wanted.invitation)
+        if self.credential:
+            directory.write_credential(self.credential)
         if self.wanted.vouched:
             directory.write_vouched(self.wanted.vouched)
         directory.add_entered_by(peer for peer in others_at(self.host) if peer in members)

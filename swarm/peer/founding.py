@@ -25,6 +25,7 @@ from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import require_closed_founding
 from swarm.peer.entering import Started, Starter
+from swarm.peer.gathering import gathering_of
 from swarm.peer.live_model import initial_contents
 from swarm.peer.machine import Room
 from swarm.peer.own_line import measure_line
@@ -34,6 +35,7 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
+from swarm.protocol.invitation import GATHERING
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Manifest, Member, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState
@@ -42,6 +44,10 @@ from swarm.protocol.texts import TokenizerFile
 logger = logging.getLogger(__name__)
 
 _KEPT = ("config.json", "founding", "text", "packs")
+OPEN_GATHERING = (
+    "With --open-gathering whoever is there first votes for good, a stranger too: a majority of "
+    "strangers decides everything in this run."
+)
 BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
 """All that a founding writes into a run's folder before the run has a record."""
 
@@ -64,7 +70,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
             peers that are invited is to gather anybody.
         Stopped: the peer was asked to stop before the run was founded.
     """
-    require_closed_founding(run, starter.config.peer.wait_for_peers)
+    require_closed_founding(run, is_open=starter.config.peer.open_gathering)
     if joined := starter.instead(run):
         return joined
     weights = founders_weights(run, starter.wanted.initialise_from, weights)
@@ -153,6 +159,7 @@ def _stored(
         store.sync(manifest.blobs)
         RecordFile(directory.record_path).write(record)
         undo.pop_all()
+    starter.state.end_gathering()
     return Started(name, run, layout_of(run), directory, store, record, starter.text.shards)
 
 
@@ -166,8 +173,12 @@ def _file_of(tokenizer: Tokenizer, text: FoundText) -> TokenizerFile | None:
 
 
 def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRecord:
+    wait_for_peers, name, key = starter.config.peer.wait_for_peers, GATHERING + founding.nonce, ""
+    if wait_for_peers > 1 and not starter.config.peer.open_gathering:
+        gathering = gathering_of(starter.state, starter.node.identity, wait_for_peers)
+        name, key = gathering.run, gathering.invitation.invitation.key
     return RunRecord(
-        run=f"gathering-{founding.nonce}",
+        run=name,
         name=run.run.name,
         fingerprint=run.fingerprint(),
         founder=founding.founder,
@@ -176,7 +187,8 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
         config=founding.config,
         config_bytes=founding.config_bytes,
         state=RunState.GATHERING,
-        wait_for_peers=starter.config.peer.wait_for_peers,
+        wait_for_peers=wait_for_peers,
+        key=key,
         text=founding.text,
         tokenizer=founding.tokenizer,
     )
@@ -185,6 +197,8 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
 def _gather(
     starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
 ) -> dict[PeerId, Member]:
+    if not gathering.key and gathering.wait_for_peers > 1:
+        starter.observer.on_notice(OPEN_GATHERING)
     if gathering.wait_for_peers == 1:
         room = Room(run, starter.config.compute, starter.state.path)
         return {starter.node.peer_id: Member(0, starter.config.peer.capacity, room=room())}

@@ -23,6 +23,7 @@ from swarm.network.probing import QUESTION, Prober, dial_fault
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
+from swarm.peer.gathering import gathering_of
 from swarm.peer.kept_settings import keep, with_kept
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import PeerObserver
@@ -31,6 +32,7 @@ from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.way_in import path_of_key
 from swarm.peer.workers import ready_for_nodes
+from swarm.protocol.invitation import as_text
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.records import RunRecord, encode_record, shortened
 
@@ -39,6 +41,11 @@ logger = logging.getLogger(__name__)
 NETWORK_START_S = 60.0
 NETWORK_STOP_S = 10.0
 DIAL_BACK_S = 40.0
+
+
+def nothing(_: StateDirectory) -> bool:
+    """No check of what is on disk, and nobody to be gathered."""
+    return False
 
 
 class Reception:
@@ -146,38 +153,39 @@ class Host:
         config: PeerConfig,
         folder: Path,
         observer: PeerObserver,
-        check: Callable[[StateDirectory], None] | None = None,
+        check: Callable[[StateDirectory], object] = nothing,
         stop: Stop | None = None,
+        *,
+        gathers: Callable[[StateDirectory], bool] = nothing,
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        With a record of a run the peer starts even when nobody answers. What `kept_settings.py`
-        lists is as at an earlier start, where `config` leaves it open.
+        With a record of a run the peer starts even when nobody answers. Settings that `config`
+        leaves open are as at an earlier start (`kept_settings.py`).
 
         Args:
             config: of this machine.
             folder: the state directory; made if missing.
-            observer: told the address by which others may join.
+            observer: told how others may join.
             check: raises before the network starts if what is on disk will not do.
             stop: asked when this peer is to leave; None for one of its own.
+            gathers: whether this start waits for invited peers.
 
         Raises:
             ConfigError: workers of other machines cannot be waited for at the given address.
             StateError, StateLocked: the directory cannot be used, or lacks the key of its runs.
-            NobodyReachable: none of the given addresses answered.
-            NetworkDown: libp2p's daemon did not start.
+            NobodyReachable, NetworkDown: no given address answered; libp2p did not start.
             DataQuotaSpent: the month's bytes are used up.
         """
         reception = Reception()
         with ExitStack() as undo:
             state = StateDirectory(folder)
             undo.callback(state.close)
-            if check:
-                check(state)
+            check(state)
             ready_for_nodes(config.compute, state.path)
             given, config = config, with_kept(config, state.settings_path)
-            require_quota(config.network, state)
             network = config.network
+            require_quota(network, state)
             node = Node.start(
                 identity_path=path_of_key(network.identity_path, state),
                 network=network,
@@ -196,10 +204,9 @@ class Host:
             reception.open(node)
             if node.port and state.port is None:
                 state.port = node.port
-            for address in node.addresses[:1]:
-                observer.on_address(address)
-            is_dialable = _can_be_dialled(node) and not network.client_mode
+            _tell_how_to_join(observer, state, node, config.peer.wait_for_peers * gathers(state))
             undo.pop_all()
+            is_dialable = _can_be_dialled(node) and not network.client_mode
             return cls(config, state, node, reception, is_dialable, stop, quota)
 
     @property
@@ -225,6 +232,17 @@ class Host:
         self.quota.end()
         self.node.stop(NETWORK_STOP_S)
         self.state.close()
+
+
+def _tell_how_to_join(
+    observer: PeerObserver, state: StateDirectory, node: Node, num_gathered: int
+) -> None:
+    """The address, and before it the invitation of a founder that waits for others."""
+    if num_gathered > 1:
+        gathering = gathering_of(state, node.identity, num_gathered)
+        observer.on_invitation(as_text(gathering.invitation))
+    for address in node.addresses[:1]:
+        observer.on_address(address)
 
 
 def _can_be_dialled(node: Node) -> bool:

@@ -10,7 +10,7 @@ from swarm import durable
 from swarm.config import PeerConfig, RunConfig, validate_config
 from swarm.errors import ConfigError
 from swarm.peer.state_directory import IDENTITY_FILE, SETTINGS_FILE, RunDirectory
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 
 logger = logging.getLogger(__name__)
 
@@ -98,22 +98,22 @@ def identity_path_of(folder: Path, given: str | None) -> Path:
     return Path(path).expanduser() if isinstance(path, str) else folder / IDENTITY_FILE
 
 
-def invitation_to(
-    run: RunConfig, given: Invitation | None, directory: RunDirectory
-) -> Invitation | None:
-    """With what a peer asks to be let into a run: given now, or before where nobody is without."""
+def credential_to(
+    run: RunConfig, given: Credential | None, directory: RunDirectory
+) -> Credential | None:
+    """With which a peer asks to be let into a run: given now, or before where nobody is without."""
     is_open = run.run.admission == "open"
-    return given or (None if is_open else directory.read_invitation())
+    return given or (None if is_open else directory.read_credential())
 
 
-def kept_invitation(given: Invitation | None, directory: RunDirectory) -> Invitation | None:
-    """With what this peer comes: what it is given now, which is kept, or was given before [R8].
+def kept_credential(given: Credential | None, directory: RunDirectory) -> Credential | None:
+    """With which this peer comes: given now, and kept from now on, or given before [R8].
 
-    A member that was silent for too long comes back with it, though it may be used up.
+    The invitation's private key is not needed any more, and nowhere kept.
     """
     if given is None:
-        return directory.read_invitation()
-    directory.write_invitation(given)
+        return directory.read_credential()
+    directory.write_credential(given)
     return given
 
 

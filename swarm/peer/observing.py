@@ -40,6 +40,9 @@ class PeerObserver(RoundObserver):
     def on_address(self, address: str) -> None:
         """The network is up, and others may join by this address; before anything of a run."""
 
+    def on_invitation(self, text: str) -> None:
+        """This peer founds a run with others, which join with this; before its address."""
+
     def on_notice(self, line: str) -> None:
         """One sentence about what joiners need, such as the run's text."""
 

@@ -24,8 +24,8 @@ from swarm.peer.entering import Started, Starter
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
 from swarm.peer.held_out_text import end_of_text, held_out_of
-from swarm.peer.host import Host
-from swarm.peer.kept_settings import kept_invitation
+from swarm.peer.host import Host, nothing
+from swarm.peer.kept_settings import kept_credential
 from swarm.peer.leaving import Stop, StopAsked, leave, serving
 from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.machine import Room, device_of, engine_for
@@ -38,7 +38,7 @@ from swarm.peer.threads import start_threads, usable_cores
 from swarm.peer.trainer import Trainer
 from swarm.peer.unit_threads import UnitThreads
 from swarm.peer.wanted import Wanted
-from swarm.peer.way_in import require_way_in
+from swarm.peer.way_in import is_to_be_founded, require_way_in
 from swarm.peer.workers import num_workers
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
@@ -51,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 NO_WISH = Wanted()
+ENDS_WITH_IT = (
+    "This run ends with this peer: no other is vouched for. swarm-invite prints invitations, and "
+    "vouches for a trainee with --for PEER."
+)
 THIS_MACHINE = PeerConfig()
 
 
@@ -110,6 +114,8 @@ class Peer:
             stop=self._stop,
             rooms=self._rooms_there,
         )
+        if started.record.tip.vouched == {self.peer_id}:
+            starter.observer.on_notice(ENDS_WITH_IT)
         if run.run.admission == "invited":
             starter.observer.on_notice("A joiner needs --invitation and what swarm-invite prints.")
         self._ending = ExitStack()
@@ -173,7 +179,9 @@ class Peer:
             return found(starter, run, weights)
 
         wanted = Wanted(tokenizer=Path(tokenizer) if tokenizer else None)
-        return cls._enter(folder, config, founding, wanted=wanted, observer=observer)
+        return cls._enter(
+            folder, config, founding, wanted=wanted, observer=observer, founds=lambda _: True
+        )
 
     @classmethod
     def join(
@@ -273,7 +281,10 @@ class Peer:
             return started
 
         check = partial(require_way_in, wanted, config.network.initial_peers)
-        return cls._enter(folder, config, starting, wanted, stop, observer=observer, check=check)
+        return cls._enter(
+            folder, config, starting, wanted, stop, observer=observer, check=check,
+            founds=partial(is_to_be_founded, wanted),
+        )  # fmt: skip
 
     @classmethod
     def _enter(
@@ -285,11 +296,20 @@ class Peer:
         stop: Stop | None = None,
         *,
         observer: PeerObserver,
-        check: Callable[[StateDirectory], None] | None = None,
+        check: Callable[[StateDirectory], object] = nothing,
+        founds: Callable[[StateDirectory], bool] = nothing,
     ) -> Peer:
         num_workers(config.compute, device_of(config.compute.device))  # a missing GPU ends it here
         start_threads(config.compute)
-        host = Host.open(config, Path(folder), observer, check, stop)
+        gathers = config.peer.wait_for_peers > 1 and not config.peer.open_gathering
+        host = Host.open(
+            config,
+            Path(folder),
+            observer,
+            check,
+            stop,
+            gathers=lambda state: gathers and founds(state),
+        )
         with ExitStack() as undo:
             undo.callback(host.close)
             starter = Starter(host, wanted, observer)
@@ -393,10 +413,11 @@ def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) 
         sign=host.node.identity.sign,
         is_dialable=host.is_dialable,
         uplink_of=host.uplink_mbit,
+        network_of=host.reception.ledger.public_network_of,
         room_of=room_of,
         fetches_ahead=True,
         chain=file.read_chain(started.record, founding.head),
-        invitation=kept_invitation(starter.wanted.invitation, started.directory),
+        credential=kept_credential(starter.credential, started.directory),
     )
 
 

@@ -9,13 +9,14 @@ STATE_DIR/
 ├── settings            its name, key's path, addresses and limits, kept for later starts
 ├── line                what was found out about its uplink, and when
 ├── workers.key         what machines with workers for this peer must hold (0600)
+├── gathering           name and key of a run that this peer is about to found (0600)
 ├── data_used           bytes moved this month, with --data-quota
 ├── data/               tokenised corpus
 └── runs/RUN_ID/
     ├── config.json     the run configuration, canonical
     ├── founding        manifest 0
     ├── text            folder that the run's text comes from; empty for the standard library
-    ├── invitation      with what this peer came
+    ├── credential      with which this peer came, readable by its owner only
     ├── vouched         head that the person who joined vouched for
     ├── entered_by      peers at given addresses that said they are in the run, newest first
     ├── record          tip, promise and vote of the round protocol
@@ -49,16 +50,14 @@ from swarm.errors import (
     BadManifest,
     ConfigError,
     CorruptState,
-    InvitationError,
     StateError,
     StateLocked,
     no_access,
     unreadable,
 )
 from swarm.network.address_book import Remembered, freshest
-from swarm.network.invitations import read_invitation
 from swarm.network.record_file import with_digest, without_digest
-from swarm.protocol.invitation import Invitation, as_text
+from swarm.protocol.invitation import Credential, credential_bytes, credential_of
 from swarm.protocol.life_events import UNCHANGED, abridged
 from swarm.protocol.manifest import IS_RUN_ID, Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.training import SavedWork
@@ -80,6 +79,7 @@ it replaces `time.time` when this is bound."""
 
 _OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
 _IS_DIGEST = re.compile("[0-9a-f]{64}")
+_IS_HEX = re.compile("[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -190,16 +190,14 @@ class RunDirectory:
         """Keeps where the run's text comes from."""
         durable.write_file(self.path / "text", os.fsencode(folder or ""))
 
-    def read_invitation(self) -> Invitation | None:
-        """With what this peer came into the run; None if with nothing, or that is damaged."""
-        try:
-            return read_invitation(_read_text(self.path / "invitation"))
-        except InvitationError:
-            return None
+    def read_credential(self) -> Credential | None:
+        """With which this peer came into the run; None if with nothing, or that is damaged."""
+        return credential_of(_read_text(self.path / "credential").encode())
 
-    def write_invitation(self, invitation: Invitation) -> None:
-        """Keeps with what this peer came."""
-        durable.write_file(self.path / "invitation", as_text(invitation).encode())
+    def write_credential(self, credential: Credential) -> None:
+        """Keeps with which this peer came."""
+        content = credential_bytes(credential)
+        durable.write_file(self.path / "credential", content, mode=0o600)
 
     def read_vouched(self) -> Digest | None:
         """The head that the person vouched for who had this peer join; None if with nothing."""
@@ -363,6 +361,20 @@ class StateDirectory:
     def last_run(self) -> str | None:
         """The run that there is to read: the current one, unless this peer has yet to join it."""
         return _last_run(self.path)
+
+    def read_gathering(self) -> tuple[str, str] | None:
+        """Name and private key of the run that this peer is about to found, if there is one."""
+        words = _read_text(self.path / "gathering").split()
+        is_whole = len(words) == 2 and all(map(_IS_HEX.fullmatch, words)) and len(words[1]) == 64
+        return (words[0], words[1]) if is_whole else None
+
+    def write_gathering(self, name: str, secret: str) -> None:
+        """Keeps them until the run is founded."""
+        durable.write_file(self.path / "gathering", f"{name} {secret}\n".encode(), mode=0o600)
+
+    def end_gathering(self) -> None:
+        """The run is founded: its peers need the key no more."""
+        (self.path / "gathering").unlink(missing_ok=True)
 
     def run(self, run_id: str) -> RunDirectory:
         """The directory of one run.

@@ -410,6 +410,7 @@ class PeerStatus:
             trouble=self.account.trouble(),
             link=link_figures(self.node.lines, self.fetched_of(), self.node.traffic),
             workers=self._workers,
+            possession="",
         )
 
     def _median_norm(self) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from swarm.config import RunConfig
 from swarm.errors import RunMismatch
 from swarm.peer.agreement import explain_difference, require_settings
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import PrivateInvitation
 from swarm.protocol.manifest import Digest
 
 
@@ -34,7 +34,7 @@ class Wanted:
     run: RunConfig | None = None
     run_id: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
-    invitation: Invitation | None = None
+    invitation: PrivateInvitation | None = None
     vouched: Digest | None = None
     beside_others: bool = False
     tokenizer: Path | None = None

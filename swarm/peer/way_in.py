@@ -75,6 +75,11 @@ def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
     return next(same, last if last and found[last] is None else None)
 
 
+def is_to_be_founded(wanted: Wanted, state: StateDirectory) -> bool:
+    """Whether a run is founded, unless others at the given addresses are in it already."""
+    return wanted.run is not None and (wanted.beside_others or run_on_disk(wanted, state) is None)
+
+
 def _fingerprint(directory: RunDirectory) -> str | None:
     """None where the configuration is damaged; it is mended, and compared, once it is resumed."""
     try:

@@ -74,7 +74,10 @@ def _counts(manifest: Manifest) -> Iterator[int]:
     yield from manifest.owners
     yield from (member.silent for member in manifest.members.values())
     yield from (member.counted for member in manifest.members.values())
-    yield from (member.room for member in manifest.members.values())
+    for member in manifest.members.values():
+        yield from (member.room, member.invites, member.given, member.weight)
+    for absent in manifest.absent.values():
+        yield from (absent.since, absent.invites, absent.given, absent.weight)
     for entry in manifest.entries.values():
         yield from (entry.num_bytes, entry.version)
     for height, (num_members, _) in manifest.lineage:
@@ -88,7 +91,7 @@ def _amounts(member: Member) -> tuple[float, float]:
 def _peers(manifest: Manifest) -> Iterator[str]:
     yield manifest.founding.founder
     yield from (*manifest.members, *manifest.contributors, *manifest.work, *manifest.dealt)
-    yield from (*manifest.wishes, *manifest.invited)
+    yield from (*manifest.wishes, *manifest.invited, *manifest.absent)
     for owners in manifest.owners.values():
         yield from owners
     for entry in manifest.entries.values():

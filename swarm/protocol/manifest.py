@@ -23,7 +23,7 @@ from swarm.errors import BadManifest
 from swarm.experts import expert_unit
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
-from swarm.protocol.invitation import Invitation, Used, as_plain
+from swarm.protocol.invitation import Credential, Invitation, Used, as_plain
 from swarm.protocol.strict import Strict
 from swarm.protocol.texts import Text, TokenizerFile
 
@@ -99,10 +99,28 @@ class Member:
     electorate begins with these."""
     votes: bool = True
     """Whether it is an elector of the next round; a trainee is not."""
-    invited: bool = False
-    """Whether it came with an anchor's invitation, which makes it an anchor."""
+    vouched: bool = True
+    """Whether an anchor vouches for it, or the founder took it into manifest 0 [R7]."""
+    invites: int = 0
+    """How many peers it may let in; an anchor may any. Left out of the JSON if none."""
+    given: int = 0
+    """How many of these it has let in. Left out of the JSON if none."""
     room: int = ALL_EXPERTS
     """How many experts fit its machine, by its own word [R4]; left out of the JSON if all do."""
+    weight: int = 1
+    """With how many ordinary members' work an anchor trusts it [W1, T2]; left out of the JSON if
+    with one's."""
+
+
+@dataclass(frozen=True)
+class FormerMember:
+    """A vouched member that was removed, or has left: it comes back as what it was [R8]."""
+
+    since: int
+    """Training round of the manifest that first lacked it."""
+    invites: int
+    given: int
+    weight: int
 
 
 @dataclass(frozen=True)
@@ -230,10 +248,12 @@ class Manifest:
     """What of the text is dealt and what is open, see `swarm.protocol.dealing`."""
     wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
     """Why members of the parent are gone that were heard: they asked, and signed that."""
-    invited: Mapping[PeerId, Invitation] = field(default_factory=dict)
-    """Why members that came with this manifest vote at once [R8]."""
+    invited: Mapping[PeerId, Credential] = field(default_factory=dict)
+    """Why peers are members that vote from this manifest on, without ten rounds of work [R8]."""
     invitations: Mapping[Digest, Used] = field(default_factory=dict)
     """Invitations that were used and are still good, by name [R8]."""
+    absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
+    """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
     """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
@@ -308,10 +328,20 @@ class Manifest:
         """Members that elect the next height; the others are trainees [R7]."""
         return frozenset(peer for peer, member in self.members.items() if member.votes)
 
+    @cached_property
+    def trusted(self) -> Mapping[PeerId, int]:
+        """Members that are trusted with more work than others, and with how many ones' work."""
+        return {peer: each.weight for peer, each in self.members.items() if each.weight > 1}
+
     def is_anchor(self, peer: PeerId) -> bool:
         """Whether a peer may invite others and vouch for a reform [L2, R8]."""
         member = self.members.get(peer)
-        return peer == self.founding.founder or (member is not None and member.invited)
+        return peer == self.founding.founder or (member is not None and member.invites > 0)
+
+    @cached_property
+    def vouched(self) -> frozenset[PeerId]:
+        """Members that anchors vouch for: a majority of the voters in every manifest [R7]."""
+        return frozenset(peer for peer, member in self.members.items() if member.vouched)
 
     @property
     def order(self) -> tuple[PeerId, ...]:
@@ -342,17 +372,31 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
+_UNSAID = {"room": ALL_EXPERTS, "invites": 0, "given": 0, "weight": 1}
+"""Values of a member that the JSON leaves out."""
+_NEVER = object()
+
+
 def _plain(
-    value: Kind | Member | Entry | Founding | Text | TokenizerFile | Invitation | Used,
+    value: Kind
+    | Member
+    | FormerMember
+    | Entry
+    | Founding
+    | Text
+    | TokenizerFile
+    | Invitation
+    | Credential
+    | Used,
 ) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
-    if isinstance(value, Member) and value.room == ALL_EXPERTS:
-        return {name: each for name, each in vars(value).items() if name != "room"}
+    if isinstance(value, Member):
+        return {k: each for k, each in vars(value).items() if each != _UNSAID.get(k, _NEVER)}
     if isinstance(value, Entry) and value.coding == UNCODED:
         return {name: each for name, each in vars(value).items() if name != "coding"}
-    if isinstance(value, (Invitation, Used)):
+    if isinstance(value, (Invitation, Credential, Used)):
         return as_plain(value)  # they keep derived values beside their fields
     return value.value if isinstance(value, Kind) else vars(value)
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from swarm.protocol.invitation import Invitation, Used, invitation_problem, still_good, with_use
-from swarm.protocol.manifest import Digest, Manifest, Member, PeerId, turn
+from swarm.protocol.invitation import (
+    Credential,
+    Invitation,
+    Used,
+    invitation_problem,
+    still_good,
+    with_use,
+)
+from swarm.protocol.manifest import Digest, FormerMember, Manifest, Member, PeerId, turn
 from swarm.protocol.voting import Elect, counted, with_voters
 
+MAX_ABSENT = 1024
+"""Vouched peers that a manifest remembers when they are gone; the first to go is forgotten first,
+and those before all others that may let nobody in."""
 NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 
@@ -21,10 +32,12 @@ class Membership:
     members: dict[PeerId, Member]
     """In peer-id order."""
     reasons: tuple[str, ...]
-    invited: dict[PeerId, Invitation] = field(default_factory=dict)
-    """With what newcomers came that vote at once, in peer-id order."""
+    invited: dict[PeerId, Credential] = field(default_factory=dict)
+    """What was shown by peers that vote without having earned it, in peer-id order."""
     invitations: dict[Digest, Used] = field(default_factory=dict)
     """Invitations that were used and are still good."""
+    absent: dict[PeerId, FormerMember] = field(default_factory=dict)
+    """Vouched peers that are no members, in peer-id order."""
 
 
 def next_members(
@@ -39,16 +52,15 @@ def next_members(
     capacities: Mapping[PeerId, float] = NOTHING_SAID,
     rooms: Mapping[PeerId, int] = NOTHING_SAID,
     is_open: bool = True,
-    invitations: Mapping[PeerId, Invitation] | None = None,
+    credentials: Mapping[PeerId, Credential] = NOTHING_SAID,
     run: str = "",
     elect: Elect = with_voters,
 ) -> Membership:
     """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
 
-    A stranger is a trainee at first, who was removed before likewise; the founder and who is
-    invited vote at once. In a run that is not open nobody else comes. Not contributing never
-    removes a voter: a live majority that is merely slow would otherwise be voted out by the rounds
-    it was too late for. Only silence does, and asking to leave.
+    A stranger is a trainee at first; the founder, and peers that an anchor vouches for now or did
+    before, vote at once. In a run that is not open nobody else comes. Not contributing never
+    removes a voter: a slow majority would be voted out by the rounds it was too late for.
 
     Args:
         parent: manifest whose members decide.
@@ -62,31 +74,68 @@ def next_members(
         capacities: of members that declared one in this campaign; others keep theirs.
         rooms: likewise, and of joiners.
         is_open: whether strangers become members without an invitation.
-        invitations: those that joiners have shown, signed by whom they name.
-        run: its id, which invitations name.
+        credentials: those that peers have shown; both signatures hold.
+        run: its id.
         elect: gives votes.
 
     Returns:
         At least one member: when everybody would go and nobody joins, those that were to leave
-        stay listed, since a manifest without members could never have a successor.
+        stay listed.
     """
     present, said = {*heard, *contributors}, (capacities, rooms)
     members, reasons = _staying(parent, present, leaving, silent_limit, said)
     members = {peer: counted(member, peer in contributors) for peer, member in members.items()}
-    strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
-    strangers.sort(key=lambda peer: (turn(seed, peer), peer))
-    guests = Guests.of(parent, invitations or {}, run=run, is_open=is_open)
-    newcomers, reasons_of_guests = guests.taken_in({peer: joiners[peer] for peer in strangers})
-    members |= {peer: _fitted(member, rooms.get(peer)) for peer, member in newcomers.items()}
+    strangers = _in_turn(joiners.keys() - parent.members.keys() - {*leaving}, seed)
+    guests = Guests.of(parent, credentials, run=run, is_open=is_open)
+    members, of_guests = guests.vouched_for(members)
+    newcomers, more = guests.taken_in({peer: joiners[peer] for peer in strangers})
+    members |= {peer: _fitted(each, rooms.get(peer)) for peer, each in newcomers.items()}
     if not members:
         return _unchanged(parent, heard)
-    elected = elect(members, contributors, seed, is_open)
+    elected = elect(guests.charged(members), contributors, seed)
     return Membership(
         dict(sorted(elected.members.items())),
-        (*reasons, *reasons_of_guests, *elected.reasons),
+        (*reasons, *of_guests, *more, *elected.reasons),
         dict(sorted(guests.came_with.items())),
         still_good(guests.uses, parent.round + 1),
+        absent_after(parent, members, parent.round + 1, guests.given),
     )
+
+
+def _in_turn(peers: Collection[PeerId], seed: str) -> list[PeerId]:
+    return sorted(peers, key=lambda peer: (turn(seed, peer), peer))
+
+
+def absent_after(
+    parent: Manifest,
+    members: Collection[PeerId],
+    number: int,
+    given: Mapping[PeerId, int] = NOTHING_SAID,
+) -> dict[PeerId, FormerMember]:
+    """Vouched peers that are no members after a manifest.
+
+    Args:
+        parent: the manifest before.
+        members: after it.
+        number: training round of the manifest.
+        given: how many peers inviters have let in by now, where that changed.
+    """
+    gone = {
+        peer: FormerMember(number, member.invites, given.get(peer, member.given), member.weight)
+        for peer, member in parent.members.items()
+        if member.vouched
+    }
+    absent = {p: each for p, each in {**parent.absent, **gone}.items() if p not in members}
+    last = sorted(absent, key=lambda p: (absent[p].invites > 0, absent[p].since, p))[-MAX_ABSENT:]
+    return {peer: absent[peer] for peer in sorted(last)}
+
+
+def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
+    """A peer that was vouched for, or the founder, as a member again; None for any other."""
+    if before := parent.absent.get(peer):
+        new = Member(1, capacity, counted=0, invites=before.invites, given=before.given)
+        return replace(new, weight=before.weight)
+    return Member(1, capacity, counted=0) if peer == parent.founding.founder else None
 
 
 def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
@@ -98,32 +147,65 @@ def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
         },
         ("all members stay listed: nobody else would be left to continue the run",),
         invitations=still_good(parent.invitations, parent.round + 1),
+        absent=dict(parent.absent),
     )
 
 
 @dataclass
 class Guests:
-    """Who may come, one newcomer after the other [R8].
+    """Which peers may come, or are vouched for, one after the other [R8].
 
     Attributes:
-        shown: the invitation of each joiner that has one.
-        uses: of invitations, by the parent and by those that have come since.
-        came_with: the invitations of those.
+        shown: the credential of each peer that has shown one.
+        uses: of invitations, by the parent and by guests since.
+        came_with: the credentials of these guests.
+        given: how many peers each of their inviters has let in by now.
     """
 
     parent: Manifest
-    shown: Mapping[PeerId, Invitation]
+    shown: Mapping[PeerId, Credential]
     uses: dict[Digest, Used]
     is_open: bool
     run: str
-    came_with: dict[PeerId, Invitation] = field(default_factory=dict)
+    came_with: dict[PeerId, Credential] = field(default_factory=dict)
+    given: dict[PeerId, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, parent: Manifest, shown: Mapping[PeerId, Invitation], *, run: str, is_open: bool
+        cls, parent: Manifest, shown: Mapping[PeerId, Credential], *, run: str, is_open: bool
     ) -> Guests:
         """Before anybody has come."""
         return cls(parent, shown, dict(parent.invitations), is_open, run)
+
+    def vouched_for(
+        self, members: Mapping[PeerId, Member]
+    ) -> tuple[dict[PeerId, Member], list[str]]:
+        """The members, with what anchors vouch for from now on; and a sentence about each."""
+        known, reasons = dict(members), []
+        for peer in sorted(self.shown.keys() & members.keys()):
+            if not self.is_raised(peer, members[peer]):
+                continue
+            invitation = self._use(peer)
+            known[peer] = replace(
+                members[peer],
+                vouched=True,
+                invites=max(members[peer].invites, invitation.invites),
+                weight=max(members[peer].weight, invitation.weight),
+            )
+            reasons.append(f"{invitation.inviter} vouches for {peer}")
+        return known, reasons
+
+    def is_raised(self, peer: PeerId, member: Member) -> bool:
+        """Whether what a member has shown gives it anything that it lacks."""
+        shown = self.shown.get(peer)
+        if shown is None:
+            return False
+        used = self.uses.get(shown.invitation.name)
+        is_new = used is None or peer not in used.peers
+        lacks = member.weight < shown.invitation.weight
+        if peer != self.parent.founding.founder:
+            lacks = lacks or not member.vouched or member.invites < shown.invitation.invites
+        return is_new and lacks and self._problem_of(shown.invitation, peer) is None
 
     def taken_in(
         self, capacities: Mapping[PeerId, float]
@@ -146,33 +228,63 @@ class Guests:
 
     def may_come(self, peer: PeerId) -> bool:
         """Whether a stranger may become a member now."""
-        is_founder = peer == self.parent.founding.founder
-        return self.is_open or is_founder or self.problem(peer) is None
+        return self.is_open or self.problem(peer) is None
 
     def problem(self, peer: PeerId) -> str | None:
-        """Why a stranger does not count as invited; None when it does."""
-        invitation = self.shown.get(peer)
-        if invitation is None:
+        """Why nobody vouches for a peer; None when somebody does."""
+        if peer == self.parent.founding.founder or peer in self.parent.absent:
+            return None
+        if peer not in self.shown:
             return "it has no invitation"
+        return self._problem_of(self.shown[peer].invitation, peer)
+
+    def _problem_of(self, invitation: Invitation, peer: PeerId) -> str | None:
         return invitation_problem(
             invitation,
             peer,
             run=self.run,
             number=self.parent.round + 1,
             uses=self.uses,
-            is_anchor=self.parent.is_anchor(invitation.inviter),
+            left=self._left_to(invitation.inviter),
         )
 
+    def _left_to(self, inviter: PeerId) -> float:
+        """How many peers an inviter may still let in."""
+        if inviter == self.parent.founding.founder:
+            return inf
+        member = self.parent.members.get(inviter)
+        return member.invites - self.given.get(inviter, member.given) if member else 0
+
+    def _use(self, peer: PeerId) -> Invitation:
+        """Counts that a guest has come; it may not have come with this before."""
+        credential = self.came_with[peer] = self.shown[peer]
+        invitation = credential.invitation
+        inviter = self.parent.members.get(invitation.inviter)
+        used = self.uses.get(invitation.name)
+        if inviter is not None and inviter.invites and (used is None or peer not in used.peers):
+            before = self.given.get(invitation.inviter, inviter.given)
+            self.given[invitation.inviter] = before + invitation.cost
+        self.uses = with_use(self.uses, invitation, peer)
+        return invitation
+
+    def charged(self, members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
+        """The members, with how many peers each has let in by now."""
+        return {
+            peer: replace(member, given=self.given[peer]) if peer in self.given else member
+            for peer, member in members.items()
+        }
+
     def received(self, peer: PeerId, capacity: float) -> tuple[Member, str]:
-        """The newcomer as a member, and what to say about it."""
+        """The newcomer as a member, and a sentence about it."""
+        if back := come_back(self.parent, peer, capacity):
+            return back, f"{peer} joined again, vouched for before"
         if self.problem(peer) is None:
-            invitation = self.came_with[peer] = self.shown[peer]
-            self.uses = with_use(self.uses, invitation, peer)
-            member = Member(1, capacity, counted=0, invited=True)
-            return member, f"{peer} joined, invited by {invitation.inviter}"
-        if peer == self.parent.founding.founder:
-            return Member(1, capacity, counted=0), f"{peer} joined again, the founder"
-        return Member(1, capacity, counted=0, votes=False), f"{peer} joined as a trainee"
+            invitation = self._use(peer)
+            new = Member(1, capacity, counted=0, weight=invitation.weight)
+            guest = replace(new, invites=invitation.invites)
+            return guest, f"{peer} joined, invited by {invitation.inviter}"
+        trainee = Member(1, capacity, counted=0, votes=False, vouched=False)
+        return trainee, f"{peer} joined as a trainee"
 
 
 def _fitted(member: Member, room: int | None) -> Member:

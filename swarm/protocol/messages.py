@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter
 from swarm.canonical import canonical
 from swarm.experts import expert_of_unit
 from swarm.protocol.digests import digest_of
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, Digest, Manifest, PeerId, Unit
 from swarm.protocol.schemas import (
     BESIDE,
@@ -274,8 +274,8 @@ class Ready(OnWire):
     """What it took the sender to fetch the tip before it could begin them."""
     wish: SignatureText | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
-    invitation: Invitation | None = None
-    """Of a stranger that asks to join, if it has one [R8]."""
+    credential: Credential | None = None
+    """Of a peer for which an anchor vouches, until a manifest says so [R8]."""
     stalls_in_s: Seconds | None = None
     """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
     uplink_mbit: Uplink = 0

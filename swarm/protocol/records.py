@@ -43,6 +43,7 @@ from swarm.protocol.figures import (
     Word,
     WorkersFigures,
 )
+from swarm.protocol.invitation import Possession
 from swarm.protocol.manifest import RUN_ID
 from swarm.protocol.schemas import Generation, Room
 from swarm.protocol.strict import Strict
@@ -116,6 +117,8 @@ class RunRecord(Strict):
     """While peers are gathered, what manifest 0 will say: a peer that lacks it need not wait."""
     tokenizer: TokenizerFile | None = None
     """Likewise."""
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9]{0,128}$")] = ""
+    """Of the invitation with which a gathering run counts peers; empty: it counts everybody."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,8 @@ class PeerRecord(Strict):
     link: LinkFigures | None
     workers: WorkersFigures | None
     """Of the last local steps; None of a peer that computes in one process."""
+    possession: Possession
+    """While a run gathers: of its founder's invitation, so that this peer is counted; else ""."""
 
 
 @dataclass(frozen=True)

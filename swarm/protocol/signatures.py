@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from swarm.errors import HostileInput
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential, Invitation, possession_statement
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
     Accept,
@@ -42,11 +42,11 @@ def verified(header: Header, message: Message, source: PeerId, run: str, holds: 
 
     Raises:
         HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign, or a wish to leave
-            that its peer did not, be it in a READY or in a manifest that is to be voted for.
+            that its peer did not, or a credential of another peer, be it in a READY or in a
+            manifest that is to be voted for.
     """
-    for invitation in _invitations(message):
-        if not is_signed(invitation, holds):
-            problem = f"{invitation.inviter[-6:]} has not signed an invitation"
+    for peer, credential in _credentials(message, source):
+        if problem := credential_problem(credential, peer, holds):
             raise HostileInput("bad_signature", problem)
     for peer, tip, wish in _wishes(message, source, header):
         if not _wishes_to_leave(peer, tip, wish, run, holds):
@@ -161,12 +161,12 @@ def _wishes(
             yield peer, manifest.parent or "", wish
 
 
-def _invitations(message: Message) -> Iterator[Invitation]:
-    """The invitations that a message holds, and that nobody has voted for yet."""
-    if isinstance(message, Ready) and message.invitation:
-        yield message.invitation
+def _credentials(message: Message, source: PeerId) -> Iterator[tuple[PeerId, Credential]]:
+    """The credentials in a message that nobody has voted for yet, and of which peer each is."""
+    if isinstance(message, Ready) and message.credential:
+        yield source, message.credential
     for manifest in _undecided(message):
-        yield from manifest.invited.values()
+        yield from manifest.invited.items()
 
 
 def _undecided(message: Message) -> Iterator[Manifest]:
@@ -179,16 +179,35 @@ def _undecided(message: Message) -> Iterator[Manifest]:
 
 def is_signed(invitation: Invitation, holds: Holds) -> bool:
     """Whether the peer that an invitation names as its inviter has signed it."""
+    return _holds(invitation.inviter, invitation.statement, invitation.signature, holds)
+
+
+def credential_problem(credential: Credential, peer: PeerId, holds: Holds) -> str | None:
+    """Why a credential is not this peer's; None when it is [R8].
+
+    The possession names run and peer, so a copy of what is public or was relayed proves nothing.
+    """
+    invitation = credential.invitation
+    if not is_signed(invitation, holds):
+        return f"{invitation.inviter[-6:]} has not signed an invitation"
+    if not is_possession(credential.possession, invitation.key, invitation.run, peer, holds):
+        return f"{peer[-6:]} has not proved that it was given an invitation"
+    return None
+
+
+def is_possession(possession: str, key: PeerId, run: str, guest: PeerId, holds: Holds) -> bool:
+    """Whether a possession is by the invitation's key, for this run and guest."""
+    return _holds(key, possession_statement(run, guest), possession, holds)
+
+
+def _holds(peer: PeerId, statement: bytes, encoded: str, holds: Holds) -> bool:
+    """Whether a signature in base64 is right."""
     try:
-        signature = b64decode(invitation.signature, validate=True)
+        signature = b64decode(encoded, validate=True)
     except ValueError:
         return False
-    return holds(invitation.inviter, invitation.statement, signature)
+    return holds(peer, statement, signature)
 
 
 def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str, holds: Holds) -> bool:
-    try:
-        signature = b64decode(wish, validate=True)
-    except ValueError:
-        return False
-    return holds(peer, leave_statement(run, tip), signature)
+    return _holds(peer, leave_statement(run, tip), wish, holds)

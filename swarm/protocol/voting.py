@@ -1,16 +1,15 @@
-"""Who votes from the next height on [R7]. Pure.
+"""Which members vote from the next height on [R7]. Pure.
 
-A vote is a share in every later decision, and a key costs nothing. So it is earned by work that
-rounds have counted, slowly, and by few at a time: however many keys come, and whenever they all
-vanish, the voters that were there before are a quorum without them.
-
-A swarm of fewer than `FEW` voters is more endangered by losing one of them than by keys that do
-real work first: there one counted round is enough, so that a run outlives its founder.
+A vote is a share in every later decision, and a key costs nothing. Nor does work prove much: many
+keys can share one machine. So members that an anchor vouches for always keep more than two thirds
+of the votes. Others earn a vote by work that rounds have counted, one a round, up to
+`most_unvouched`. However many keys come, and whenever they all vanish, the vouched voters decide
+without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.protocol.manifest import SEASONED_ROUNDS, Manifest, Member, PeerId, turn
@@ -19,12 +18,6 @@ TRIAL_ROUNDS = 10
 """Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
 fair share [R5]: a peer that claims a capacity and cannot do the work, or leaves, has held up few
 experts by then."""
-FEW = 8
-"""Below so many voters an open run takes a new one in each round, after one that counted it."""
-SHARE = 10
-"""At most one new voter for so many voters a round, and one at least."""
-YOUNG_SHARE = 4
-"""Fewer than one voter in so many is young: all of them may vanish at once."""
 
 
 Members = Mapping[PeerId, Member]
@@ -38,65 +31,63 @@ class Electorate:
     reasons: tuple[str, ...]
 
 
-Elect = Callable[[Members, Collection[PeerId], str, bool], Electorate]
+Elect = Callable[[Members, Collection[PeerId], str], Electorate]
 """What `with_voters` is."""
 
 
-def with_voters(
-    members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
-) -> Electorate:
-    """Gives votes to trainees that have earned them [R7].
+def most_unvouched(num_vouched: int) -> int:
+    """How many voters may be without an anchor's word where so many have it.
+
+    They are less than a third of all voters, so they are no majority and block none. With one or
+    two vouched voters there are none: half of two votes decides, with the first convener's.
+    """
+    return max(0, (num_vouched - 1) // 2)
+
+
+def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -> Electorate:
+    """Gives votes to the vouched and to trainees that have earned them; takes some away [R7].
+
+    An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
         members: of the next manifest, this round counted; those that voted before still do.
         contributors: peers that this round counted.
         seed: of the order in which trainees that have earned their vote get it.
-        is_open: whether strangers may become members, so that few voters take in others fast.
 
     Returns:
         At least one voter: if all of them leave, the trainee that most rounds have counted votes.
     """
-    trainees = [peer for peer, member in members.items() if not member.votes]
-    if len(trainees) == len(members):
-        return _heir(members, trainees, seed)
-    num_voters = len(members) - len(trainees)
-    is_small = is_open and num_voters < FEW
-    needed = 1 if is_small else TRIAL_ROUNDS
-    earned = [p for p in trainees if p in contributors and members[p].counted >= needed]
-    earned.sort(key=lambda peer: (turn(seed, peer), peer))
-    room = room_for_voters(members, num_voters, is_small=is_small)
-    chosen = earned[:room]
-    reasons = [
-        f"{peer} votes from now on: {members[peer].counted} rounds have counted it"
-        for peer in chosen
+    vouched = {peer for peer, member in members.items() if member.vouched}
+    voted = {peer for peer, member in members.items() if member.votes}
+    if not vouched:  # nobody is left that could be outvoted
+        return Electorate(dict(members), ()) if voted else _heir(members, seed)
+    most, unvouched = most_unvouched(len(vouched)), voted - vouched
+    kept = _by_work(members, unvouched, seed)[:most]
+    earned = [
+        peer
+        for peer in members.keys() - vouched - voted
+        if peer in contributors and members[peer].counted >= TRIAL_ROUNDS
     ]
-    if earned[room:]:
-        reasons.append(
-            f"{len(earned) - room} trainees wait for their vote: {room} more for {num_voters} "
-            f"voters, of which {_num_young(members)} are young"
-        )
+    earned.sort(key=lambda peer: (turn(seed, peer), peer))
+    chosen = earned[: min(1, most - len(kept))]
+    voters = vouched.union(kept, chosen)
     return Electorate(
-        {p: replace(m, votes=True) if p in chosen else m for p, m in members.items()},
-        tuple(reasons),
-    )
+        {p: replace(m, votes=p in voters) if m.votes != (p in voters) else m
+         for p, m in members.items()},
+        tuple(_reasons(members, voters, len(earned) - len(chosen), most)),
+    )  # fmt: skip
 
 
-def room_for_voters(members: Mapping[PeerId, Member], num_voters: int, *, is_small: bool) -> int:
-    """How many trainees may become voters in one round.
-
-    Each of them is young, and after it those that are must be less than a quarter of all voters.
-    """
-    if is_small:
-        return 1
-    room, young = max(1, num_voters // SHARE), _num_young(members)
-    while room and YOUNG_SHARE * (young + room) >= num_voters + room:
-        room -= 1
-    return room
-
-
-def is_young(member: Member) -> bool:
-    """Whether a voter has earned its vote lately; for an invited one somebody vouches."""
-    return member.votes and not member.invited and member.counted < SEASONED_ROUNDS
+def _reasons(members: Members, voters: set[PeerId], waiting: int, most: int) -> Iterator[str]:
+    for peer, member in members.items():
+        if peer in voters and not member.votes and not member.vouched:
+            yield f"{peer} votes from now on: {member.counted} rounds have counted it"
+        elif peer in voters and not member.votes:
+            yield f"{peer} votes from now on: an anchor vouches for it"
+        elif member.votes and peer not in voters:
+            yield f"{peer} has no vote any more: too few vouched members are left"
+    if waiting:
+        yield f"{waiting} trainees wait for their vote: {most} unvouched voters at most"
 
 
 def counted(member: Member, is_counted: bool) -> Member:
@@ -131,31 +122,30 @@ def steadiest(
     return frozenset([*voters, *trainees[:kept]] or peers)
 
 
-def why_no_vote(manifest: Manifest, peer: PeerId, *, is_open: bool) -> str | None:
+def why_no_vote(manifest: Manifest, peer: PeerId) -> str | None:
     """What a trainee lacks to vote; None for voters and strangers."""
     member = manifest.members.get(peer)
     if member is None or member.votes:
         return None
-    num_voters = len(manifest.voters)
-    is_small = is_open and num_voters < FEW
-    needed = 1 if is_small else TRIAL_ROUNDS
-    had = f"{min(member.counted, needed)} of {needed} rounds have counted it"
-    if member.counted < needed:
+    num_vouched = len(manifest.vouched)
+    most = most_unvouched(num_vouched)
+    had = f"{min(member.counted, TRIAL_ROUNDS)} of {TRIAL_ROUNDS} rounds have counted it"
+    if most and member.counted < TRIAL_ROUNDS:
         return f"this peer has no vote yet: {had}"
-    room = room_for_voters(manifest.members, num_voters, is_small=is_small)
     return (
-        f"this peer has no vote yet: {had}, but only {room} trainees may become voters in a round "
-        f"now, with {num_voters} voters of which {_num_young(manifest.members)} are young"
+        f"this peer has no vote: {had}, and with {num_vouched} vouched members {most} others vote "
+        f"at most; an anchor may vouch for it with swarm-invite --for {peer}"
     )
 
 
-def _heir(members: Mapping[PeerId, Member], trainees: list[PeerId], seed: str) -> Electorate:
-    heir = min(trainees, key=lambda p: (-members[p].counted, turn(seed, p), p))
+def _by_work(members: Members, peers: Collection[PeerId], seed: str) -> list[PeerId]:
+    """Those that most rounds have counted before the others."""
+    return sorted(peers, key=lambda p: (-members[p].counted, turn(seed, p), p))
+
+
+def _heir(members: Members, seed: str) -> Electorate:
+    heir = _by_work(members, members, seed)[0]
     return Electorate(
         {**members, heir: replace(members[heir], votes=True)},
         (f"{heir} votes from now on: nobody else would be left to decide",),
     )
-
-
-def _num_young(members: Mapping[PeerId, Member]) -> int:
-    return sum(is_young(member) for member in members.values())

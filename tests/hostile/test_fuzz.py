@@ -60,7 +60,7 @@ from swarm.protocol.handover import (
     encode_answer,
     encode_question,
 )
-from swarm.protocol.invitation import as_text, from_text
+from swarm.protocol.invitation import PrivateInvitation, as_text, from_text
 from swarm.protocol.layout import layout_of
 from swarm.protocol.messages import Ballot, Header, Propose
 from swarm.protocol.offers import decode_offer
@@ -335,7 +335,7 @@ DECODERS: dict[str, Decoder] = {
     "invitation": Decoder(
         lambda b: from_text(bytes(b).decode(errors="replace")),
         (InvitationError,),
-        (as_text(INVITATION).encode(),),
+        (as_text(PrivateInvitation(INVITATION, "0" * 64)).encode(),),
     ),
     "subkey": Decoder(
         judge_subkey, (), (MSGPackSerializer.dumps(identity().public_key), b"\xc4\x20" + bytes(32))

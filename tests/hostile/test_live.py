@@ -403,7 +403,7 @@ def test_a_swarm_goes_on_under_attack(name: str, tmp_path: Path) -> None:
         swarm.start()
         if name in MEMBERS:
             swarm.program = "tests.hostile.attacking_peer"
-            swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+            swarm.add(swarm.peers[0].join_options())
             swarm.program = EMULATED
         honest = list(swarm.peers[:3])
         swarm.wait_until(lambda _: newest(honest) >= 3, what="rounds", timeout_s=5 * ROUND_S)

@@ -83,7 +83,8 @@ def strong(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 def outvoted(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
     """More strangers than members come at once."""
     strangers = {
-        f"Z{k}": replace(manifest.members[me], silent=1, counted=0, votes=False) for k in range(9)
+        f"Z{k}": replace(manifest.members[me], silent=1, counted=0, votes=False, vouched=False)
+        for k in range(9)
     }
     return dealt_anew(replace(manifest, members={**manifest.members, **strangers}), parent)
 

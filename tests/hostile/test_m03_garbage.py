@@ -244,7 +244,7 @@ def test_a_live_swarm_goes_on_without_the_peer_that_offers_garbage(tmp_path: Pat
     ) as swarm:
         swarm.start()
         swarm.program = "tests.hostile.garbage_peer"
-        liar = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        liar = swarm.add(swarm.peers[0].join_options())
         finish(swarm, ROUNDS * ROUND_S)
         honest = swarm.peers[:3]
         histories = [peer.events() for peer in honest]

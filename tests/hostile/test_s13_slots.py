@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import BadMessage, NoRoute
 from swarm.network import transport
 from swarm.network.blobs import BlobStore
@@ -26,10 +33,15 @@ from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
 from swarm.network.ledger import LIMITS, Cost
 from swarm.network.streams import receive_into
+from swarm.protocol.manifest import PeerId
 from tests.hostile.false_records import Stranger
 from tests.hostile.victim import WAIT_S, Victim, wait_until
 from tests.network.conftest import Peers
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
+MOST_SLOWER = 2.0
+"""What joining, an export and a look at the monitor may take, beside the same without strangers."""
+TIMES = 3
 NETWORKS = ("127.0.1", "127.0.2")
 KEYS_EACH = 8
 FETCHES = 10
@@ -50,23 +62,35 @@ def victim(peers: Peers, tmp_path: Path) -> Victim:
     return Victim(peers, tmp_path / "victim")
 
 
-async def dialled(victim: Victim, host: str) -> socket.socket:
-    """A connection to the victim's port for blobs, from a host of the attacker's."""
-    direct = victim.node._ways.direct
-    assert direct is not None
+@dataclass(frozen=True)
+class Door:
+    """A port for blobs, and whose it is."""
+
+    peer_id: PeerId
+    port: int
+
+    @classmethod
+    def of(cls, victim: Victim) -> Door:
+        direct = victim.node._ways.direct
+        assert direct is not None
+        return cls(victim.node.peer_id, direct.door.port)
+
+
+async def dialled(door: Door, host: str) -> socket.socket:
+    """A connection to a port for blobs, from a host of the attacker's."""
     connection = socket.socket()
     connection.setblocking(False)
     connection.bind((host, 0))
-    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", direct.door.port))
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", door.port))
     return connection
 
 
-async def asked_once(victim: Victim, key: Stranger, host: str) -> socket.socket | None:
+async def asked_once(door: Door, key: Stranger, host: str) -> socket.socket | None:
     """A stream of a key that has asked once, and is idle; None if it is not served."""
     identity = Identity(Path(), key.peer_id, key.subkey, key.key)
-    connection = await dialled(victim, host)
+    connection = await dialled(door, host)
     try:
-        await introduce(connection, identity, victim.node.peer_id, PROTOCOL)
+        await introduce(connection, identity, door.peer_id, PROTOCOL)
         if await is_answered(connection):
             return connection
     except (OSError, BadMessage):
@@ -83,14 +107,14 @@ async def is_answered(connection: socket.socket) -> bool:
 
 
 @asynccontextmanager
-async def streams_of_16_keys(victim: Victim) -> AsyncIterator[None]:
+async def streams_of_16_keys(*doors: Door) -> AsyncIterator[None]:
     """All that strangers may have, renewed as soon as one ends, each with an ask now and then."""
     keys = [(Stranger(), f"{net}.{k + 1}") for net in NETWORKS for k in range(KEYS_EACH)]
     held = asyncio.Semaphore(0)
 
-    async def hold(key: Stranger, host: str) -> None:
+    async def hold(door: Door, key: Stranger, host: str) -> None:
         while True:
-            stream = await asked_once(victim, key, host)
+            stream = await asked_once(door, key, host)
             if stream:
                 held.release()
                 try:
@@ -103,7 +127,10 @@ async def streams_of_16_keys(victim: Victim) -> AsyncIterator[None]:
             await asyncio.sleep(0.2)
 
     holding = [
-        asyncio.create_task(hold(key, host)) for key, host in keys for _ in range(STREAMS_EACH)
+        asyncio.create_task(hold(door, key, host))
+        for door in doors
+        for key, host in keys
+        for _ in range(STREAMS_EACH)
     ]
     try:
         for _ in holding:
@@ -132,7 +159,7 @@ def test_a_newcomer_is_served_while_16_keys_hold_all_idle_streams(
 
     async def fetch_without_and_beside() -> tuple[float, float]:
         without_s = await seconds()
-        async with streams_of_16_keys(victim):
+        async with streams_of_16_keys(Door.of(victim)):
             return without_s, await seconds()
 
     failures: list[str] = []
@@ -162,7 +189,8 @@ def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
     strangers = int(LIMITS[Cost.ADMITTING].shared.most / 4)
 
     async def fetch_beside() -> bytes | None:
-        silent = [await dialled(victim, f"127.0.{k % 4 + 1}.1") for k in range(strangers)]
+        hosts = [f"127.0.{k % 4 + 1}.1" for k in range(strangers)]
+        silent = [await dialled(Door.of(victim), host) for host in hosts]
         try:
             loop = asyncio.get_running_loop()
             for connection in silent:  # a nonce shows that it is being admitted
@@ -176,3 +204,86 @@ def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
 
     assert member.run(fetch_beside(), WAIT_S) == BLOB
     wait_until(lambda: not victim.inbound._tasks)
+
+
+# ---------------------------------------------------------------- a live swarm
+
+
+@contextmanager
+def held_by_16_keys(doors: list[Door]) -> Iterator[None]:
+    """All that strangers may have of these peers is held while this is open."""
+    held, over = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        async with streams_of_16_keys(*doors):
+            held.set()
+            while not over.is_set():
+                await asyncio.sleep(0.1)
+
+    with ThreadPoolExecutor(1) as threads:
+        holding = threads.submit(asyncio.run, hold())
+        try:
+            assert held.wait(WAIT_S), "the attack did not even arrive"
+            yield
+        finally:
+            over.set()
+        holding.result(WAIT_S)
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.mark.scenario
+@pytest.mark.exhaustive
+def test_16_keys_make_joining_export_and_monitor_at_most_twice_as_slow(tmp_path: Path) -> None:
+    ports = free_ports(3)
+    run_file = write_run(tmp_path, ["run.rounds=100000", "merging.alpha=0.0"])
+
+    def direct(index: int) -> list[str]:
+        return ["--direct-port", str(ports[index])] if index < len(ports) else []
+
+    with LocalSwarm(tmp_path / "swarm", run_file, 3, own_options=direct) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(2), what="rounds", timeout_s=3 * ROUND_S)
+        members = list(swarm.peers)
+        doors = [Door(peer_id(peer), port) for peer, port in zip(members, ports, strict=True)]
+        join = ["--initial-peers", members[0].join_address()]
+
+        def joining() -> None:
+            joiner = swarm.add(join)
+            what = f"joining of peer {joiner.index}"
+            swarm.wait_until(lambda _: bool(rounds(joiner)), what=what, timeout_s=2 * ROUND_S)
+            joiner.kill()
+
+        def run(*command: str) -> None:
+            line = [sys.executable, "-m", *command, *join]
+            subprocess.run(line, check=True, capture_output=True, timeout=2 * ROUND_S)
+
+        numbers = count()
+        acts: dict[str, Callable[[], None]] = {
+            "joining": joining,
+            "export": lambda: run("peers.export", "--out", f"{tmp_path}/export-{next(numbers)}"),
+            "monitor": lambda: run("peers.monitor", "--once"),
+        }
+        without = seconds_of(acts)
+        with held_by_16_keys(doors):
+            beside = seconds_of(acts)
+    ratios = {name: round(beside[name] / without[name], 2) for name in acts}
+    sys.stdout.write(json.dumps({"attack": "S13", "n": TIMES, "seconds": without, **ratios}) + "\n")
+    assert max(ratios.values()) <= MOST_SLOWER, ratios
+
+
+def seconds_of(acts: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """What each takes, the median of some times."""
+    taken: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(TIMES):
+        for name, act in acts.items():
+            began_s = time.monotonic()
+            act()
+            taken[name].append(time.monotonic() - began_s)
+    return {name: round(median(each), 2) for name, each in taken.items()}

@@ -112,7 +112,10 @@ def manifest(ids: list[str], experts: int, round_: int, contributors: list[str])
         step=50 * round_,
         tokens=16_000 * count * round_,
         merged=round_ // 4,
-        members={peer: Member(0, 1.0, votes=k % 9 != 8, counted=4) for k, peer in enumerate(ids)},
+        members={
+            peer: Member(0, 1.0, votes=k % 9 != 8, vouched=k % 9 != 8, counted=4)
+            for k, peer in enumerate(ids)
+        },
         contributors=tuple(contributors),
         sources={},
         owners={

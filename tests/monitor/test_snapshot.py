@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from swarm.monitor.health import health_of
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, snapshot_of
 from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch
@@ -146,7 +147,7 @@ def test_members_are_shown_as_voters_or_with_what_they_have_earned_so_far(
 ) -> None:
     seen = make_sighting(tip=make_manifest())
     assert seen.tip is not None
-    trainee = dataclasses.replace(seen.tip.members["QmB"], votes=False, counted=3)
+    trainee = dataclasses.replace(seen.tip.members["QmB"], votes=False, vouched=False, counted=3)
     tip = dataclasses.replace(seen.tip, members={**seen.tip.members, "QmB": trainee})
     snapshot = snapshot_of(dataclasses.replace(seen, tip=tip))
     assert snapshot is not None
@@ -154,3 +155,18 @@ def test_members_are_shown_as_voters_or_with_what_they_have_earned_so_far(
         peer["peer_id"]: (peer["votes"], peer["counted"]) for peer in as_json(snapshot)["peers"]
     }
     assert shown["QmA"] == (True, 10) and shown["QmB"] == (False, 3)
+
+
+def test_a_run_that_ends_with_its_founder_is_shown_as_such(
+    make_sighting: Callable[..., Sighting], make_manifest: Callable[..., Manifest]
+) -> None:
+    seen = make_sighting(tip=make_manifest())
+    assert seen.tip is not None and "ends with" not in health_of(project(seen)).reason
+    members = {
+        peer: dataclasses.replace(member, vouched=peer == "QmA")
+        for peer, member in seen.tip.members.items()
+    }
+    alone = dataclasses.replace(seen, tip=dataclasses.replace(seen.tip, members=members))
+    snapshot = project(alone)
+    assert snapshot.ends_with == "QmA"
+    assert "no other is vouched for" in health_of(snapshot).reason

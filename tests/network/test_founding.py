@@ -1,12 +1,15 @@
 """A founder is heard of until manifest 0 is there, and heard, however slow the DHT is."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network import founding
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import credential_for, invite
 from swarm.protocol.records import RunState
 from tests.peer_records import peer_record
 
@@ -70,10 +73,45 @@ NODE = SimpleNamespace(peer_id="QmA")
 def test_a_founder_gathers_its_peers_though_the_dht_did_not_answer_at_once(monkeypatch, error):
     answers = {"publish": True, "publish_peer": None, "present_peers": {"QmB": peer_record("QmB")}}
     dht = SlowDht(monkeypatch, answers, error)
-    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2)
+    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2, key="")
     gathered = asyncio.run(founding.gather(NODE, announcement, lambda: peer_record("QmA")))
     assert sorted(gathered) == ["QmA", "QmB"]
     assert {"publish", "publish_peer"} <= set(dht.asked)
+
+
+def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
+    founder, friend, thief = (load_or_create_identity(tmp_path / name) for name in "fgt")
+    private = invite(founder, "gathering-1", uses=1, last_round=0)
+    other = invite(founder, "gathering-2", uses=1, last_round=0, secret=private.secret)
+    shown = credential_for(private, friend)
+    records = {
+        "QmA": None,  # a stranger with nothing
+        thief.peer_id: shown,  # what the friend has published
+        friend.peer_id: credential_for(other, friend),  # of another founding
+    }
+    looks = [records, {**records, friend.peer_id: shown}]
+
+    async def present(*_):
+        found = looks.pop(0)
+        return {
+            peer: replace(peer_record(peer), possession=each.possession if each else "")
+            for peer, each in found.items()
+        }
+
+    async def nothing(*_):
+        return True
+
+    monkeypatch.setattr(founding, "present_peers", present)
+    for name in ("publish", "publish_peer"):
+        monkeypatch.setattr(founding, name, nothing)
+    monkeypatch.setattr(founding, "POLL_S", 0.0)
+    key = private.invitation.key
+    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2, key=key)
+    node = SimpleNamespace(peer_id=founder.peer_id)
+    gathered = asyncio.run(
+        founding.gather(node, announcement, lambda: peer_record(founder.peer_id))
+    )
+    assert gathered.keys() == {founder.peer_id, friend.peer_id} and not looks
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=["silent", "down"])

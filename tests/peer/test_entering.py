@@ -14,7 +14,7 @@ from swarm.errors import DataQuotaSpent, InvitationError
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Opened
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite
+from swarm.network.invitations import credential_for, invite
 from swarm.network.loop_thread import LoopThread
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown
@@ -131,7 +131,7 @@ class Joining(Entering):
             remember_peers=self.remember_peers,
             node=self.node,
         )
-        self.wanted, self.stop = Wanted(), Stop(1.0)
+        self.wanted, self.stop, self.credential = Wanted(), Stop(1.0), None
         self.text = SimpleNamespace(shards=None)
         self.admission = "open"
 
@@ -181,8 +181,9 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
 ) -> None:
     """The state directory alone is all that the next start is given."""
     peer = Joining(monkeypatch, tmp_path)
-    invitation = invite(load_or_create_identity(tmp_path / "key"), "run", uses=1, last_round=9)
-    peer.wanted = Wanted(invitation=invitation, vouched=OWN.digest)
+    key = load_or_create_identity(tmp_path / "key")
+    credential = credential_for(invite(key, "run", uses=1, last_round=9), key)
+    peer.wanted, peer.credential = Wanted(vouched=OWN.digest), credential
     shown: list[Any] = []
 
     async def killed(*_: object, **__: object) -> Shown:
@@ -202,23 +203,21 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
 
     admitted: list[Any] = []
     monkeypatch.setattr(entering, "require_admission", lambda *asked: admitted.append(asked[-1]))
-    peer.wanted = Wanted()
+    peer.wanted, peer.credential = Wanted(), None
     for peer.admission in ("invited", "open"):
         peer.joined()
     assert [trust.begin for trust in shown] == 3 * [OWN.digest]
-    assert admitted == [invitation, None], "in an open run it may be used up by now"
+    assert admitted == [credential, None], "in an open run it may be used up by now"
 
 
 def test_a_newcomer_that_is_refused_keeps_what_it_had(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     peer = Joining(monkeypatch, tmp_path)
-    good, bad = (
-        invite(load_or_create_identity(tmp_path / "key"), "run", uses=n, last_round=9)
-        for n in (1, 2)
-    )
-    peer.directory.write_invitation(good)
-    peer.wanted = Wanted(invitation=bad, vouched=OWN.digest)
+    key = load_or_create_identity(tmp_path / "key")
+    good, bad = (credential_for(invite(key, "run", uses=n, last_round=9), key) for n in (1, 2))
+    peer.directory.write_credential(good)
+    peer.wanted, peer.credential = Wanted(vouched=OWN.digest), bad
 
     def refuse(*_: object) -> None:
         raise InvitationError("used up")
@@ -226,7 +225,7 @@ def test_a_newcomer_that_is_refused_keeps_what_it_had(
     monkeypatch.setattr(entering, "require_admission", refuse)
     with pytest.raises(InvitationError):
         peer.joined()
-    assert (peer.directory.read_invitation(), peer.directory.read_vouched()) == (good, None)
+    assert (peer.directory.read_credential(), peer.directory.read_vouched()) == (good, None)
     assert (peer.state.current_run, peer.state.peers) == ("demo", 0)
 
 

@@ -9,9 +9,9 @@ import pytest
 from swarm.config import PeerConfig, parse_config
 from swarm.errors import DataQuotaSpent, StateError
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite
+from swarm.network.invitations import credential_for, invite
 from swarm.peer.host import Host
-from swarm.peer.kept_settings import identity_path_of, keep, kept_invitation, with_kept
+from swarm.peer.kept_settings import identity_path_of, keep, kept_credential, with_kept
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.quota import count_of
 from swarm.peer.state_directory import RunDirectory, StateDirectory
@@ -141,20 +141,25 @@ def test_a_peer_whose_key_is_missing_does_not_come_back_as_a_stranger(tmp_path: 
 
 def test_a_member_that_comes_back_has_its_invitation_still(tmp_path: Path) -> None:
     identity = load_or_create_identity(tmp_path / "identity.key")
-    first, second = (invite(identity, "run-1", uses=1, last_round=9) for _ in range(2))
+    first, second = (
+        credential_for(invite(identity, "run-1", uses=1, last_round=9), identity) for _ in range(2)
+    )
     directory = RunDirectory(tmp_path)
-    assert kept_invitation(None, directory) is None
-    assert kept_invitation(first, directory) == first
-    assert kept_invitation(None, directory) == first
-    assert kept_invitation(second, directory) == second
-    assert kept_invitation(None, directory) == second
+    assert kept_credential(None, directory) is None
+    assert kept_credential(first, directory) == first
+    assert kept_credential(None, directory) == first
+    assert kept_credential(second, directory) == second
+    assert kept_credential(None, directory) == second
 
 
 def test_a_damaged_invitation_is_none(tmp_path: Path) -> None:
     identity = load_or_create_identity(tmp_path / "identity.key")
     directory = RunDirectory(tmp_path)
-    kept_invitation(invite(identity, "run-1", uses=1, last_round=9), directory)
-    whole = (tmp_path / "invitation").read_bytes()
-    for content in (b"", whole[:-9], whole[:60] + b"A" + whole[61:], b"\xff" * 80):
-        (tmp_path / "invitation").write_bytes(content)
-        assert kept_invitation(None, directory) is None
+    private = invite(identity, "run-1", uses=1, last_round=9)
+    kept_credential(credential_for(private, identity), directory)
+    whole = (tmp_path / "credential").read_bytes()
+    assert (tmp_path / "credential").stat().st_mode & 0o777 == 0o600
+    assert private.secret.encode() not in whole
+    for content in (b"", whole[:-9], b"{" + whole, b"\xff" * 80):
+        (tmp_path / "credential").write_bytes(content)
+        assert kept_credential(None, directory) is None

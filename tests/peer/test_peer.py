@@ -42,7 +42,7 @@ class Heard(swarm.PeerObserver):
     """All that a peer tells."""
 
     def __init__(self) -> None:
-        self.address = ""
+        self.address = self.invitation = ""
         self.is_up = threading.Event()
         self.steps: list[int] = []
         self.rounds: list[int] = []
@@ -54,6 +54,9 @@ class Heard(swarm.PeerObserver):
     def on_address(self, address: str) -> None:
         self.address = address
         self.is_up.set()
+
+    def on_invitation(self, text: str) -> None:
+        self.invitation = text
 
     def on_notice(self, line: str) -> None:
         self.notices.append(line)
@@ -83,7 +86,7 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
         assert peer.addresses == (heard.address,)
         stopped = peer.train()
     assert (stopped.round, heard.steps, heard.rounds) == (1, [0, 1], [1])
-    assert heard.validated == [0, 1] and len(heard.notices) == 1
+    assert heard.validated == [0, 1] and len(heard.notices) == 2
     assert heard.states[0] is PeerState.TRAINING and heard.states[-1] is PeerState.LEAVING
     peer.close()
     (folder / "current_run").unlink()  # as if another run had been the last
@@ -125,7 +128,9 @@ def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given
     founder = threading.Thread(target=founding, daemon=True)  # a failed test has no joiner
     founder.start()
     assert heard.is_up.wait(ALONE_S)
-    with swarm.Peer.join([heard.address], tmp_path / "joiner", config=machine()) as joiner:
+    wanted = swarm.Wanted(invitation=swarm.read_invitation(heard.invitation))
+    folder = tmp_path / "joiner"
+    with swarm.Peer.join([heard.address], folder, config=machine(), wanted=wanted) as joiner:
         first = joiner.weights()
         tip = joiner.train()
     founder.join(ALONE_S)
@@ -156,8 +161,9 @@ def test_what_cannot_start_leaves_the_state_directory_free(tmp_path: Path) -> No
 def test_a_run_for_peers_that_are_invited_is_not_founded_with_whoever_comes(
     tmp_path: Path,
 ) -> None:
-    run, config = tiny(tmp_path, "run.admission=invited"), machine("peer.wait_for_peers=2")
-    with pytest.raises(ConfigError, match="while a run gathers, anybody may come"):
+    run = tiny(tmp_path, "run.admission=invited")
+    config = machine("peer.wait_for_peers=2", "peer.open_gathering=true")
+    with pytest.raises(ConfigError, match="strangers would be let in and vote"):
         swarm.Peer.found(run, tmp_path / "x", config=config)
     assert is_unlocked(tmp_path / "x")
 

@@ -217,7 +217,10 @@ def test_a_reception_answers_with_the_run_once_there_is_one() -> None:
 
 
 @pytest.mark.usefixtures("entrance")
-def test_a_joiner_over_a_network_waits_for_a_founder_that_prepares(tmp_path: Path) -> None:
+def test_a_joiner_over_a_network_waits_for_a_founder_that_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "FIND_S", 1.0)  # a busy machine answers in that
     reception, peers = Reception(), Peers(tmp_path)
     try:
         founder = peers.node(reception.handlers())
@@ -229,7 +232,7 @@ def test_a_joiner_over_a_network_waits_for_a_founder_that_prepares(tmp_path: Pat
         looking = look_for_run(host_of(joiner), none, Wanted(), None, None)
         waiting = asyncio.run_coroutine_threadsafe(looking, joiner.loop)
         with pytest.raises(TimeoutError):
-            waiting.result(20 * searching.FIND_S)
+            waiting.result(3 * searching.FIND_S)
         reception.announce(record_of(RUN, founder.peer_id))
         opened = waiting.result(30.0)
         assert opened and opened.run == RUN

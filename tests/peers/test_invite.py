@@ -14,12 +14,18 @@ from swarm import durable
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite, is_signed, read_invitation
+from swarm.network.invitations import invite, read_invitation
 from swarm.network.record_file import RecordFile
 from swarm.peer.agreement import require_admission, require_closed_founding
 from swarm.protocol.events import Record
-from swarm.protocol.invitation import Invitation, Used, as_text, from_text
-from swarm.protocol.manifest import Manifest
+from swarm.protocol.invitation import (
+    Credential,
+    PrivateInvitation,
+    Used,
+    as_text,
+    from_text,
+)
+from swarm.protocol.manifest import Manifest, Member
 from tests.protocol.round_pump import found, make_rules
 
 RUN = "demo-0123456789abcdef"
@@ -49,8 +55,9 @@ def test_the_founder_prints_one_line_that_a_joiner_takes(tmp_path: Path) -> None
     result = run_invite(folder, "--uses", "3", "--rounds", "72")
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
-    invitation = read_invitation(line)
-    assert is_signed(invitation)
+    private = read_invitation(line)
+    invitation = private.invitation
+    assert len(private.secret) == 64
     assert (invitation.run, invitation.uses, invitation.last_round) == (RUN, 3, 112)
     assert "until round 112, 72 from now, about 2.0 hours" in result.stderr
     assert tip.is_anchor(invitation.inviter)
@@ -62,7 +69,10 @@ def test_the_key_that_a_peer_was_given_once_signs_for_it(tmp_path: Path) -> None
     (folder / "settings").write_text(json.dumps({"network.identity_path": str(key)}))
     result = run_invite(folder)
     assert result.exit_code == 0, result.output
-    assert read_invitation(result.stdout.strip()).inviter == load_or_create_identity(key).peer_id
+    assert (
+        read_invitation(result.stdout.strip()).invitation.inviter
+        == load_or_create_identity(key).peer_id
+    )
 
 
 def test_who_is_no_anchor_is_refused(tmp_path: Path) -> None:
@@ -70,6 +80,32 @@ def test_who_is_no_anchor_is_refused(tmp_path: Path) -> None:
     result = run_invite(folder)
     assert result.exit_code == InvitationError.exit_code == 13
     assert "no anchor" in result.stderr and not result.stdout
+
+
+def test_the_founder_vouches_for_a_member_by_its_id(tmp_path: Path) -> None:
+    folder, _ = state_of(tmp_path / "peer")
+    guest = load_or_create_identity(tmp_path / "guest.key")
+    result = run_invite(folder, "--for", guest.peer_id, "--invites", "4")
+    assert result.exit_code == 0, result.output
+    private = read_invitation(result.stdout.strip())
+    assert not private.secret, "the line is worth nothing to others"
+    assert (private.invitation.key, private.invitation.invites) == (guest.peer_id, 4)
+    for options in (("--for", "somebody"), ("--for", guest.peer_id, "--uses", "2")):
+        result = run_invite(folder, *options)
+        assert result.exit_code == InvitationError.exit_code and "by its id" in result.stderr
+
+
+def test_a_guest_invites_as_many_as_its_own_invitation_says(tmp_path: Path) -> None:
+    folder, tip = state_of(tmp_path, founder="F")
+    me = load_or_create_identity(folder / "identity.key").peer_id
+    members = {"F": Member(0, 1.0), me: Member(0, 1.0, invites=3, given=1)}
+    tip = replace(tip, members=members)
+    RecordFile(folder / "runs" / RUN / "record").write(Record(tip, None, None))
+    assert run_invite(folder, "--uses", "2").exit_code == 0
+    for options in (("--uses", "3"), ("--invites", "2")):
+        result = run_invite(folder, *options)
+        assert result.exit_code == InvitationError.exit_code
+        assert "may let in 2 more peers, and this takes 3" in result.stderr
 
 
 def test_a_directory_without_a_peer_of_a_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -91,6 +127,11 @@ def test_hours_follow_from_the_last_rounds() -> None:
 # ---------------------------------------------------------------- the joiner
 
 
+def shown(private: PrivateInvitation) -> Credential:
+    """What a joiner shows; whether it is signed is not asked here."""
+    return Credential(private.invitation, "")
+
+
 def demo(*overrides: str) -> RunConfig:
     return parse_config(RunConfig, DEMO.read_text(), source="demo", overrides=overrides)
 
@@ -102,23 +143,23 @@ def test_admission_is_a_setting_that_all_peers_share() -> None:
         demo("run.admission=closed")
 
 
-def test_a_run_for_peers_that_are_invited_gathers_nobody() -> None:
+def test_a_run_for_peers_that_are_invited_gathers_no_strangers() -> None:
     """Whoever is there when a run is founded votes."""
     closed, is_open = demo("run.admission=invited"), demo()
-    with pytest.raises(ConfigError, match="while a run gathers, anybody may come") as refused:
-        require_closed_founding(closed, 2)
-    assert "swarm-invite" in str(refused.value.hint)
-    require_closed_founding(closed, 1)
-    require_closed_founding(is_open, 2)
+    with pytest.raises(ConfigError, match="strangers would be let in") as refused:
+        require_closed_founding(closed, is_open=True)
+    assert "the whole line" in str(refused.value.hint)
+    require_closed_founding(closed, is_open=False)
+    require_closed_founding(is_open, is_open=True)
 
 
 def test_a_joiner_is_told_why_a_run_would_not_take_it_in(tmp_path: Path) -> None:
     _, tip = state_of(tmp_path)
     anchor = load_or_create_identity(tmp_path / "identity.key")
-    good = invite(anchor, RUN, uses=1, last_round=41)
+    good = shown(invite(anchor, RUN, uses=1, last_round=41))
     closed, is_open = demo("run.admission=invited"), demo()
 
-    def refusal(run: RunConfig, given: Invitation | None, at: Manifest = tip) -> str:
+    def refusal(run: RunConfig, given: Credential | None, at: Manifest = tip) -> str:
         with pytest.raises(InvitationError) as refused:
             require_admission(RUN, run, at, "Z", given)
         return str(refused.value)
@@ -128,11 +169,11 @@ def test_a_joiner_is_told_why_a_run_would_not_take_it_in(tmp_path: Path) -> None
     require_admission(RUN, closed, tip, anchor.peer_id, None)
     assert "no invitation; the run takes in only peers that are invited" in refusal(closed, None)
     late = replace(tip, round=41)
-    used = replace(tip, invitations={good.name: Used(41, ("Y",))})
+    used = replace(tip, invitations={good.invitation.name: Used(41, ("Y",))})
     for run in (closed, is_open):
         assert "expired: it was good until round 41" in refusal(run, good, late)
         assert "used up" in refusal(run, good, used)
-        other = invite(anchor, "demo-fedcba9876543210", uses=1, last_round=41)
+        other = shown(invite(anchor, "demo-fedcba9876543210", uses=1, last_round=41))
         assert "another run" in refusal(run, other)
     assert "without --invitation" in refusal(is_open, good, late)
 

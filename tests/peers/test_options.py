@@ -5,12 +5,15 @@ import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
+from peers.option_values import invitation_text
 from peers.options import OPTIONS, Options, Program, flags_of, options, program
 from peers.peer import main as peer_main
 from peers.toml_text import as_toml
@@ -447,3 +450,18 @@ def test_the_help_alone_answers_what_strangers_ask() -> None:
 
 def test_each_common_option_has_a_group() -> None:
     assert set(OPTIONS) == {each.name for each in fields(Options) if each.metadata}
+
+
+def test_an_invitation_may_come_from_a_file_or_standard_input(
+    given: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other users of a machine see command lines."""
+    path = tmp_path / "line"
+    path.write_text("swarm-invitation-x\n")
+    assert given("--invitation", f"@{path}").invitation == "swarm-invitation-x"
+    monkeypatch.setattr("sys.stdin", StringIO("swarm-invitation-y\n"))
+    nothing: Any = None
+    assert invitation_text(nothing, nothing, "-") == "swarm-invitation-y"
+    assert given("--invitation", "swarm-invitation-z").invitation == "swarm-invitation-z"
+    assert given("--open-gathering").peer_config().peer.open_gathering
+    assert not given().peer_config().peer.open_gathering

@@ -17,6 +17,7 @@ from peers import taking_part
 from peers.peer import main
 from peers.printed import Printed
 from peers.taking_part import leave_on_signals
+from swarm.emulation.local_peer import JOIN_LINE
 from swarm.peer.leaving import Stop, Stopped
 
 
@@ -112,6 +113,18 @@ def test_a_peer_that_nohup_has_started_outlives_its_terminal(exits: list[int]) -
 def test_scripts_find_the_address_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Printed().on_address("/ip4/203.0.113.7/tcp/1/p2p/A")
     assert capsys.readouterr().out == "swarm-peer --initial-peers /ip4/203.0.113.7/tcp/1/p2p/A\n"
+
+
+def test_a_founder_that_waits_for_others_gives_them_an_invitation_in_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = Printed()
+    printed.on_invitation("swarm-invitation-x")
+    printed.on_address("/ip4/203.0.113.7/tcp/1/p2p/A")
+    line = capsys.readouterr().out
+    assert line.endswith("/p2p/A --invitation swarm-invitation-x\n")
+    found = JOIN_LINE.search(line)
+    assert found and found[2] == "swarm-invitation-x"
 
 
 class Trained:

@@ -19,7 +19,7 @@ from peers.options import Options
 from peers.toml_text import as_toml
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite
+from swarm.network.invitations import credential_for, invite
 from swarm.peer.kept_settings import keep
 from swarm.peer.quota import count_of
 from swarm.peer.state_directory import StateDirectory
@@ -210,10 +210,10 @@ def test_a_folder_that_a_refused_start_has_left_is_no_invitation(
     directory.path.mkdir(parents=True)
     (refused,) = admitted(folder, monkeypatch)
     assert "only peers that are invited" in refused
-    invitation = invite(anchor, RUN_ID, uses=1, last_round=9)
-    assert admitted(folder, monkeypatch, invitation=as_text(invitation)) == ()
+    private = invite(anchor, RUN_ID, uses=1, last_round=9)
+    assert admitted(folder, monkeypatch, invitation=as_text(private)) == ()
     assert admitted(folder, monkeypatch) == (refused,), "nothing is kept"
-    directory.write_invitation(invitation)
+    directory.write_credential(credential_for(private, anchor))
     assert admitted(folder, monkeypatch) == (), "a join that was killed goes on with it"
 
 

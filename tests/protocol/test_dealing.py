@@ -5,6 +5,8 @@ from itertools import chain
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.errors import BadManifest
 from swarm.protocol.dealing import (
@@ -31,10 +33,9 @@ from swarm.protocol.rounds.deals import (
     tokens_problem,
     with_pace,
 )
-from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.rounds.rules import MOST, Rules
 from swarm.protocol.texts import Text
 from swarm.protocol.training.reading import Reading
-from swarm.protocol.weights import weights
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
 EXACT = make_rules()
@@ -90,7 +91,7 @@ class History:
             self.seen += samples(split(tip.dealt[peer], count)[0])
             seconds = work[peer] / self.paces.setdefault(peer, random.choice([40.0, 150.0, 900.0]))
             offer = replace(make_offer(EXACT, peer, tip), tokens=work[peer], seconds=seconds)
-            members = with_pace(members, {peer: offer})
+            members = with_pace(members, {peer: offer}, self.rules)
             assert tokens_problem(work[peer], peer, tip, self.rules) is None
         for peer in list(members):
             if random.random() < 0.05 and len(members) > 1:
@@ -242,19 +243,48 @@ def test_a_member_of_unknown_pace_gets_much_but_not_laps_of_a_small_text(
 
 def test_no_pace_makes_a_quota_explode() -> None:
     member = Member(0, 1.0)
-    for seconds in (5e-324, 1e-9, 1e9):
+    for seconds in (0.0, 5e-324, 1e-9, 1e9):
         offer = replace(make_offer(TIMED, "A", found(TIMED, ["A"])), tokens=2**61, seconds=seconds)
-        paced = with_pace({"A": member}, {"A": offer})
+        paced = with_pace({"A": member}, {"A": offer}, TIMED)
         assert paced["A"].tokens_per_s <= MAX_TOKENS_PER_S
         ages = replace(TIMED, round_seconds=1e300)
         assert 0 < quotas(paced, 0, None, ages)["A"] <= MAX_QUOTA + PER_STEP
     one_that_lies = {f"p{n}": Member(0, 1.0, 100.0) for n in range(3)} | {"A": paced["A"]}
     dealt = quotas(one_that_lies, 0, None, TIMED)
-    assert dealt == {"p0": USUAL, "p1": USUAL, "p2": USUAL, "A": FASTEST * USUAL}
-    trainee = {"A": replace(paced["A"], votes=False), "B": Member(0, 1.0)}
+    done = 80  # samples, in the time of a round
+    assert dealt == {"p0": USUAL, "p1": USUAL, "p2": USUAL, "A": MOST * done}
+    of_two = {"p0": one_that_lies["p0"], "A": paced["A"]}
+    assert quotas(of_two, 0, None, TIMED)["A"] == FASTEST * done
+    trainee = {"A": replace(paced["A"], votes=False, vouched=False), "B": Member(0, 1.0)}
     assert quotas(trainee, 0, None, TIMED) == {"A": 16 * USUAL, "B": 16 * USUAL}
-    at_once = replace(offer, seconds=0.0)
-    assert with_pace({"A": member}, {"A": at_once}) == {"A": member}
+    newcomer = {"A": Member(0, 1.0, 100.0), "B": Member(0, 1.0, votes=False)}
+    assert quotas(newcomer, 0, None, TIMED) == {"A": USUAL, "B": MOST * done}
+    assert with_pace({"A": member}, {"A": replace(offer, seconds=0.0)}, EXACT) == {"A": member}
+
+
+def test_the_pace_is_taken_by_the_clock_of_the_run_and_moves_by_a_factor_of_two() -> None:
+    """A round has 8 s; 5 of these are the least that a deal of 1.25 times what fits may take."""
+
+    def pace(tokens: int, seconds: float, known: float = 0.0) -> float:
+        offer = replace(make_offer(TIMED, "A", found(TIMED, ["A"])), tokens=tokens, seconds=seconds)
+        paced = with_pace({"A": Member(0, 1.0, known)}, {"A": offer}, TIMED)
+        return paced["A"].tokens_per_s
+
+    assert pace(1000, 8.0) == 125.0
+    assert pace(1000, 0.001) == pace(1000, 0.0) == 200.0
+    assert pace(1000, 8.0, known=10.0) == 20.0
+    assert pace(1000, 8.0, known=1000.0) == 500.0, "one round in which it stood still is forgiven"
+
+
+@given(
+    st.lists(st.floats(0.1, 1e4), min_size=2, max_size=7), st.integers(1, 64), st.floats(0.0, 1e12)
+)
+def test_one_voter_alone_moves_no_limit_of_a_deal(paces, weight, lie):
+    """Whatever it says, it is dealt no more than 4 times what some other voter does."""
+    members = {f"p{n}": Member(0, 1.0, pace) for n, pace in enumerate(paces)}
+    members |= {"liar": Member(0, 1.0, lie, weight=weight)}
+    most = max(MOST, 1.25 * weight) * max(paces) * 8.0 / TIMED.sequence_length
+    assert quotas(members, 0, None, TIMED)["liar"] <= most + PER_STEP
 
 
 @pytest.mark.parametrize("rules", [AHEAD, TIMED], ids=["beside", "timed"])
@@ -284,21 +314,6 @@ def test_the_founders_text_limits_the_first_deal() -> None:
     founding = replace(found(TIMED, ["A"]).founding, text=text)
     tip = replace(found(TIMED, ["A"]), founding=founding)
     assert num_samples(book_after(tip, {}, tip.members, 0, TIMED).dealt["A"]) == 200
-
-
-# ---------------------------------------------------------------- weights
-
-
-def test_equal_work_has_no_weights_and_unequal_work_weighs_its_tokens() -> None:
-    assert weights({"A": 5, "B": 5}, "AB") is None
-    assert weights({"A": 5, "B": 15}, "AB") == (5, 15)
-    assert weights({"A": 5, "B": 15}, "B") is None
-
-
-def test_a_late_offer_weighs_as_the_least_of_the_others() -> None:
-    assert weights({"A": 8, "B": 3}, "ABC") == (8, 3, 3)
-    assert weights({"A": 8}, "AC") is None
-    assert weights({}, "CD") is None
 
 
 # ---------------------------------------------------------------- size

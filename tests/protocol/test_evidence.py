@@ -516,6 +516,8 @@ def test_no_more_strangers_are_shown_than_may_come_however_many_ask() -> None:
     assert len(shown) == 1 + len(TIP.members)
     everybody = replace(TRUE, joiners={f"Z{k}": 1.0 for k in range(1000)}).manifest()
     assert set(shown) - {"A"} == {peer for peer in everybody.members if peer.startswith("Z")}
+    left_out = next(f"Z{number}" for number in range(1000) if f"Z{number}" not in shown)
+    assert left_out in grounds.shown(TIP, {left_out}), "a guest's place is taken by no stranger"
 
 
 # ---------------------------------------------------------------- bytes

@@ -87,7 +87,7 @@ def test_a_member_has_the_capacity_that_it_declared_last():
 
 def test_a_joiner_is_listed_with_its_capacity_and_must_speak_soon():
     membership = decide(parent_of(b=0), contributors=("b",), joiners={"a": 0.5})
-    newcomer = Member(1, 0.5, counted=0, votes=False)
+    newcomer = Member(1, 0.5, counted=0, votes=False, vouched=False)
     assert list(membership.members.items()) == [("a", newcomer), ("b", Member(0, 2.0))]
     assert membership.reasons == ("a joined as a trainee",)
 

@@ -241,6 +241,7 @@ def test_the_largest_admissible_peer_record_fits() -> None:
             LONGEST, LONGEST, (2**16 - 1,) * figures.MAX_IDLE, 0,
             '"' * figures.MAX_BRIEF,
         ),
+        possession="A" * 86 + "==",
     )  # fmt: skip
     encoded = encode_record(largest)
     assert len(encoded) <= MAX_RECORD_BYTES

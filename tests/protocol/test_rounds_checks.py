@@ -376,7 +376,11 @@ def test_a_reform_must_at_least_agree_with_itself() -> None:
 peers = st.sampled_from(["A", "B", "C", "X"])
 ballots = st.builds(Ballot, st.integers(0, 3), peers)
 digests = st.sampled_from([TIP.digest, PARENT.digest, name("unknown")])
-manifests = st.sampled_from([TIP, PARENT, *WRONG.values()])
+NO_JSON = {"an endless pace"}
+"""No message holds these."""
+manifests = st.sampled_from(
+    [TIP, PARENT, *(each for what, each in WRONG.items() if what not in NO_JSON)]
+)
 offers = st.sampled_from(
     [make_offer(RULES, "A", TIP), make_offer(RULES, "B", PARENT), Offer(TIP.digest, 1, 1, {})]
 )

@@ -17,6 +17,7 @@ RECORDS = {
     "blobs": "Blobs",
     "work": "Work",
     "succession": "Succession",
+    "withholding": "Withholding",
 }
 ROLES = {each.name for each in fields(Parts)} - RECORDS.keys()
 CHANGES = {"add", "append", "clear", "discard", "pop", "setdefault"}

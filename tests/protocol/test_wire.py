@@ -12,8 +12,8 @@ from swarm.errors import BadManifest, BadMessage, HostileInput, StateError
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.evidence import encode_evidence
-from swarm.protocol.invitation import Invitation, Used
-from swarm.protocol.manifest import Kind, Manifest, Member
+from swarm.protocol.invitation import Credential, Invitation, Used
+from swarm.protocol.manifest import FormerMember, Kind, Manifest, Member
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
     Accept,
@@ -49,7 +49,8 @@ from tests.protocol.round_pump import found, make_offer, make_rules, name
 
 RULES = make_rules()
 TIP = replace(found(RULES, ["A", "B"]), run="run-1")
-INVITATION = Invitation("run-1", "0" * 32, 2, 7, "A", "A" * 86 + "==")
+INVITATION = Invitation("run-1", "K", 2, 0, 7, "A", "A" * 86 + "==")
+CREDENTIAL = Credential(INVITATION, "B" * 85 + "A==")
 NEXT = replace(
     TIP,
     height=1,
@@ -58,8 +59,9 @@ NEXT = replace(
     parent=TIP.digest,
     sources={"shared.0": (("A", name(1)), ("B", name(2)))},
     lineage=((0, (2, "ab" * 16)),),
-    invited={"B": INVITATION},
+    invited={"B": CREDENTIAL},
     invitations={INVITATION.name: Used(7, ("B",))},
+    absent={"C": FormerMember(1, 3, 2, weight=8)},
     reasons=("B joined",),
 )
 OFFER = make_offer(RULES, "A", TIP)
@@ -91,7 +93,7 @@ MESSAGES: list[Message] = [
     Commit(NEXT, CERTIFICATE, TIP),
     Commit(NEXT, None, None),
     Commit(NEXT, None, None, (Link(TIP.head), Link(NEXT.head, CERTIFICATE, TIP.head))),
-    Ready(Ballot(0, "A"), None, None, 1.0, invitation=INVITATION),
+    Ready(Ballot(0, "A"), None, None, 1.0, credential=CREDENTIAL),
 ]
 
 

@@ -22,7 +22,7 @@ def test_a_capped_peer_is_counted_and_leaves_before_its_quota_is_spent(tmp_path:
     run_file = write_run(tmp_path, SIZES)
     with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
         founder = swarm.add(["--run", str(run_file), "--wait-for-peers", "3"])
-        join = ["--initial-peers", founder.join_address()]
+        join = founder.join_options()
         swarm.add(join)
         limits = ["--max-upload", f"{CAP_MBIT:g}mbit", "--data-quota", f"{QUOTA_MB}MB"]
         began_s = time.time()

@@ -32,7 +32,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
     ) as swarm:
         swarm.start()
         swarm.program = "tests.scenarios.hostile_peer"
-        liar = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        liar = swarm.add(swarm.peers[0].join_options())
         finish(swarm, ROUNDS * ROUND_S)
         honest = swarm.peers[:3]
         histories = [peer.events() for peer in honest]

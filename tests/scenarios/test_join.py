@@ -156,15 +156,15 @@ def test_joiners_follow_a_founder_that_was_killed_while_it_gathered(tmp_path: Pa
     with LocalSwarm(tmp_path / "swarm", run_file, NUM_FOUNDERS) as swarm:
         founding = ["--run", str(run_file), "--wait-for-peers", str(NUM_FOUNDERS)]
         founder = swarm.add(founding)
-        address = founder.join_address()
-        early = swarm.add(["--initial-peers", address])
+        join = founder.join_options()
+        early = swarm.add(join)
         swarm.wait_until(
             lambda _: "the run gathers" in early.output(), what="gathering", timeout_s=ROUND_S
         )
         founder.kill()
         swarm.restart(founder, founding)
-        assert founder.join_address() == address
-        swarm.add(["--initial-peers", address])
+        assert founder.join_options() == join
+        swarm.add(join)
         swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=3 * ROUND_S)
         assert {len(applied(peer.events())) for peer in swarm.peers} == {1}
 

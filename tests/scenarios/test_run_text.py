@@ -38,7 +38,7 @@ def test_a_run_keeps_its_text_and_asks_joiners_for_it(tmp_path: Path) -> None:
         # While the run gathers its peers ...
         stranger = LocalPeer(9, tmp_path / "stranger", [], swarm.environment)
         start_and_be_refused(stranger, founder.join_address())
-        swarm.add(["--initial-peers", founder.join_address(), *with_books])
+        swarm.add([*founder.join_options(), *with_books])
         swarm.wait_until(has_rounds(1), what="a round", timeout_s=ROUND_S)
         text = read_record(founder).tip.founding.text
         assert text is not None and text.name == "books"

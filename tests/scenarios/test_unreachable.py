@@ -43,9 +43,9 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
     run_file = write_run(folder, ["ownership.owners_per_expert=2", *NOBODY_LEFT_OUT])
     with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
         founder = started.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
-        address = founder.join_address()
+        join = founder.join_options()
         for _ in range(1, NUM_PEERS):
-            started.add(["--initial-peers", address, "--client-mode"])
+            started.add([*join, "--client-mode"])
         finish(started, 150)
         return started
 
@@ -112,9 +112,9 @@ def test_two_behind_routers_train_with_each_other_through_a_third(
     run_file = write_run(tmp_path, ["run.rounds=6"])
     with LocalSwarm(tmp_path / "swarm", run_file, NUM_PEERS, links=network) as swarm:
         founder = swarm.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
-        address = founder.join_address()
+        join = founder.join_options()
         for _ in range(1, NUM_PEERS):
-            swarm.add(["--initial-peers", address, *mode])
+            swarm.add([*join, *mode])
         finish(swarm, 280)
         verdict = summary(swarm)
         assert len(verdict["manifest_digests"]) == 1

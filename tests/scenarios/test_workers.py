@@ -76,8 +76,8 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
     corpus = corpus_in(tmp_path)
     peers = [Training(tmp_path / "two", *FOUND, *chosen, *corpus)]
     try:
-        address = peers[0].says(r"--initial-peers (/ip4/\S+)")
-        peers.append(Training(tmp_path / "one", "--initial-peers", address, *corpus))
+        join = peers[0].says(r"swarm-peer (--initial-peers \S+ --invitation \S+)").split()
+        peers.append(Training(tmp_path / "one", *join, *corpus))
         victim = int(peers[0].says(r"workers began within .*processes \d+, (\d+)\)"))
         peers[1].says(r"(round 1/6)")
         os.kill(victim, signal.SIGKILL)
@@ -179,8 +179,8 @@ def test_a_node_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_pa
     elsewhere = ("--gpus", "1", "--workers-from", "127.0.0.1:0", "--remote-workers", "1")
     peers = [Training(tmp_path / "two", *FOUND, *settings(), *elsewhere, *corpus)]
     try:
-        address = peers[0].says(r"--initial-peers (/ip4/\S+)")
-        peers.append(Training(tmp_path / "one", "--initial-peers", address, *corpus))
+        join = peers[0].says(r"swarm-peer (--initial-peers \S+ --invitation \S+)").split()
+        peers.append(Training(tmp_path / "one", *join, *corpus))
         controller = peers[0].says(r"swarm-worker --controller (\S+) --key")
         key = tmp_path / "two" / "workers.key"
         command = [sys.executable, "-m", "peers.worker", "--controller", controller, "--once"]

@@ -259,7 +259,7 @@ def _record(name: str, rounds: int) -> PeerRecord:
         steps_skipped=0, refused={}, reason="", version="0", moments_bytes_sent=0,
         moments_bytes_received=0, zero_moments=0, moments_reason="", routing=None, grad_norm=None,
         grad_spikes=0, last_round=None, tokens_lost=0, engine="", trouble="", link=None,
-        workers=None,
+        workers=None, possession="",
     )  # fmt: skip
 
 

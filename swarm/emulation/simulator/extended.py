@@ -232,6 +232,9 @@ class ExtendedDraw(Draw):
         )
         return replace(scenario, setup=setup)
 
+    def _newcomers(self) -> list[PeerId]:
+        return [*self.strangers, *self.returned]
+
     def _rules(self) -> Rules:
         rules = replace(super()._rules(), round_seconds=self.mix.round_seconds)
         if self.mix.has_deltas:

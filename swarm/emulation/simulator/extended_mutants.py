@@ -10,6 +10,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import cast
 
+from swarm.emulation.simulator.claims_mutants import CLAIMS_MUTANTS
 from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.keys import KEYS, KeysMix
@@ -23,7 +24,7 @@ from swarm.protocol import abstaining
 from swarm.protocol.dealing import Book, Counts, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Link
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import Rules
@@ -35,12 +36,11 @@ from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.listener import Listener
-from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
 from swarm.protocol.training import Applied, Training
-from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate, Members
+from swarm.protocol.voting import TRIAL_ROUNDS, Electorate, Members
 
 # ---------------------------------------------------------------- lost and damaged records
 
@@ -163,9 +163,9 @@ class _WaitsForMoments(Training):
 # ---------------------------------------------------------------- the text and weights
 
 
-class _WeightsIgnored(Reducer):
-    def _weights(
-        self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
+class _WeightsIgnored(Rules):
+    def weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
     ) -> tuple[int, ...] | None:
         return None
 
@@ -193,26 +193,27 @@ class _AllAreKept(Collector):
 
 class _VoteAtOnce(Rules):
     def with_voters(
-        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
+        self, members: Members, contributors: Collection[PeerId], seed: str
     ) -> Electorate:
         return Electorate({peer: replace(m, votes=True) for peer, m in members.items()}, ())
 
 
 class _AllThatHaveEarnedIt(Rules):
     def with_voters(
-        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
+        self, members: Members, contributors: Collection[PeerId], seed: str
     ) -> Electorate:
-        needed = 1 if sum(m.votes for m in members.values()) < FEW else TRIAL_ROUNDS
-        given = {p: replace(m, votes=m.votes or m.counted >= needed) for p, m in members.items()}
+        given = {
+            p: replace(m, votes=m.votes or m.counted >= TRIAL_ROUNDS) for p, m in members.items()
+        }
         return Electorate(given, ())
 
 
-class _AnyNumberIsYoung(Rules):
+class _AnyNumberUnvouched(Rules):
     def with_voters(
-        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
+        self, members: Members, contributors: Collection[PeerId], seed: str
     ) -> Electorate:
-        old = {p: replace(m, invited=m.votes) for p, m in members.items()}
-        given = super().with_voters(old, contributors, seed, is_open).members
+        known = {p: replace(m, vouched=m.votes) for p, m in members.items()}
+        given = super().with_voters(known, contributors, seed).members
         return Electorate({p: replace(m, votes=given[p].votes) for p, m in members.items()}, ())
 
 
@@ -337,7 +338,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", UnderTest(taking=_OlderMomentsTaken)
     ),
-    "weights_ignored": Mutant.of("W1: a value weighs its tokens", _WeightsIgnored),
+    "weights_ignored": Mutant("W1: a value weighs its tokens", tested_under(_WeightsIgnored)),
     "whole_deals_count": Mutant("T3: only what was used counts", tested_under(_WholeDealsCount)),
     "holes_forgotten": Mutant(
         "T1: what was not used is dealt again", tested_under(_HolesForgotten)
@@ -350,7 +351,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", tested_under(_AllThatHaveEarnedIt)
     ),
-    "any_number_is_young": Mutant("R7: the young are few", tested_under(_AnyNumberIsYoung)),
+    "any_number_unvouched": Mutant(
+        "R7: voters without an anchor's word are few", tested_under(_AnyNumberUnvouched)
+    ),
     "trainees_count": Mutant.of("R7: a trainee is in no quorum", _TraineesCount),
     "waits_for_moments": Mutant(
         "N1: nobody waits for moments", UnderTest(training=_WaitsForMoments)
@@ -364,4 +367,5 @@ ALL_MUTANTS: Mapping[str, Mutant] = {
     **DELTA_MUTANTS,
     **SLICE_MUTANTS,
     **OVERLAP_MUTANTS,
+    **CLAIMS_MUTANTS,
 }

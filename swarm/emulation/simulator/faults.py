@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from swarm.config import MergingConfig
+from swarm.emulation.simulator.guests import drawn_guests
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.taking_part import Character, PlannedCrash, Setup
 from swarm.emulation.simulator.traps import TRAPS, Countdown
@@ -175,6 +176,27 @@ class Draw:
             for peer, each in characters.items()
         }
 
+    def _with_guests(self, setup: Setup) -> Setup:
+        """The swarm with what anchors give to strangers; some founders have no vote yet.
+
+        Drawn by a generator of its own as well.
+        """
+        aside = Random()
+        aside.setstate(self.random.getstate())
+        aside.seed(aside.getrandbits(64))
+        candidates = [peer for peer in self.victims if peer in setup.founders[1:]]
+        known = [peer for peer in candidates if aside.random() < self.mix.strangers / 2]
+        guests = drawn_guests(self._newcomers(), known, setup, aside)
+        for peer, credential in guests.later.items():
+            came_s = (s for s, what, named in self.script if what is World.join and peer in named)
+            vouched_s = aside.uniform(min(came_s, default=0.0), self.heal_s)
+            self._plan(vouched_s, World.vouch, peer, credential)
+        return replace(setup, known=frozenset(known), credentials=guests.at_once)
+
+    def _newcomers(self) -> list[PeerId]:
+        """Peers that are no founders."""
+        return self.strangers
+
     def scenario(self) -> Scenario:
         """Draws everything that is left to be drawn."""
         random, mix = self.random, self.mix
@@ -198,6 +220,7 @@ class Draw:
             getattr(self, f"_{kind}")(random.uniform(0.0, self.heal_s))
         if mix.majority_dies:
             self._majority_dies()
+        setup = self._with_guests(setup)
         bad = self._weather()
         is_rough = bool(self.stable)
         return Scenario(

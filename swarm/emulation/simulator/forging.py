@@ -17,6 +17,7 @@ from swarm.protocol.messages import (
     Link,
     Ready,
     accept_statement,
+    ready_statement,
 )
 from swarm.protocol.rounds.composition import compose_reform
 
@@ -117,6 +118,20 @@ def unsigned_ready(world: World) -> Forged:
         (peer, Packet(header, Ready(Ballot(0, tip.order[0]), None, None, 1e6, leave=True)))
         for peer in tip.members
     ]
+
+
+def copied_invitation(world: World) -> Forged:
+    """A stranger shows what another has shown, as it was relayed or stands in the manifest."""
+    tip = _newest(world)
+    shown = [world.credentials[peer] for peer in sorted(world.credentials)]
+    if not shown:
+        return []
+    copy, run = world.random.choice(shown), world.task.rules.run
+    header = Header(tip.code, tip.digest, tip.generation)
+    ready = Ready(Ballot(0, tip.order[0]), None, None, 1.0, credential=copy)
+    statement = ready_statement(run, tip.digest, ready.declared.declaration)
+    signed = replace(ready, signature=sign(STRANGER, statement))
+    return [(STRANGER, Packet(header, signed))]
 
 
 FORGERIES: dict[str, Forgery] = {

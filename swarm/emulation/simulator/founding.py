@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
@@ -9,6 +11,7 @@ from swarm.protocol.manifest import FOUNDING_GENERATION, Entry, Founding, Kind, 
 from swarm.protocol.ownership import assign
 from swarm.protocol.rounds.deals import first_book
 from swarm.protocol.texts import Text
+from swarm.protocol.voting import TRIAL_ROUNDS
 
 TEXT = Text("text", "byte", "digest", documents=1, tokens=2001, windows=500)
 
@@ -20,6 +23,8 @@ def found(setup: Setup, values: Values) -> Manifest:
     members = {
         peer: Member(0, each.capacity, room=each.rooms[0]) for peer, each in characters.items()
     }
+    for peer in setup.known:
+        members[peer] = replace(members[peer], counted=TRIAL_ROUNDS - 1, votes=False, vouched=False)
     owners = assign(
         {},
         {peer: member.capacity for peer, member in members.items()},

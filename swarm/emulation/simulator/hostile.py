@@ -13,11 +13,12 @@ from swarm.emulation.simulator.extended import (
     ExtendedMix,
 )
 from swarm.emulation.simulator.faults import CLASSES, LONG_S, Mix, Scenario
-from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
+from swarm.emulation.simulator.forging import FORGERIES, copied_invitation, forge, older_keys
+from swarm.emulation.simulator.guests import all_invited
 from swarm.emulation.simulator.keys import KEYS
-from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
+from swarm.emulation.simulator.lying import CONVENING, COPIED, OTHERS, VOTES, WORK
 from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.taking_part import Character
+from swarm.emulation.simulator.taking_part import Character, Setup
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 
@@ -30,6 +31,9 @@ class LyingMix(ExtendedMix):
     """What strangers send, in number."""
     votes_twice: bool = False
     """Whether the liar votes for everything and hides what it voted for."""
+    overclaims: bool = False
+    """Whether it lies about its work alone, and as a convener about invitations; strangers show
+    copies of these."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """What draws its scenarios."""
@@ -45,12 +49,15 @@ class _LyingDraw(ExtendedDraw):
         random, mix = self.random, self.mix
         for _ in range(random.randint(*mix.forgeries)):
             forgery = FORGERIES[random.choice(sorted(FORGERIES))]
+            forgery = copied_invitation if mix.overclaims else forgery
             self._plan(random.uniform(0.0, self.heal_s), forge, forgery)
         scenario = super().scenario()
         founders = [peer for peer in self.victims if peer not in self.strangers]
         lies = {random.choice(sorted(CONVENING)), *random.sample(OTHERS, random.randint(0, 2))}
         if mix.votes_twice:
             lies |= set(VOTES)
+        if mix.overclaims:
+            lies = {WORK, COPIED}
         setup = replace(
             scenario.setup, liar=random.choice(founders or self.victims), lies=frozenset(lies)
         )
@@ -109,6 +116,10 @@ class _AwayDraw(ExtendedDraw):
         weather = Weather(delay_s=0.03)
         return replace(scenario, script=script, heal_s=self.heal_s, weather=weather, rough={})
 
+    def _with_guests(self, setup: Setup) -> Setup:
+        """Everybody comes with an invitation, so that those that vote change as a whole."""
+        return replace(setup, credentials=all_invited(self.strangers, setup))
+
     def _character(self, peer: PeerId) -> Character:
         seconds = self.random.uniform(*self.mix.step_s)
         return replace(super()._character(peer), local_steps_s=seconds, sync_s=0.05, reduce_s=0.1)
@@ -129,6 +140,7 @@ LYING: dict[str, ExtendedMix] = {
     "P": _P,
     "W": replace(_P, peers=(4, 4), votes_twice=True, faults=(0, 0), loss=0.0, strangers=0.0),
     "Y": replace(_P, has_deltas=True),
+    "X": replace(_P, peers=(3, 8), overclaims=True, strangers=0.5, faults=(0, 3), forgeries=(2, 5)),
     "Q": AwayMix(
         peers=(16, 16),
         small=0.0,

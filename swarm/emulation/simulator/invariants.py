@@ -1,4 +1,4 @@
-"""What must hold whatever happens: I1, I2, I4 and I6 to I13, checked at every persist and apply.
+"""What must hold whatever happens: I1, I2, I4 and I6 to I15, checked at every persist and apply.
 
 I3 (progress) and I5 (one chain after healing) are judged over a whole schedule, in `schedule`.
 """
@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.bringing import check_brought
+from swarm.emulation.simulator.claims import check_claims
 from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.electing import check_votes
+from swarm.emulation.simulator.electing import check_votes, check_vouched
 from swarm.emulation.simulator.ledger import Ledger
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.events import Record
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import FOUNDING_GENERATION, Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due, merged_until
 from swarm.protocol.messages import Offer
@@ -45,6 +47,8 @@ class Invariants:
         """Of all peers that there will ever be."""
         self.rooms: Mapping[PeerId, Collection[int]] = {}
         """What they ever say of their machines."""
+        self.given: set[tuple[PeerId, Credential]] = set()
+        """What peers have been given to come with so far."""
         self.liar: PeerId | None = None
         """A peer whose word is not judged, and whose disk is taken to hold what it says."""
 
@@ -288,6 +292,8 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
+        check_vouched(manifest, parent, self.given)
+        check_claims(manifest, parent, self.rules, self.values)
         due = self.rules.schedule.due(parent)
         check_brought(manifest, parent, due, self.liar)
         for unit, entry in manifest.entries.items():
@@ -366,7 +372,7 @@ class Invariants:
     def _check_value(self, name: str, unit: Unit, manifest: Manifest, parent: Manifest) -> None:
         sources, before = manifest.sources[unit], parent.entries[unit]
         inputs = [digest for _, digest in sources]
-        weighed = weights(manifest.work, [peer for peer, _ in sources])
+        weighed = weights(manifest.work, [peer for peer, _ in sources], parent.trusted)
         mean = inputs[0]
         if len(inputs) > 1:
             mean = self.values.digest_of(mean_of(unit, inputs, weighed))

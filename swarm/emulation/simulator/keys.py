@@ -11,12 +11,10 @@ from swarm.emulation.simulator.taking_part import Character
 from swarm.emulation.simulator.world import World
 
 MANY, FEW = 8, 3
-"""Honest voters; with the few of them keys that do real work first may become the majority."""
+"""Honest voters, vouched for by the founder. Of three, one more voter may be a key."""
 GAP_S = 4 * 9.0
 """Four rounds of the many: up to 4 s of local steps, 5 s for the rest with what is lost. Keys that
 vanish one after another, each just when a round needs it, have made one take 28 s."""
-HELD_UP_S = 60.0 + 90.0
-"""T_reform, and what survivors then take for a round, as a spared majority does."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)
 """What is lost is the matter of other classes; here a gap is what keys cause."""
 IDLE_S = 1e6
@@ -77,7 +75,7 @@ class KeysDraw(Draw):
             weather=FAIR,
             rough={},
             script=tuple(sorted((*scenario.script, *script), key=lambda line: line[0])),
-            progress_s=GAP_S if len(self.peers) == MANY else HELD_UP_S,
+            progress_s=GAP_S,
         )
 
     def _key(self) -> Character:

@@ -21,6 +21,7 @@ from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Trained, mean_of
 from swarm.experts import expert_of_unit
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -43,6 +44,7 @@ from swarm.protocol.messages import (
     reduced_statement,
 )
 from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.deals import most_samples
 from swarm.protocol.rounds.evidence import Brought, attendance_of, offers_shown
 from swarm.protocol.rounds.rosters import Plan, plan_roster
 from swarm.protocol.weights import weights
@@ -64,6 +66,10 @@ class LyingShell(Protocol):
     @property
     def setup(self) -> Setup:
         """Who will ever be there."""
+
+    @property
+    def credentials(self) -> Mapping[PeerId, Credential]:
+        """What peers show, so that everybody has seen it."""
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
         """Units that a peer reduces; what it says of these is its word, which nobody checks."""
@@ -153,9 +159,23 @@ class Liar:
         if self._will("capacity", 0.5):
             room = self._random.choice([0, ALL_EXPERTS])
             greedy = replace(ready, capacity=1e6, room=room)
-            run, said = self._shell.task.rules.run, greedy.declared.declaration
-            return replace(greedy, signature=sign(self.me, ready_statement(run, header.tip, said)))
+            return self._signed(header, greedy)
+        if WORK in self.lies and ready.offer and not ready.offer.is_late:
+            return self._signed(header, replace(ready, offer=self._claimed(ready.offer)))
         return ready
+
+    def _signed(self, header: Header, ready: Ready) -> Ready:
+        run, said = self._shell.task.rules.run, ready.declared.declaration
+        return replace(ready, signature=sign(self.me, ready_statement(run, header.tip, said)))
+
+    def _claimed(self, offer: Offer) -> Offer:
+        """All that it was dealt, in a millisecond."""
+        tip, rules = self.tip, self._shell.task.rules
+        tokens = most_samples(self.me, tip, rules) * rules.sequence_length
+        if offer.tip != tip.digest or rules.round_seconds is None:
+            return offer
+        steps = tokens // rules.batch_tokens_at(tip.tokens)
+        return replace(offer, steps=steps, tokens=tokens, seconds=0.001)
 
     def _results(self, reduced: Reduced) -> Reduced:
         """Means of units that are others' to average, or for a roster of its own."""
@@ -183,8 +203,9 @@ class Liar:
         key = (manifest.digest, face)
         self._older = self._older or evidence
         if key not in self._told:
-            kinds = sorted(self.lies & CONVENING.keys())
-            lie = CONVENING[self._random.choice(kinds)] if kinds else None
+            lies = {**CONVENING, COPIED: Liar.copied}
+            kinds = sorted(self.lies & lies.keys())
+            lie = lies[self._random.choice(kinds)] if kinds else None
             told = lie(self, propose) if lie else None
             if "two_faced" in self.lies and not face:
                 told = None
@@ -215,7 +236,7 @@ class Liar:
             is_other = values != manifest.sources.get(unit) or change
             if is_other and unit not in rules.averaged_deltas:
                 work = {peer: offer.tokens for peer, offer in offers.items() if offer.tokens}
-                weighed = weights(work, [peer for peer, _ in values])
+                weighed = weights(work, [peer for peer, _ in values], tip.trusted)
                 inputs = [digest for _, digest in values]
                 digest = self._keep(
                     self._shell.task.values.digest_of(mean_of(unit, inputs, weighed))
@@ -329,6 +350,16 @@ class Liar:
         """A stranger joins that never asked to."""
         return self.anew(propose, joiners={PHANTOM: 9.0})
 
+    def copied(self, propose: Propose) -> Propose | None:
+        """A member is vouched for with what another member has shown."""
+        manifest, known = propose.manifest, self._shell.credentials
+        unvouched = sorted(self.tip.members.keys() - self.tip.vouched)
+        others = [known[peer] for peer in sorted(known.keys() - unvouched)]
+        if not unvouched or not others:
+            return None
+        friend = {self._random.choice(unvouched): self._random.choice(others)}
+        return self.anew(propose, credentials={**manifest.invited, **friend})
+
     def silence(self, propose: Propose) -> Propose:
         """Nobody was heard but those with an offer: its word against that of the others."""
         assert propose.evidence
@@ -388,6 +419,10 @@ CONVENING: Mapping[str, Lie] = {
     "nothing": Liar.nothing,
 }
 """What a convener may lie about."""
+COPIED = "copied"
+"""That an anchor vouches for a member, shown by a copied invitation; in the same class as WORK."""
+WORK = "work"
+"""That it did all that it was dealt, in no time; a class of its own has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
 """What a member and reducer may do besides."""
 VOTES = ("twice", "hides")

@@ -32,12 +32,16 @@ class Door:
         self._run = run
         self._known: dict[tuple[PeerId, int, int], tuple[Header, Message, Message | None]] = {}
 
+    def holds(self, peer: PeerId, statement: bytes, signature: Signature) -> bool:
+        """Whether a peer has signed a statement."""
+        return holds(peer, statement, signature)
+
     def let_in(self, source: PeerId, header: Header, message: Message) -> Message | None:
         """What is left of a message, see `verified`; None of one that is refused."""
         key = (source, id(header), id(message))
         if key not in self._known:
             try:
-                left: Message | None = verified(header, message, source, self._run, holds)
+                left: Message | None = verified(header, message, source, self._run, self.holds)
             except HostileInput:
                 left = None
             if len(self._known) >= KEPT:

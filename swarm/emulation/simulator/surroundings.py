@@ -14,6 +14,7 @@ from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.streaming import StreamingShell
 from swarm.emulation.simulator.taking_part import PlannedCrash, Setup, UnderTest
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Header, Message
 from swarm.protocol.rounds import RoundMachine
@@ -53,6 +54,10 @@ class World(Protocol):
     @property
     def disks(self) -> Mapping[PeerId, Disk]:
         """Every peer's disk."""
+
+    @property
+    def credentials(self) -> Mapping[PeerId, Credential]:
+        """With which peers start."""
 
     def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls a function later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import inf
 from operator import attrgetter
@@ -17,6 +17,7 @@ from swarm.protocol import abstaining
 from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import Link
 from swarm.protocol.remainders import Remainders
@@ -73,6 +74,10 @@ class Setup:
     """What it lies about, see `lying`."""
     copy_s: float | None = None
     """How long an owner takes to put moments out; None: moments are not modelled."""
+    known: frozenset[PeerId] = frozenset()
+    """Founders that no anchor vouches for: they lack one round of those that earn a vote."""
+    credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
+    """With which peers come."""
 
 
 def machine_of(*replaced: type) -> type[RoundMachine]:

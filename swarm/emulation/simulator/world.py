@@ -21,6 +21,7 @@ from swarm.emulation.simulator.values import Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record, Undeliverable
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import PeerId, Unit
 from swarm.protocol.messages import Link
 from swarm.protocol.trust import proof_problem
@@ -31,6 +32,8 @@ DISCOVER_S = 20.0
 """Each peer looks this often who else is in the DHT."""
 RESTORE_S = 5.0
 """A peer without a record looks so often for somebody who proves a tip to it."""
+RESTART_S = 2.0
+"""In which a person starts a peer again."""
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by planned."""
 REFUSED = 0.7
@@ -69,6 +72,9 @@ class World:
         characters = setup.characters.items()
         self.invariants.capacities = {peer: each.capacity for peer, each in characters}
         self.invariants.rooms = {peer: each.rooms for peer, each in characters}
+        self.credentials = dict(setup.credentials)
+        """With which peers start."""
+        self.invariants.given |= setup.credentials.items()
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
@@ -195,6 +201,16 @@ class World:
         """The person at this peer asks it to leave."""
         if peer in self.nodes:
             self.nodes[peer].ask_to_leave()
+
+    def vouch(self, peer: PeerId, credential: Credential) -> None:
+        """An anchor vouches for a peer, which starts again with that, or comes with it."""
+        self._note(f"{peer} is given an invitation by {credential.invitation.inviter}")
+        self.credentials[peer] = credential
+        self.invariants.given.add((peer, credential))
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up and not node.is_paused:
+            node.crash()
+            self.at(RESTART_S, self.reboot, peer)
 
     def crash(self, peer: PeerId) -> None:
         """Kills a peer's process."""

@@ -29,6 +29,7 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | C5, A2 | `Standing.electorate` | joiners neither promise nor vote |
 | C5 | `Proposer.is_chosen` | half decides only after the grace |
 | C7 | `Succession.why_step_down`, `Convener._why_deaf` | a campaign without prospect ends |
+| C8 | `Withholding.left_out` | who serves nobody costs one round in nine |
 | K1 | `Takeover._why_take_over` | a failed convener is replaced |
 | K1 | `Takeover._goes_last` | a convener that got no answers lets all others go first |
 | P4, X1 | `Adopter._may_apply` | every blob durable before the tip moves |

@@ -20,7 +20,6 @@ from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Life, Work
 from swarm.protocol.trust import RECENT, proof_problem, reform_electors, step_problem
-from swarm.protocol.voting import why_no_vote
 
 
 @dataclass(kw_only=True, eq=False)
@@ -184,7 +183,7 @@ class Adopter(Role):
         self.out.emit(Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:
             self.out.explain(Topic.MEMBERSHIP, sentence)
-        if lack := why_no_vote(manifest, self.me, is_open=self.rules.is_open):
+        if lack := self.contributor.why_no_vote():
             self.out.explain(Topic.ADMISSION, lack)
         self.contacts.remember(manifest.members)
         self.forget_height(old)

@@ -59,12 +59,12 @@ class Averaging(Role):
         if plan is None or any(unit not in campaign.results for unit in plan.reducers):
             return None
         evidence = Evidence(
-            campaign.grounds.shown(self.tip),
+            campaign.grounds.shown(self.tip, campaign.guests),
             plan.able,
             plan.roster_id,
             tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
         )
-        brought = Brought(campaign.leaving, campaign.invitations)
+        brought = Brought(campaign.leaving, campaign.credentials)
         manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
         why = (
             f"{len(plan.sources)} units of {len(plan.offers)} peers, "
@@ -129,6 +129,17 @@ class Averaging(Role):
         reports = (campaign.missing.get(reporter, {}) for reporter in self.late_reducers(campaign))
         named = {peer for each in reports for peer, why in each.items() if why != SLOW}
         return named & campaign.plan.offers.keys() - {self.me}
+
+    def accused(self, campaign: Campaign) -> set[PeerId]:
+        """Peers whose values most reducers, two at least, could not have [C8]."""
+        assert campaign.plan is not None
+        reducers = set(campaign.plan.reducers.values())
+        reports = (campaign.missing.get(reporter, {}) for reporter in reducers)
+        named = Counter(
+            peer for each in reports for peer, why in each.items() if why not in REFUSALS
+        )
+        most = {peer: max(1, len(reducers - {peer}) / 2) for peer in named}
+        return {peer for peer, count in named.items() if count > most[peer]}
 
     def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
         """Of these who has not answered for so long, though it was greeted with each poll [C4]."""

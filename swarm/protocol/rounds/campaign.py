@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import (
     Ballot,
@@ -86,8 +86,10 @@ class Campaign:
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     grounds: Grounds = field(default_factory=Grounds)
     """What members and joiners have declared."""
-    invitations: dict[PeerId, Invitation] = field(default_factory=dict)
-    """What joiners have shown."""
+    credentials: dict[PeerId, Credential] = field(default_factory=dict)
+    """What joiners, and members without an anchor's word, have shown."""
+    guests: set[PeerId] = field(default_factory=set)
+    """Strangers that an anchor vouches for: no number of others takes their places."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
     """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)

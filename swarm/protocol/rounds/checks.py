@@ -10,6 +10,7 @@ from collections import Counter
 from math import inf
 
 from swarm.protocol.dealing import Book, book_of
+from swarm.protocol.invitation import MAX_WEIGHT
 from swarm.protocol.manifest import (
     ALL_EXPERTS,
     SEASONED_ROUNDS,
@@ -17,9 +18,11 @@ from swarm.protocol.manifest import (
     Entry,
     Kind,
     Manifest,
+    Member,
     PeerId,
     Unit,
 )
+from swarm.protocol.membership import absent_after, come_back
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -131,7 +134,7 @@ def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | N
         problem = tokens_problem(tokens, peer, parent, rules)
         if problem:
             return f"{peer}: {problem}"
-    tokens = parent.tokens + sum(manifest.work.values())
+    tokens = rules.tokens_after(parent, manifest.work)
     if (manifest.tokens, manifest.step) != (tokens, rules.step_after(parent, tokens)):
         return f"it counts {manifest.step} steps and {manifest.tokens} tokens"
     return pace_problem(manifest.members, parent, manifest.contributors)
@@ -207,6 +210,8 @@ def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
             return f"member {peer} was counted in {member.counted} rounds"
         if not 0 <= member.room <= ALL_EXPERTS:
             return f"member {peer} has room for {member.room} experts"
+        if not 1 <= member.weight <= MAX_WEIGHT:
+            return f"member {peer} has weight {member.weight}"
         if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
             return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))
@@ -256,16 +261,24 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
     return _survivors_problem(manifest, tip) or pace_problem(manifest.members, tip, ())
 
 
+def _trust(member: Member | None) -> tuple[bool, int, int, int]:
+    """What anchors have said of a member, or of a peer that is none."""
+    if member is None:
+        return False, 0, 0, 1
+    return member.vouched, member.invites, member.given, member.weight
+
+
 def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
     """Why a reform gives votes, or counts rounds, that its parent did not; None if it does not."""
     if manifest.invitations != tip.invitations:
         return "its invitations are not its parent's"
+    if manifest.absent != absent_after(tip, manifest.members, tip.round):
+        return "the peers that are vouched for and absent do not follow from its parent"
     rounds = {peer: member.counted for peer, member in tip.members.items()}
     able = reform_electors(tip.head)
     for peer, member in manifest.members.items():
-        before = tip.members.get(peer)
-        is_invited = before is not None and before.invited
-        if member.counted != rounds.get(peer, 0) or member.invited != is_invited:
+        before = tip.members.get(peer) or come_back(tip, peer, member.capacity)
+        if member.counted != rounds.get(peer, 0) or _trust(member) != _trust(before):
             return f"member {peer} is not what its parent says"
         if member.votes and peer not in able:
             return f"{peer} has a vote, and had none before"

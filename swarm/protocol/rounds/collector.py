@@ -31,6 +31,9 @@ from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.rounds.thin import Loads, Sender, is_thinner, too_thin
 from swarm.protocol.voting import steadiest
 
+MAX_TRAINEES = 4
+"""From one network, with the strangers that ask to become some."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Collector(Role):
@@ -69,6 +72,8 @@ class Collector(Role):
         campaign.stalls_at[source] = None if stalls_in_s is None else self.now + stalls_in_s
         if ready.wish:
             campaign.leaving[source] = ready.wish
+        if ready.credential:
+            campaign.credentials[source] = ready.credential
         if ready.ballot == campaign.ballot and source in self.standing.electorate():
             campaign.answers[source] = ready
             campaign.answered_at[source] = self.now
@@ -82,12 +87,25 @@ class Collector(Role):
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
         """Notes a stranger's wish to come; one that may not is not drawn by lot [R8]."""
-        guests = self.contributor.guests(stranger, ready.invitation)
+        guests = self.contributor.guests(stranger, ready.credential)
         if ready.leave or not guests.may_come(stranger):
+            return
+        if guests.problem(stranger) is None:
+            campaign.guests.add(stranger)
+        elif not self._has_place(campaign, stranger):
             return
         campaign.grounds.note(stranger, ready.declared)
         self.contacts.forget_strangers(campaign.grounds.last)
-        campaign.invitations |= guests.shown
+        campaign.credentials |= guests.shown
+
+    def _has_place(self, campaign: Campaign, stranger: PeerId) -> bool:
+        """Whether its network has fewer trainees than it may have: addresses cost, keys do not."""
+        network = self.peer.network_of(stranger)
+        if network is None:
+            return True
+        trainees = self.tip.members.keys() - self.tip.voters
+        others = {*trainees, *(campaign.grounds.last.keys() - self.tip.members.keys())} - {stranger}
+        return sum(self.peer.network_of(peer) == network for peer in others) < MAX_TRAINEES
 
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import UNCODED, Entry, Kind, Manifest, Member, PeerId, Unit, Wish
-from swarm.protocol.membership import Membership, next_members
+from swarm.protocol.membership import Membership, absent_after, come_back, next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
@@ -36,8 +36,8 @@ class Attendance:
     """What members that were heard declare now."""
     rooms: Mapping[PeerId, int] = field(default_factory=dict)
     """Of both, as they declare it."""
-    invitations: Mapping[PeerId, Invitation] = field(default_factory=dict)
-    """What strangers have shown; whoever it names has signed it."""
+    credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
+    """What peers have shown to be vouched for; its signatures hold."""
 
 
 def compose_round(
@@ -51,9 +51,9 @@ def compose_round(
     number, contributors = tip.round + 1, plan.contributors
     membership = members_after(tip, contributors, attendance, rules)
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
-    members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
+    members, work = with_pace(membership.members, plan.offers, rules), work_of(plan.offers)
     assignment = owners_after(tip, members, contributors, entries, rules)
-    tokens = tip.tokens + sum(work.values())
+    tokens = rules.tokens_after(tip, work)
     book = book_after(tip, work, members, tokens, rules)
     return replace(
         tip,
@@ -80,6 +80,7 @@ def compose_round(
         },
         invited=membership.invited,
         invitations=membership.invitations,
+        absent=membership.absent,
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
     )
@@ -100,7 +101,7 @@ def members_after(
         seed=tip.digest,
         silent_limit=rules.silent_rounds,
         is_open=rules.is_open,
-        invitations=attendance.invitations,
+        credentials=attendance.credentials,
         run=rules.run,
         elect=rules.with_voters,
     )
@@ -239,6 +240,7 @@ def compose_reform(
         work={},
         wishes={},
         invited={},
+        absent=absent_after(tip, members, tip.round),
         cursor=book.cursor,
         holes=book.holes,
         dealt=book.dealt,
@@ -254,7 +256,8 @@ def compose_reform(
 
 def _survivor(tip: Manifest, peer: PeerId, member: Member, *, votes: bool) -> Member:
     """A member of a reform, with what is known of it."""
-    before = tip.members.get(peer, Member(0, member.capacity, counted=0))
+    before = tip.members.get(peer) or come_back(tip, peer, member.capacity)
+    before = before or Member(0, member.capacity, counted=0, vouched=False)
     declared = replace(before, capacity=member.capacity, room=member.room)
     return replace(declared, silent=member.silent, votes=votes)
 

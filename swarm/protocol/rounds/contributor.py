@@ -6,7 +6,7 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 
 from swarm.protocol.events import Expected, Left, Topic
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import PeerId, Wish, leave_statement
 from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
@@ -23,6 +23,7 @@ from swarm.protocol.rounds.rosters import offer_problem
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Life, Work
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.voting import why_no_vote
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,7 +106,7 @@ class Contributor(Role):
             self.worked_s(),
             work.fetched_s,
             self._wish() if is_leaving else None,
-            None if self.standing.is_member else self.peer.invitation,
+            self._credential(),
             None if work.stalls_at is None else max(0.0, work.stalls_at - self.now),
             self.peer.uplink_of(),
             room,
@@ -173,18 +174,31 @@ class Contributor(Role):
             if wants_in:
                 self._tell_why_outside()
 
-    def guests(self, peer: PeerId, invitation: Invitation | None) -> Guests:
-        """Strangers that may come after the tip, as far as this one peer is concerned [R8]."""
-        shown = {peer: invitation} if invitation else {}
+    def _credential(self) -> Credential | None:
+        """What this peer shows as long as it may gain by it [R8]."""
+        member, shown = self.tip.members.get(self.me), self.peer.credential
+        if member and not self.guests(self.me, shown).is_raised(self.me, member):
+            return None
+        return shown
+
+    def why_no_vote(self) -> str | None:
+        """What this trainee lacks to vote, and what is wrong with its invitation."""
+        lack, shown = why_no_vote(self.tip, self.me), self.peer.credential
+        problem = self.guests(self.me, shown).problem(self.me) if lack and shown else None
+        return f"{lack}; {problem}" if problem else lack
+
+    def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
+        """Peers that may come, or be vouched for, after the tip; of these one alone [R8]."""
+        shown = {peer: credential} if credential else {}
         return Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
 
     def _tell_why_outside(self) -> None:
         """Says once a tip what is wrong with its invitation; no other peer will."""
         if self._has_told_outside:
             return
-        guests = self.guests(self.me, self.peer.invitation)
+        guests = self.guests(self.me, self.peer.credential)
         problem = guests.problem(self.me)
-        if problem is None or (guests.may_come(self.me) and not self.peer.invitation):
+        if problem is None or (guests.may_come(self.me) and not self.peer.credential):
             return
         self._has_told_outside = True
         if guests.may_come(self.me):

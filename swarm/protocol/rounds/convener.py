@@ -16,6 +16,7 @@ from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.rounds.withholding import Withholding
 
 SLACK, LONGEST = 1.25, 2.5
 """A line may take so much longer than it says, and so many T_red: others give an attempt three."""
@@ -32,20 +33,28 @@ class Convener(Role):
     collector: Collector
     averaging: Averaging
     proposer: Proposer
+    withholding: Withholding
 
     def _burn_ballot(self, ballot: Ballot) -> None:
         """The ballot is durable before its first message, so that it is never used twice [P3]."""
         self.standing.persist_promise(ballot)
 
     def start(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
-        """Opens a campaign under a new ballot, which averages nothing of the excluded."""
+        """Opens a campaign under a new ballot, which averages nothing of the excluded.
+
+        Nor of peers that withheld their values from rounds before [C8].
+        """
+        withheld = self.withholding.left_out()
         succession = self.succession
         succession.campaign = None
         self._burn_ballot(ballot)
         succession.claims[self.me] = ballot.attempt
         succession.note_ballot(ballot)
         succession.convener_at = self.now
+        excluded = {**withheld, **excluded}
         campaign = Campaign(ballot, self.now, self.now + self.timers.poll_s, excluded)
+        for peer, why in withheld.items():
+            self.out.explain(Topic.ROUND, f"peer {peer} left out: {why}")
         campaign.enter(Stage.COLLECT, self.now)
         succession.campaign = campaign
         if ballot.attempt == 0:
@@ -140,6 +149,7 @@ class Convener(Role):
             self.advance()
             excluded = self.proposer.give_up(campaign) if campaign.stage is Stage.VOTE else None
             if excluded is not None:
+                self.withholding.suspect(excluded.keys() - campaign.excluded, campaign.offers)
                 self.start(self.succession.next_ballot(), excluded)
         else:
             self.advance()
@@ -168,6 +178,8 @@ class Convener(Role):
             return
         bad = self.averaging.whom_to_exclude(campaign)
         if bad:
+            accused = self.averaging.accused(campaign) & bad.keys()
+            self.withholding.suspect(accused, campaign.offers)
             self._exclude(campaign, bad, limit_s)
         elif self.averaging.slow_sources(campaign) or not self._relieve(campaign):
             campaign.extensions += 1

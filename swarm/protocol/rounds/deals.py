@@ -9,17 +9,14 @@ from math import ceil
 from swarm.protocol.dealing import Book, book_of, next_book, num_samples
 from swarm.protocol.manifest import Founding, Manifest, Member, PeerId
 from swarm.protocol.messages import Offer
-from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.rounds.rules import MARGIN, MOST, Rules
 
-MARGIN = 1.25
-"""A peer is dealt so many times what it did in the time of a round: it may get faster."""
 UNKNOWN_PACE = 16
 """A peer whose pace nobody knows is dealt so many times what `local_steps` would be: the fastest
 of a swarm of unequal peers shall not idle in its first round."""
 FASTEST = 64
-"""A member counts as no faster than so many times the median voter. What it says of its pace says
-what it may count, so what its values weigh and how far they may have moved [U1]; a machine of eight
-GPUs beside laptops is that much faster."""
+"""Where two voters are left, one of them is the median. Nobody is dealt more than so many times
+what the lower median voter does."""
 MAX_TOKENS_PER_S = 1e12
 """More is not believed; it keeps quotas finite, whatever an offer says."""
 MAX_QUOTA = 2**40
@@ -32,10 +29,12 @@ def quotas(
     """Samples that each member may read in the round after a manifest, whole steps of them [T2].
 
     Exact mode: those of the steps that every peer takes. With `round.seconds`: 1.25 times those
-    that fit the time at the member's pace, which counts as 64 times the median voter's at most. For
-    a member without a pace, or if no voter has one: 16 times those of the exact mode, but all
-    members together at most half a lap, so that the first round of a small text does not deal it
-    several times over.
+    that fit the time at the member's pace, and at most 4 times those of the median voter. A member
+    that an anchor has vouched for with weight w may read 1.25 w times those of the median voter.
+
+    A member without a pace gets 16 times those of the exact mode, within the same limit. While no
+    voter has a pace, all members together get at most half a lap, so that the first round of a
+    small text does not deal it several times over.
 
     Args:
         members: of the manifest, with their pace.
@@ -51,15 +50,27 @@ def quotas(
     if windows is not None:
         room = windows // (2 * len(members)) // per_step * per_step
         unknown = max(usual, min(unknown, room))
-    known = sorted(m.tokens_per_s for m in members.values() if m.votes and m.tokens_per_s)
-    fastest = FASTEST * known[(len(known) - 1) // 2] if known else 0.0
-    longest_s = MARGIN * rules.round_seconds
-    return {
-        peer: _fitting(longest_s * min(pace, fastest) / rules.sequence_length, per_step)
-        if known and (pace := member.tokens_per_s)
-        else unknown
-        for peer, member in members.items()
-    }
+    per_pace, median = rules.round_seconds / rules.sequence_length, _median_pace(members)
+    if not median:
+        return dict.fromkeys(members, unknown)
+    found = {}
+    for peer, member in members.items():
+        samples = MARGIN * member.tokens_per_s * per_pace if member.tokens_per_s else unknown
+        most = rules.most_of_median(member) * median * per_pace
+        found[peer] = _fitting(min(samples, most), per_step)
+    return found
+
+
+def _median_pace(members: Mapping[PeerId, Member]) -> float:
+    """The pace of the median voter, the upper one of two; 0 if no voter has a pace.
+
+    Who is vouched for with weight w counts with a w-th of its pace.
+    """
+    voters = (member for member in members.values() if member.votes and member.tokens_per_s)
+    known = sorted(voter.tokens_per_s / voter.weight for voter in voters)
+    if not known:
+        return 0.0
+    return min(known[len(known) // 2], FASTEST / MOST * known[(len(known) - 1) // 2])
 
 
 def _fitting(samples: float, per_step: int) -> int:
@@ -122,13 +133,14 @@ def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
 
 
 def with_pace(
-    members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer]
+    members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer], rules: Rules
 ) -> dict[PeerId, Member]:
-    """The members with the pace that their offers show; four digits keep manifests small."""
+    """The members with the pace that their offers show; four digits keep manifests small [T3]."""
     paced = dict(members)
     for peer, offer in offers.items():
-        if peer in members and not offer.is_late and offer.seconds > 0:
-            pace = min(offer.tokens / offer.seconds, MAX_TOKENS_PER_S)
+        if peer in members and not offer.is_late:
+            known = members[peer].tokens_per_s
+            pace = min(rules.pace_after(known, offer.tokens, offer.seconds), MAX_TOKENS_PER_S)
             paced[peer] = replace(members[peer], tokens_per_s=float(f"{pace:.4g}"))
     return paced
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Evidence, Offer, OfferedUnit, ReducedUnit, Report
 from swarm.protocol.rounds.composition import NO_WISH, Attendance, compose_round
@@ -160,8 +160,8 @@ class Brought:
 
     wishes: Mapping[PeerId, Wish]
     """What those have signed that leave."""
-    invitations: Mapping[PeerId, Invitation]
-    """With what strangers have come, signed by whom it names."""
+    credentials: Mapping[PeerId, Credential]
+    """What those have shown that anchors vouch for; both signatures hold."""
 
 
 def compose_from(
@@ -188,7 +188,7 @@ def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attend
         },
         capacities={peer: each.capacity for peer, each in members.items()},
         rooms={peer: each.room for peer, each in said.items()},
-        invitations=brought.invitations,
+        credentials=brought.credentials,
     )
 
 

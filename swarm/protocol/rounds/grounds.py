@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import Manifest, PeerId, turn
@@ -39,13 +39,14 @@ class Grounds:
         """The roster is closed with the offers of these peers."""
         self.closed = {peer: self.offered[peer] for peer in peers}
 
-    def shown(self, tip: Manifest) -> dict[PeerId, Declared]:
+    def shown(self, tip: Manifest, guests: Collection[PeerId] = ()) -> dict[PeerId, Declared]:
         """What goes with the proposal: of strangers no more than may come in one round [R2].
 
-        However many ask, that keeps it small; which of them come is drawn by lot.
+        However many ask, that keeps it small. Guests are shown first, the others by lot.
         """
         strangers = sorted(
-            self.last.keys() - tip.members.keys(), key=lambda peer: (turn(tip.digest, peer), peer)
+            self.last.keys() - tip.members.keys(),
+            key=lambda peer: (peer not in guests, turn(tip.digest, peer), peer),
         )
         left_out = strangers[max(1, len(tip.members)) :]
         chosen = {**self.last, **self.closed}

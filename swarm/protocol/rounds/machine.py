@@ -27,7 +27,7 @@ from swarm.protocol.events import (
     UnitReduced,
     Unobtainable,
 )
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     Accept,
@@ -47,7 +47,7 @@ from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.parts import Parts, made
 from swarm.protocol.rounds.phases import CampaignInfo, Phase, campaign_info, phase_of
 from swarm.protocol.rounds.rules import Randomness, Rules
-from swarm.protocol.rounds.state import Life, Peer, Sign, Work, room_for_all, unsigned
+from swarm.protocol.rounds.state import Life, Peer, Sign, Work, nowhere, room_for_all, unsigned
 from swarm.protocol.trust import Chain, Foothold
 
 
@@ -80,7 +80,8 @@ class RoundMachine:
         room_of: Callable[[], int] = room_for_all,
         fetches_ahead: bool = False,
         chain: Chain | None = None,
-        invitation: Invitation | None = None,
+        network_of: Callable[[PeerId], str | None] = nowhere,
+        credential: Credential | None = None,
     ) -> None:
         self._peer = Peer(
             me=me,
@@ -94,7 +95,8 @@ class RoundMachine:
             uplink_of=uplink_of,
             room_of=room_of,
             fetches_ahead=fetches_ahead,
-            invitation=invitation,
+            network_of=network_of,
+            credential=credential,
         )
         self._life = Life(now, now, now)
         self._work = Work()
@@ -116,6 +118,7 @@ class RoundMachine:
         known["contacts"] = self._contacts = made(parts.contacts, known)
         known["blobs"] = self._blobs = made(parts.blobs, known)
         known["succession"] = self._succession = made(parts.succession, known)
+        known["withholding"] = self._withholding = made(parts.withholding, known)
         known["merger"] = self._merger = made(parts.merger, known)
         known["contributor"] = self._contributor = made(parts.contributor, known)
         known["acceptor"] = self._acceptor = made(parts.acceptor, known)
@@ -274,6 +277,7 @@ class RoundMachine:
         standing.applied_at = self._peer.now
         self._blobs.drop_proposal()
         self._reducer.forget_height()
+        self._withholding.forget_height()
         self._contributor.forget_height()
         self._merger.forget_height()
         self._succession.forget_height()

@@ -24,6 +24,7 @@ from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Role, Standing
 from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.rounds.withholding import Withholding
 
 R = TypeVar("R", bound=Role)
 
@@ -36,6 +37,7 @@ class Parts:
     contacts: type[Contacts] = Contacts
     succession: type[Succession] = Succession
     blobs: type[Blobs] = Blobs
+    withholding: type[Withholding] = Withholding
     acceptor: type[Acceptor] = Acceptor
     reducer: type[Reducer] = Reducer
     merger: type[Merger] = Merger

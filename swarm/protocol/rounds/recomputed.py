@@ -29,12 +29,10 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
     if not manifest.wishes.keys() <= gone:
         return "it holds wishes to leave of others than those that it lets go"
     claimed = _without_pace(manifest.members)
-    guests = (manifest.invited, manifest.invitations)
+    guests = (manifest.invited, manifest.invitations, manifest.absent)
     for possible in _possible(manifest, parent, rules):
-        if (_without_pace(possible.members), (possible.invited, possible.invitations)) == (
-            claimed,
-            guests,
-        ):
+        found = (possible.invited, possible.invitations, possible.absent)
+        if (_without_pace(possible.members), found) == (claimed, guests):
             return None
     first = next(_possible(manifest, parent, rules))
     expected = _without_pace(first.members)
@@ -67,7 +65,7 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
                 for peer, member in manifest.members.items()
                 if peer in heard or peer not in parent.members
             },
-            invitations=manifest.invited,
+            credentials=manifest.invited,
         )
         yield members_after(parent, manifest.contributors, attendance, rules)
 

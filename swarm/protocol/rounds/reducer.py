@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarm.protocol.events import (
@@ -25,9 +25,9 @@ from swarm.protocol.rounds.reduction import SLOW, Job
 from swarm.protocol.rounds.rosters import Sources, assign_reducers, sources_of
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
+from swarm.protocol.rounds.withholding import Withholding
 from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
 from swarm.protocol.updates import REFUSALS
-from swarm.protocol.weights import weights
 
 RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
@@ -41,6 +41,7 @@ class Reducer(Role):
     work: Work
     contributor: Contributor
     acceptor: Acceptor
+    withholding: Withholding
     job: Job | None = field(init=False, default=None)
 
     def forget_height(self) -> None:
@@ -52,10 +53,15 @@ class Reducer(Role):
 
     def on_roster(self, source: PeerId, roster: Roster) -> None:
         """Starts to average what falls to this peer; a repeated one gets the same report."""
-        if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot) or not roster.offers:
-            return  # without offers it is only a heartbeat
+        if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot):
+            return
+        if not roster.offers:  # only a heartbeat, maybe of a roster in which this peer has no part
+            if self.job and self.job.roster_id != roster.roster_id:
+                self._suspect_dropped(roster)
+            return
         if self.job and self.job.roster_id == roster.roster_id:
             self.job.ballot = roster.ballot
+            self.withholding.greet(self.job.unserved(self.blobs.stored))
             self._report(self.job)
             return
         problem = self._roster_problem(roster)
@@ -71,7 +77,15 @@ class Reducer(Role):
                 return f"offer of {peer}: {problem}"
         return None
 
+    def _suspect_dropped(self, roster: Roster) -> None:
+        """Two witnesses: this peer got no values of them, and the round goes on without [C8]."""
+        job = self.job
+        if job and self.now - job.since >= self.timers.reduce_s / 2:
+            dropped = job.unserved(self.blobs.stored) - roster.offers.keys()
+            self.withholding.suspect(dropped, job.asked_of)
+
     def _start_job(self, roster: Roster) -> None:
+        self._suspect_dropped(roster)
         self._cancel_job()
         sources = sources_of(roster.offers)
         sizes, always = self.rules.moved_bytes, self.rules.averaged_deltas
@@ -80,7 +94,12 @@ class Reducer(Role):
         if not inputs:
             return
         job = self.job = Job(
-            self.me, roster.ballot, roster.roster_id, inputs, work_of(roster.offers)
+            self.me,
+            roster.ballot,
+            roster.roster_id,
+            inputs,
+            work_of(roster.offers),
+            since=self.now,
         )
         offers: dict[str, dict[PeerId, None]] = {}
         wants: list[tuple[Unit, Digest]] = []
@@ -146,17 +165,11 @@ class Reducer(Role):
             if unit in job.asked or any(digest not in self.blobs.stored for _, digest in values):
                 continue
             job.asked.add(unit)
-            weighed = self._weights(job.work, [peer for peer, _ in values])
+            weighed = self.rules.weights(job.work, [peer for peer, _ in values], self.tip)
             base = None
             if unit in self.rules.averaged_deltas:
                 base = self.tip.entries[unit].digest
             self.out.emit(Reduce(job.roster_id, unit, values, weighed, base))
-
-    def _weights(
-        self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
-    ) -> tuple[int, ...] | None:
-        """What the values of a unit weigh: the tokens of their sources [W1]."""
-        return weights(work, peers)
 
     def on_unit_reduced(self, event: UnitReduced) -> None:
         """Reports to the convener once every unit has its mean."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Ballot, ReducedUnit
+from swarm.protocol.updates import REFUSALS
 
 MUCH_MORE = 2
 SLOW = "has not come yet"
@@ -33,6 +34,8 @@ class Job:
     refused: set[PeerId] = field(default_factory=set)
     """Peers whose values were reported as refused."""
     is_fetching: bool = False
+    since: float = 0.0
+    """When it was begun."""
     ahead: frozenset[Digest] = frozenset()
     """What is fetched beside, before it is proposed [D2]."""
 
@@ -40,6 +43,21 @@ class Job:
     def is_done(self) -> bool:
         """Whether every unit has its mean."""
         return len(self.results) == len(self.inputs)
+
+    @property
+    def asked_of(self) -> set[PeerId]:
+        """Other peers whose values are averaged here."""
+        return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
+
+    def unserved(self, stored: Container[Digest]) -> set[PeerId]:
+        """Peers whose values could not be had, or not nearly all; refused ones did come [C8]."""
+        failed = {
+            peer
+            for digest, reasons in self.failed.items()
+            for peer, why in reasons.items()
+            if digest not in stored and why not in REFUSALS
+        }
+        return (failed | self.slow(stored)) & self.asked_of
 
     def slow(self, stored: Container[Digest]) -> set[PeerId]:
         """Peers of whose values much more is still out than of a usual peer's [C4].

@@ -7,6 +7,7 @@ from math import inf
 
 from swarm.protocol.events import Regained, Topic
 from swarm.protocol.manifest import Digest, Member, PeerId
+from swarm.protocol.membership import come_back
 from swarm.protocol.messages import Ballot, Certificate, Commit
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.blobs import Blobs
@@ -120,7 +121,7 @@ class Reformer(Role):
 
     def _may_survive(self, peer: PeerId) -> bool:
         """Whether a peer that was heard goes on with the survivors."""
-        is_known = peer in self.tip.members or peer == self.tip.founding.founder
+        is_known = peer in self.tip.members or come_back(self.tip, peer, 1.0) is not None
         return is_known or self.rules.is_open
 
     def _new_generation(self, nonce: int) -> str:

@@ -12,13 +12,22 @@ from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, Counts, next_book, reformed_book
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import UNCODED, Manifest, PeerId, Unit
+from swarm.protocol.manifest import UNCODED, Manifest, Member, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.schedule import Schedule
 from swarm.protocol.updates import StepBound
 from swarm.protocol.voting import Electorate, Members, with_voters
+from swarm.protocol.weights import trained, weights
 
 T = TypeVar("T")
+
+MARGIN = 1.25
+"""A peer is dealt so many times what it did in the time of a round: it may get faster."""
+GROWTH = 2
+"""The pace of a member at most doubles, or halves, in a round, and so does its deal."""
+MOST = 4
+"""A member is dealt at most so many times what the median voter does in the time of a round. What
+it counts is its own word, and says how far its values may have moved [U1]."""
 
 
 class Randomness(Protocol):
@@ -124,10 +133,37 @@ class Rules:
         return {peer: member.room for peer, member in members.items()}
 
     def with_voters(
-        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
+        self, members: Members, contributors: Collection[PeerId], seed: str
     ) -> Electorate:
         """The members after a round, each with its vote or without [R7]."""
-        return with_voters(members, contributors, seed, is_open)
+        return with_voters(members, contributors, seed)
+
+    def tokens_after(self, parent: Manifest, work: Mapping[PeerId, int]) -> int:
+        """Cumulative tokens after a round with this work [W2]."""
+        is_timed = self.round_seconds is not None
+        return parent.tokens + (trained(work, parent.trusted) if is_timed else sum(work.values()))
+
+    def pace_after(self, known: float, tokens: int, seconds: float) -> float:
+        """The pace of a member whose offer says that so many tokens took so many seconds [T3].
+
+        With `round.seconds` the clock of the run counts: tokens took as much of the round at least
+        as makes the next deal, 1.25 times what fits, twice as many. A pace that is known moves by a
+        factor of 2 at most.
+        """
+        if self.round_seconds is None:
+            return tokens / seconds if seconds > 0 else known
+        pace = tokens / max(seconds, MARGIN / GROWTH * self.round_seconds)
+        return min(max(pace, known / GROWTH), known * GROWTH) if known else pace
+
+    def most_of_median(self, member: Member) -> float:
+        """How many times what the median voter does a member is dealt at most [T2]."""
+        return MOST if member.weight == 1 else max(MOST, MARGIN * member.weight)
+
+    def weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
+    ) -> tuple[int, ...] | None:
+        """What the values of a unit weigh in the round after a manifest [W1]."""
+        return weights(work, peers, parent.trusted)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
         """Cumulative steps after a round that brings the run to so many tokens [W3].
@@ -137,6 +173,10 @@ class Rules:
         """
         if self.round_seconds is None:
             return parent.step + self.local_steps_at(parent.tokens)
+        return self.steps_of(tokens, parent)
+
+    def steps_of(self, tokens: int, parent: Manifest) -> int:
+        """Steps of the run that so many tokens of all peers are, where rounds last a given time."""
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
 
     def is_verbatim(self, unit: Unit) -> bool:

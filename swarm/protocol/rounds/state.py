@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect, Reason, Send, Topic
-from swarm.protocol.invitation import Invitation
+from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import UNSIGNED, Declaration, Header, Message, Offer, Signature
 from swarm.protocol.rounds.rules import Randomness, Rules
@@ -25,6 +25,11 @@ def unsigned(_: bytes) -> Signature:
 def room_for_all() -> int:
     """The room of a machine that holds every expert."""
     return ALL_EXPERTS
+
+
+def nowhere(_: PeerId) -> str | None:
+    """Where a peer is connected from, as far as a shell knows that knows nothing of networks."""
+    return None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,8 +52,10 @@ class Peer:
     """Experts that fit its machine, those that it owns included [R4]."""
     fetches_ahead: bool = False
     """Whether it fetches what a roster has of one writer before that is proposed [D2]."""
-    invitation: Invitation | None = None
-    """With what this peer asks to join [R8]."""
+    network_of: Callable[[PeerId], str | None] = nowhere
+    """Public /24 or /48 from which another peer is connected; None where it is not known."""
+    credential: Credential | None = None
+    """With which this peer asks for a vote [R8]."""
 
 
 @dataclass(eq=False)

@@ -102,11 +102,14 @@ def test_schedules_hold_what_they_are_meant_to_try(fault_class):
 
 
 def test_the_schedules_contain_crashes_joins_leaves_pauses_partitions_and_fetching_ahead():
+    """And newcomers with an invitation, without, and vouched for later; votes earned and lost."""
     lines = []
     for fault_class in sorted(CLASSES):
         for seed in range(6):
             run_schedule(fault_class, seed, trace=lines.append)
     text = "\n".join(lines)
     happenings = ("crashes", "is paused", "partition:", " is cut", "has left", "joined")
+    newcomers = (", invited by ", " as a trainee", " vouches for ", " joined again, vouched for")
+    votes = (" rounds have counted it", " has no vote any more: too few vouched members")
     fetched = f"fetch {Purpose.AHEAD.value}: "
-    assert [what for what in (*happenings, fetched) if what not in text] == []
+    assert [what for what in (*happenings, *newcomers, *votes, fetched) if what not in text] == []

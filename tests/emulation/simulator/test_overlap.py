@@ -20,7 +20,7 @@ CAUGHT = {
     "rest_dealt_to_others": "O:0",
     "behind_forgotten": "O:1",
     "counted_twice": "O:0",
-    "lost_steps_counted": "O:5",
+    "lost_steps_counted": "U:6",
     "two_in_flight": "O:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with

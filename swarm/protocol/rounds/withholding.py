@@ -1,0 +1,89 @@
+"""Peers that offer values and serve nobody: a convener leaves them out from the start [C8]."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Hello
+from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.standing import Role
+
+LEFT_OUT_ROUNDS = 8
+"""Then the peer is tried again: one costly round in nine."""
+
+
+def left_out_after(
+    known: Mapping[PeerId, int], withheld: Collection[PeerId], tip: Manifest
+) -> dict[PeerId, int]:
+    """Peers to leave out of the rounds after `tip`, each with the last of these rounds [C8]. Pure.
+
+    A peer that the tip counts has served others, so it is forgotten, as is one that is no member.
+    Fewer than half of the members are ever left out: those that were seen to withhold last.
+
+    Args:
+        known: what this function said for the manifest before.
+        withheld: peers that served nothing in the round of the tip, though they were heard.
+        tip: the manifest that was decided.
+    """
+    until = {**known, **dict.fromkeys(withheld, tip.round + LEFT_OUT_ROUNDS)}
+    outside = [
+        peer
+        for peer, last in until.items()
+        if last > tip.round and peer in tip.members and not tip.counts(peer)
+    ]
+    outside.sort(key=lambda peer: (-until[peer], peer))
+    return {peer: until[peer] for peer in outside[: (len(tip.members) - 1) // 2]}
+
+
+@dataclass(kw_only=True, eq=False)
+class Withholding(Role):
+    """What this peer has seen itself of peers that withhold; nobody's word alone adds to it."""
+
+    contacts: Contacts
+    until: dict[PeerId, int] = field(init=False, default_factory=dict)
+    """The last round that a peer is left out of where this one convenes."""
+    suspects: dict[PeerId, float] = field(init=False, default_factory=dict)
+    """Peers that this height goes on without, since when: their values did not come."""
+
+    def greet(self, peers: Collection[PeerId]) -> None:
+        """Asks peers whose values are missing whether they live, unless that was just heard."""
+        heard, since = self.contacts.heard, self.now - self.timers.poll_s
+        for peer in sorted(peers):
+            if heard.get(peer, since) <= since:
+                self.out.post(peer, Hello(ask=True))
+
+    def suspect(self, peers: Collection[PeerId], asked: Collection[PeerId]) -> None:
+        """Notes peers that the round goes on without, as their values could not be had.
+
+        If most of those that were asked gave nothing, the line may be this peer's own. A peer that
+        is silent has died or is cut off, and may come back as well as it was.
+        """
+        if 2 * len(peers) > len(asked):
+            return
+        for peer in sorted(peers):
+            if peer not in self.suspects and self._lives(peer):
+                self.suspects[peer] = self.now
+                self.out.post(peer, Hello(ask=True))
+
+    def _lives(self, peer: PeerId) -> bool:
+        """Whether a peer has answered lately: a silent one is left out after `silence_s` [C4]."""
+        heard_at = self.contacts.heard.get(peer)
+        lately_s = self.timers.silence_s * 2 / 3
+        is_heard = heard_at is not None and self.now - heard_at < lately_s
+        return is_heard and peer not in self.contacts.gone
+
+    def forget_height(self) -> None:
+        """Judges the round that the new tip brought: suspects that answered since do live."""
+        heard = self.contacts.heard
+        withheld = [peer for peer, at in self.suspects.items() if heard.get(peer, at) > at]
+        self.until = left_out_after(self.until, withheld, self.tip)
+        self.suspects = {}
+
+    def left_out(self) -> dict[PeerId, str]:
+        """Peers that the next round is begun without, with the reason."""
+        return {
+            peer: f"it offered values and served none: tried again after round {last}"
+            for peer, last in self.until.items()
+        }

@@ -1,0 +1,27 @@
+"""swarm-peer in a drill that says its steps took 1 ms, and counts all that it is dealt."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from peers.emulated import emulate
+from peers.peer import main
+from swarm.emulation.controls import FOLDER_VARIABLE, INDEX_VARIABLE
+from swarm.peer.trainer import Trainer
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.messages import Offer
+from swarm.protocol.rounds.deals import most_samples
+
+honest_submit = Trainer.submit
+
+
+def submit(self: Trainer, tip: Manifest, offer: Offer) -> None:
+    rules = self.rounds.rules
+    tokens = most_samples(self.model.me, tip, rules) * rules.sequence_length
+    steps = tokens // rules.batch_tokens_at(tip.tokens)
+    honest_submit(self, tip, replace(offer, steps=steps, tokens=tokens, seconds=0.001))
+
+
+if __name__ == "__main__":
+    Trainer.submit = submit  # type: ignore[method-assign]
+    main(obj=emulate(Path(os.environ[FOLDER_VARIABLE]), int(os.environ[INDEX_VARIABLE])))

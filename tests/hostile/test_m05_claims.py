@@ -1,0 +1,66 @@
+"""M5: a member that says its steps took 1 ms, and counts all that it is dealt, gains little."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
+from swarm.emulation.local_swarm import LocalSwarm
+from swarm.protocol.dealing import num_samples
+from swarm.protocol.weights import weights
+from tests.scenarios.swarms import finish, peer_id, read_record, rounds, write_run
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+ROUNDS = 6
+SECONDS, STEP_S = 4.0, 0.2
+"""Of the steps of a round, and of one of them."""
+SETTINGS = [
+    f"round.seconds={SECONDS}",
+    "optimizer.schedule_steps=600",
+    f"run.rounds={ROUNDS}",
+    "run.peers=4",
+    "merging.alpha=0.0",
+]
+
+
+def test_false_seconds_and_tokens_move_neither_means_nor_schedule(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, SETTINGS)
+    controls = ControlFolder(tmp_path / "controls")
+    controls.create()
+    controls.tell_all(Controls(step_s=STEP_S))
+    with LocalSwarm(
+        tmp_path / "swarm",
+        run_file,
+        3,
+        founder_options=["--wait-for-peers", "4"],
+        program="peers.emulated",
+    ) as swarm:
+        swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
+        swarm.start()
+        swarm.program = "tests.hostile.overclaiming_peer"
+        swarm.add(swarm.peers[0].join_options())
+        finish(swarm, 300)
+        *honest, liar = map(peer_id, swarm.peers)
+        seen = [{e["round"]: e for e in rounds(peer)} for peer in swarm.peers]
+        tip = read_record(swarm.peers[0]).tip
+    figures = {"work": dict(tip.work), "tokens": tip.tokens, "step": tip.step}
+    assert set(tip.contributors) == {*honest, liar}, figures
+    usual = sorted(tip.work[peer] for peer in honest)
+    assert tip.work[liar] > 1.1 * usual[-1], "the attack did not even arrive"
+    # Weights: at most 1.5 times the others', and a third.
+    weighed = weights(tip.work, tip.contributors, tip.trusted)
+    assert weighed is not None
+    mine = weighed[tip.contributors.index(liar)]
+    assert mine <= 1.5 * usual[1], figures
+    assert 3 * mine <= sum(weighed), figures
+    # The schedule: by what was trained, the liar's own steps among it.
+    ends = [seen[0][number]["tokens"] for number in range(1, ROUNDS + 1)]
+    for number, (before, after) in enumerate(pairwise(ends), 2):
+        done = sum(each[number]["trained_tokens"] for each in seen)
+        assert after - before == pytest.approx(done, rel=0.05), (number, done, ends, figures)
+    assert tip.step == tip.tokens // (4 * 128)
+    # The text: no more of it than 4 times what another reads.
+    dealt = {peer: num_samples(tip.dealt[peer]) for peer in tip.members}
+    assert dealt[liar] * 32 <= 4.5 * SECONDS / STEP_S * 128, dealt

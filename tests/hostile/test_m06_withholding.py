@@ -1,0 +1,66 @@
+"""M6: a member that offers and serves nobody holds one round up, and not those after it."""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
+from swarm.emulation.local_swarm import LocalSwarm
+from tests.hostile.withholding_peer import WITHHOLD
+from tests.scenarios.swarms import finish, has_rounds, peer_id, rounds, write_run
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+HONEST, ROUNDS = 3, 10
+"""Rounds before the attack, and in all; the one that was under way when it began is judged as the
+attack's."""
+SETTINGS = [
+    "round.local_steps=8",
+    f"run.rounds={ROUNDS}",
+    "run.peers=4",
+    "merging.alpha=0.0",
+    "wire.part_bytes=4096",  # so that each of the four averages something, as in runs of any size
+]
+MOST_LONGER = 1.25
+"""Times a usual round, of those after the first without the peer."""
+
+
+def test_a_member_that_serves_nobody_is_left_out(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, SETTINGS)
+    controls = ControlFolder(tmp_path / "controls")
+    controls.create()
+    controls.tell_all(Controls(step_s=0.5))
+    with LocalSwarm(
+        tmp_path / "swarm",
+        run_file,
+        3,
+        founder_options=["--wait-for-peers", "4"],
+        program="peers.emulated",
+    ) as swarm:
+        swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
+        swarm.start()
+        swarm.program = "tests.hostile.withholding_peer"
+        swarm.add(swarm.peers[0].join_options())
+        swarm.wait_until(has_rounds(HONEST), what="honest rounds", timeout_s=240.0)
+        (controls.path / WITHHOLD).touch()
+        finish(swarm, 300)
+        mute = peer_id(swarm.peers[-1])
+        seen = rounds(swarm.peers[0])
+    took = {b["round"]: b["time"] - a["time"] for a, b in pairwise(seen)}
+    counted = {each["round"]: mute in each["contributors"] for each in seen}
+    first = min((number for number in counted if not counted[number]), default=ROUNDS)
+    usual_s = median(took[number] for number in range(2, HONEST + 1))
+    later = [took[number] for number in range(first + 1, ROUNDS + 1)]
+    sys.stdout.write(
+        json.dumps({"attack": "M6", "first": took[first] / usual_s, "later": max(later) / usual_s})
+        + "\n"
+    )
+    sys.stdout.write(json.dumps({"took": took, "counted": counted}) + "\n")
+    assert first <= HONEST + 2 < ROUNDS - 3, counted
+    assert took[first] > usual_s + 10.0, "the attack did not even arrive"
+    assert not any(counted[number] for number in range(first, ROUNDS + 1)), counted
+    assert max(later) <= MOST_LONGER * usual_s, took

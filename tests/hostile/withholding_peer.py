@@ -1,0 +1,30 @@
+"""swarm-peer in a drill that, once a file is there, offers values and serves them to nobody."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from peers.emulated import emulate
+from peers.peer import main
+from swarm.emulation.controls import FOLDER_VARIABLE, INDEX_VARIABLE
+from swarm.network.bulk import Ask
+from swarm.network.serve import ANSWER_S, BlobServer
+
+WITHHOLD = "withhold"
+"""In the folder of controls."""
+
+honest_answer = BlobServer._answer
+
+
+async def answer(self: BlobServer, ask: Ask, *given: Any) -> bool:
+    """Offers themselves are served: others must come to want what is in them."""
+    if not self._is_control(ask.digest) and (folder / WITHHOLD).exists():
+        await asyncio.sleep(ANSWER_S)
+    return await honest_answer(self, ask, *given)
+
+
+if __name__ == "__main__":
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    BlobServer._answer = answer  # type: ignore[assignment]
+    main(obj=emulate(folder, int(os.environ[INDEX_VARIABLE])))
