@@ -99,7 +99,10 @@ def test_round_0_has_the_loss_of_the_checkpoint_and_joiners_fetch_it(
     joins = Heard()
     joins.on_validation = heard.on_validation  # type: ignore[method-assign]
     folder = tmp_path / "b"
-    with swarm.Peer.join([heard.address], folder, config=machine(), observer=joins) as joiner:
+    wanted = swarm.Wanted(invitation=swarm.read_invitation(heard.invitation))
+    with swarm.Peer.join(
+        [heard.address], folder, config=machine(), wanted=wanted, observer=joins
+    ) as joiner:
         model = swarm.build_model(run, joiner.weights())
         assert joiner.train().round == 1
     founder.join(ALONE_S)

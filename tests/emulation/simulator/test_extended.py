@@ -64,7 +64,7 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:111",
-    "all_are_kept": "V:85",
+    "all_are_kept": "V:31000138",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:1",
     "any_number_unvouched": "V:1",
