@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
-from swarm.emulation.local_swarm import LocalSwarm
 from swarm.protocol.dealing import num_samples
 from swarm.protocol.weights import weights
-from tests.scenarios.swarms import finish, peer_id, read_record, rounds, write_run
+from tests.hostile.emulated_crew import crew_with
+from tests.scenarios.swarms import finish, peer_id, read_record, rounds
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -26,21 +25,7 @@ SETTINGS = [
 
 
 def test_false_seconds_and_tokens_move_neither_means_nor_schedule(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, SETTINGS)
-    controls = ControlFolder(tmp_path / "controls")
-    controls.create()
-    controls.tell_all(Controls(step_s=STEP_S))
-    with LocalSwarm(
-        tmp_path / "swarm",
-        run_file,
-        3,
-        founder_options=["--wait-for-peers", "4"],
-        program="peers.emulated",
-    ) as swarm:
-        swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
-        swarm.start()
-        swarm.program = "tests.hostile.overclaiming_peer"
-        swarm.add(swarm.peers[0].join_options())
+    with crew_with("tests.hostile.overclaiming_peer", tmp_path, SETTINGS, STEP_S) as (swarm, _):
         finish(swarm, 300)
         *honest, liar = map(peer_id, swarm.peers)
         seen = [{e["round"]: e for e in rounds(peer)} for peer in swarm.peers]

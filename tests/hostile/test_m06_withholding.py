@@ -8,10 +8,9 @@ from statistics import median
 
 import pytest
 
-from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
-from swarm.emulation.local_swarm import LocalSwarm
+from tests.hostile.emulated_crew import crew_with
 from tests.hostile.withholding_peer import WITHHOLD
-from tests.scenarios.swarms import finish, has_rounds, peer_id, rounds, write_run
+from tests.scenarios.swarms import finish, has_rounds, peer_id, rounds
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -30,23 +29,9 @@ MOST_LONGER = 1.25
 
 
 def test_a_member_that_serves_nobody_is_left_out(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, SETTINGS)
-    controls = ControlFolder(tmp_path / "controls")
-    controls.create()
-    controls.tell_all(Controls(step_s=0.5))
-    with LocalSwarm(
-        tmp_path / "swarm",
-        run_file,
-        3,
-        founder_options=["--wait-for-peers", "4"],
-        program="peers.emulated",
-    ) as swarm:
-        swarm.environment = {**swarm.environment, FOLDER_VARIABLE: str(controls.path)}
-        swarm.start()
-        swarm.program = "tests.hostile.withholding_peer"
-        swarm.add(swarm.peers[0].join_options())
+    with crew_with("tests.hostile.withholding_peer", tmp_path, SETTINGS, 0.5) as (swarm, controls):
         swarm.wait_until(has_rounds(HONEST), what="honest rounds", timeout_s=240.0)
-        (controls.path / WITHHOLD).touch()
+        (controls / WITHHOLD).touch()
         finish(swarm, 300)
         mute = peer_id(swarm.peers[-1])
         seen = rounds(swarm.peers[0])
