@@ -515,6 +515,19 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def require_founder(options: Options) -> None:
+    """Refuses what a founder gives its run where nothing is founded.
+
+    Raises:
+        ConfigError: says which option.
+    """
+    if options.initialise_from and not options.run:
+        raise ConfigError(
+            "--initialise-from is for who founds a run, which takes --run too",
+            hint="leave it out to join one, whose members have the weights",
+        )
+
+
 def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) -> list[str]:
     kept = []
     known = [*RunConfig.model_fields, *PeerConfig.model_fields]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
 
-from peers.options import Options, flags_of, options, program
+from peers.options import Options, flags_of, options, program, require_founder
 from peers.toml_text import as_toml
 from swarm.config import PeerConfig
-from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm.peer.observing import PeerObserver
@@ -21,6 +21,9 @@ PEER_OPTIONS = (
     "tensorboard", "print_config", "log_format", "log_level",
 )  # fmt: skip
 """Those of swarm-doctor too, which is told what a peer would be told."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads without work sleep. By default those of GNU's OpenMP, which torch brings, spin some
+milliseconds first, on cores that other peers of the machine could use."""
 
 
 @program("swarm-peer")
@@ -71,17 +74,14 @@ def in_effect(options: Options, kind: str) -> str:
     return as_toml(with_kept(options.peer_config(), path))
 
 
-def require_founder(options: Options) -> None:
-    """Refuses what a founder gives its run where nothing is founded.
+def launch() -> None:
+    """The program swarm-peer: OpenMP reads its environment when torch is imported, later in `main`.
 
-    Raises:
-        ConfigError: says which option.
+    What the person has set about OpenMP stays.
     """
-    if options.initialise_from and not options.run:
-        raise ConfigError(
-            "--initialise-from is for who founds a run, which takes --run too",
-            hint="leave it out to join one, whose members have the weights",
-        )
+    for name, value in PASSIVE.items():
+        os.environ.setdefault(name, value)
+    main()
 
 
 if __name__ == "__main__":

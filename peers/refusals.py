@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from peers.asked import Entry, own_id
-from peers.options import Options
-from peers.peer import require_founder
+from peers.options import Options, require_founder
 from peers.tensorboard import writer_type
 from swarm.config import CorpusSection, PeerConfig, RunConfig
 from swarm.errors import SwarmError

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from peers.command import ending_as_ctrl_c
-from peers.launch import PASSIVE
 from peers.options import Options, option, options, program
+from peers.peer import PASSIVE
 from swarm.errors import ConfigError
 from swarm.train.parallel.roster import Node, address_of, launched_by
 

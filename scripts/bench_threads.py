@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.command import ending_as_ctrl_c
+from peers.peer import PASSIVE
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import SwarmError
 
@@ -85,7 +86,7 @@ def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> Seen:
         founder_options=["--rounds", str(rounds)],
     )
     if by_hand:
-        swarm.environment, swarm.program = {}, "peers.launch"
+        swarm.environment = dict(PASSIVE)
     is_finished = True
     try:
         with swarm:

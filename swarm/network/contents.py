@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from swarm.codecs import Buffer, Content, Read
+from swarm.codecs import Content, Read
 from swarm.deltas.units import Delta
 from swarm.errors import StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.draft import Draft
-from swarm.protocol.digests import PIECE_BYTES
+from swarm.protocol.digests import PIECE_BYTES, Buffer
 from swarm.protocol.manifest import Digest
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from swarm.codecs import Buffer, Content
+from swarm.codecs import Content
 from swarm.errors import BadBlob
 from swarm.network.pack_set import Place
-from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of_index, num_pieces
+from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, Buffer, digest_of_index, num_pieces
 
 
 class Partial:

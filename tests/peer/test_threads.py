@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peers.launch import PASSIVE
+from peers.peer import PASSIVE
 from swarm.config import ComputeSection, RunConfig
 from swarm.model.initialise import initial_tensors
 from swarm.peer.machine import engine_for
@@ -205,8 +205,8 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str, most: in
 def test_the_program_lets_threads_wait_passively_before_torch_is_there() -> None:
     """OpenMP says itself what it has read."""
     environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
-    script = "import sys; from peers.launch import main; assert 'torch' not in sys.modules\n"
-    script += "try:\n    main()\nfinally:\n    import torch"  # which --help does not load
+    script = "import sys; from peers.peer import launch; assert 'torch' not in sys.modules\n"
+    script += "try:\n    launch()\nfinally:\n    import torch"  # which --help does not load
     result = subprocess.run(
         [sys.executable, "-c", script, "--help"],
         env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"},
