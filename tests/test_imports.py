@@ -69,7 +69,7 @@ FACADE = ("swarm.api", "swarm.version")
 
 # Outside package -> the only parts that may import it.
 RESERVED = {
-    "hivemind": frozenset({"swarm.network", LONGEVITY}),
+    "hivemind": frozenset({"swarm.network"}),
     "greenlet": frozenset({LONGEVITY}),
     "click": frozenset({"peers"}),
     # The page and its metrics: nothing else needs a server.

@@ -9,9 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+# As X: what stands in for libp2p and the DHT in virtual time takes these names from here.
+from hivemind.dht.storage import DHTLocalStorage as DHTLocalStorage
+from hivemind.p2p import P2P as P2P
+from hivemind.p2p import PeerID as PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError as P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.control import P2PHandlerError as P2PHandlerError
+from hivemind.proto import crypto_pb2 as crypto_pb2
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration as ValueWithExpiration
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, NobodyReachable, StateLocked

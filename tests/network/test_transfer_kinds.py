@@ -79,11 +79,11 @@ def test_inputs_and_attachments_come_while_experts_that_were_asked_for_first_sta
     outbound = Outbound(far)
     outbound.offered(offer_of(expert, shared))
     asked: set[str] = set()
-    blob_server = BlobServer(
+    far_server = BlobServer(
         on_ask=lambda _, digest: asked.add(digest), ledger=ledger, may_wait=outbound.may_wait
     )
-    blob_server.attach(far)
-    server = peers.node(Handlers(streams={PROTOCOL: blob_server.serve}, ledger=ledger))
+    far_server.attach(far)
+    server = peers.node(Handlers(streams={PROTOCOL: far_server.serve}, ledger=ledger))
     node = peers.node()
     ledger.admit([node.peer_id, "other"])
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -111,7 +111,7 @@ def test_inputs_and_attachments_come_while_experts_that_were_asked_for_first_sta
         return found
 
     async def hold() -> None:
-        others_answer.enter_context(blob_server._queue.serving("other"))
+        others_answer.enter_context(far_server._queue.serving("other"))
 
     others_answer = ExitStack()
     server.run(hold(), WAIT_S)

@@ -18,12 +18,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-from hivemind.dht.storage import DHTLocalStorage
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
-from hivemind.proto import crypto_pb2
-from hivemind.utils.timed_storage import ValueWithExpiration
-
 from swarm.emulation.longevity.kernel import running_world
 from swarm.emulation.longevity.sockets import Internet, Machine, here
 from swarm.errors import NobodyReachable, NoRoute
@@ -32,7 +26,18 @@ from swarm.network.dht import Dht
 from swarm.network.line_bytes import LineBytes
 from swarm.network.signed_records import SignedRecords
 from swarm.network.steady_clock import SteadyClock
-from swarm.network.substrate import Opening, Substrate, begun
+from swarm.network.substrate import (
+    P2P,
+    DHTLocalStorage,
+    Opening,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    Substrate,
+    ValueWithExpiration,
+    begun,
+    crypto_pb2,
+)
 
 PORT = 4001
 DIAL_S = 5.0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 
-from hivemind.p2p import PeerID
-
 from swarm.emulation.longevity import network, storage
 from swarm.emulation.longevity.audit import Allowed, Audit
 from swarm.emulation.longevity.scale import HOUR_S, Scale, sampler
@@ -24,13 +22,14 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of
 from swarm.network.probing import QUESTION, Question
 from swarm.network.steady_clock import LIMIT_S
+from swarm.network.substrate import PeerID
 from swarm.peer.own_clock import OwnClock
 from swarm.protocol.events import BlobWanted
 from swarm.protocol.fitness import HOME_MBIT
 from swarm.protocol.records import HEARTBEAT_S
 
 
-def transport(world: World, scale: Scale) -> Audit:
+def transfers(world: World, scale: Scale) -> Audit:
     """Fetches every round, with no direct way to one peer and none but a relay to another.
 
     The subject has one port forwarded, that of libp2p. Of the others one can be dialled, one has
@@ -358,7 +357,7 @@ def history_of(scale: Scale) -> tuple[Allowed, ...]:
 
 
 SCENARIOS: dict[str, Callable[[World, Scale], Audit]] = {
-    "transport": transport,
+    "transport": transfers,
     "publishing": publishing,
     "lines": lines,
     "strangers": strangers,

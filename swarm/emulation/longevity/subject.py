@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm.config import NetworkSection, RunConfig
 from swarm.emulation.longevity.kernel import EPOCH_S
@@ -26,6 +25,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.founding import founding_manifest
 from swarm.network.identity import peer_id_of
 from swarm.network.node import Node
+from swarm.network.substrate import ValueWithExpiration
 from swarm.network.transfers import Transfers
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import RoundReport
