@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the Adam moments of an adopted expert are worth to the loss.
 
-Two peers of a model of 21 M parameters in one process, fp32 throughout, in the plain arithmetic of
+Two peers of a model of 21 M parameters (`--large`: 104 M) in one process, fp32 throughout, in the plain arithmetic of
 SPES: local steps, a mean of the shared tensors, each expert from its owner. After `BEFORE` rounds
 one peer goes, and the other trains all experts on. What it adopts is the same in every variant, the
 newest agreed values, and so are data and seed; only the moments differ:
@@ -47,7 +47,6 @@ BEFORE, STEPS = 16, 10
 MEASURED = (5, 10, 20, 40, 60)
 """Steps after the adoption at which the held-out loss is measured."""
 AGES = {"handed": 0, "old 1": 1, "old 5": 5}
-VARIANTS = (*AGES, "zero")
 SETTINGS = (
     "model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8",
     "model.num_key_value_heads=4", "model.num_experts=16", "model.moe_intermediate_size=416",
@@ -55,6 +54,7 @@ SETTINGS = (
     "optimizer.lr=1e-3", "merging.alpha=0.0", "wire.experts='fp32'", "train.frozen='fp32'",
     "data.sequence_length=128", "data.validation_bytes=8192", "train.micro_batch_sequences=4",
 )  # fmt: skip
+LARGE = ("model.hidden_size=512", "model.moe_intermediate_size=1024")
 Named = dict[str, Tensor]
 
 
@@ -112,16 +112,16 @@ class Pair:
                 )
 
 
-def run_of(seed: int) -> RunConfig:
+def run_of(seed: int, *, large: bool) -> RunConfig:
     """The run of a seed."""
-    overrides = [*SETTINGS, f"run.seed={seed}"]
+    overrides = [*SETTINGS, *(LARGE if large else ()), f"run.seed={seed}"]
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
-def losses_of(seed: int, results: Results) -> dict[str, list[float]]:
+def losses_of(run: RunConfig, variants: Sequence[str], results: Results) -> dict[str, list[float]]:
     """What is known of a seed, by variant."""
-    key = key_of(run_of(seed))
-    found = {variant: results.get(f"{variant}/{seed}", key) for variant in VARIANTS}
+    key, seed = key_of(run), run.run.seed
+    found = {variant: results.get(f"{variant}/{seed}", key) for variant in variants}
     return {variant: line["losses"] for variant, line in found.items() if line}
 
 
@@ -130,13 +130,12 @@ def key_of(run: RunConfig) -> str:
     return f"{run.fingerprint()}, {BEFORE} rounds, measured at {MEASURED}"
 
 
-def measure(seed: int, corpus: Corpus, results: Results) -> None:
+def measure(run: RunConfig, variants: Sequence[str], corpus: Corpus, results: Results) -> None:
     """Adds the variants of a seed that are not there yet."""
-    there = losses_of(seed, results)
-    left = [variant for variant in VARIANTS if variant not in there]
+    there = losses_of(run, variants, results)
+    left = [variant for variant in variants if variant not in there]
     if not left:
         return
-    run = run_of(seed)
     documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
     held_out = measured_on(BYTE, documents, run.data.sequence_length)
     with Loader(open_shards(corpus, Path("out") / "bench_adoption", BYTE), run) as loader:
@@ -146,19 +145,19 @@ def measure(seed: int, corpus: Corpus, results: Results) -> None:
         for variant in left:
             losses = [round(loss, 6) for loss in pair.losses(variant, held_out)]
             found = {"losses": losses, "parameters": parameters(run.model).total}
-            results.add(f"{variant}/{seed}", key_of(run), found)
+            results.add(f"{variant}/{run.run.seed}", key_of(run), found)
 
 
-def table(by_seed: Iterable[Mapping[str, Sequence[float]]]) -> str:
+def table(by_seed: Iterable[Mapping[str, Sequence[float]]], variants: Sequence[str]) -> str:
     """Held-out loss above that of "zero" of the same seed: mean and standard error over seeds."""
-    whole = [runs for runs in by_seed if len(runs) == len(VARIANTS)]
+    whole = [runs for runs in by_seed if len(runs) == len(variants)]
     head = " | ".join(f"{steps} steps" for steps in MEASURED)
     rows = [f"| moments (n = {len(whole)}) | {head} |", "|---" * (len(MEASURED) + 1) + "|"]
     if not whole:
         return "\n".join(rows)
     zero = [statistics.mean(runs["zero"][at] for runs in whole) for at in range(len(MEASURED))]
     rows.append("| zero: loss | " + " | ".join(f"{loss:.4f}" for loss in zero) + " |")
-    for variant in AGES:
+    for variant in (each for each in variants if each in AGES):
         cells = []
         for at in range(len(MEASURED)):
             gaps = [runs[variant][at] - runs["zero"][at] for runs in whole]
@@ -172,16 +171,20 @@ def main() -> None:
     """Measures some seeds, or makes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--large", action="store_true", help="the model of 104 M parameters")
+    parser.add_argument("--variants", nargs="+", choices=AGES, default=list(AGES), help="and zero")
     parser.add_argument("--out", type=Path, default=Path("out") / "bench_adoption.jsonl")
     parser.add_argument("--table", action="store_true", help="of what was measured so far")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     corpus = open_corpus(None)
     results = Results(asked.out, corpus.fingerprint())
+    runs = [run_of(seed, large=asked.large) for seed in asked.seeds]
+    variants = [*asked.variants, "zero"]
     if not asked.table:
-        for seed in asked.seeds:
-            measure(seed, corpus, results)
-    print(table(losses_of(seed, results) for seed in asked.seeds))
+        for run in runs:
+            measure(run, variants, corpus, results)
+    print(table((losses_of(run, variants, results) for run in runs), variants))
     print(results.reused())
 
 

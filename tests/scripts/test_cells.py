@@ -184,7 +184,7 @@ def test_adoption_is_measured_again_where_settings_or_the_text_changed(
     monkeypatch.chdir(tmp_path)  # its cache of tokens
     monkeypatch.setattr(script, "Pair", Pair)
     monkeypatch.setattr(script, "open_corpus", lambda _: open_corpus(str(texts[0])))
-    all_of_it = 2 * len(script.VARIANTS)
+    all_of_it = 2 * len([*script.AGES, "zero"])
     assert [call(), call()] == [all_of_it, 0]
     monkeypatch.setattr(script, "open_corpus", lambda _: open_corpus(str(texts[1])))
     assert [call(), call()] == [all_of_it, 0]
