@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf
 
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
@@ -28,7 +30,7 @@ from swarm.protocol.manifest import (
     Unit,
 )
 from swarm.protocol.ownership import NO_ROOMS, assign
-from swarm.protocol.records import PeerRecord, RunRecord, RunState, runs_key
+from swarm.protocol.records import PeerRecord, RunRecord, RunState, runs_key, shortened
 from swarm.protocol.rounds.deals import first_book
 from swarm.protocol.rounds.rules import Rules
 
@@ -36,6 +38,14 @@ logger = logging.getLogger(__name__)
 
 FOUNDER_SILENT_S = 60.0
 """A gathering run whose founder is not announced for so long will not begin."""
+SAY_AGAIN_S = 60.0
+"""How often a peer that is not counted says so."""
+NOT_COUNTED = (
+    "the run gathers {} peers and counts only those with its founder's invitation, which this peer "
+    "lacks: start this peer with the founder's whole line, --invitation included, or wait until "
+    "the run has begun"
+)
+"""What a peer without the invitation logs, and says in its record."""
 
 
 def founding_manifest(
@@ -108,7 +118,7 @@ async def gather(
         await heard(_announce(node, announcement, mine), None)
         here = await heard(present_peers(node, announcement.run), {})
         present = {
-            peer: said for peer, said in here.items() if _is_awaited(peer, said, announcement)
+            peer: said for peer, said in here.items() if _is_counted(peer, said, announcement)
         }
         present[node.peer_id] = mine()
         if len(present) >= announcement.wait_for_peers:
@@ -126,7 +136,7 @@ async def gather(
         await asyncio.sleep(POLL_S)
 
 
-def _is_awaited(peer: PeerId, said: PeerRecord, announcement: RunRecord) -> bool:
+def _is_counted(peer: PeerId, said: PeerRecord, announcement: RunRecord) -> bool:
     """Whether a peer counts at the founding: it was given the invitation, or that is open."""
     key, run = announcement.key, announcement.run
     return not key or (said.possession != "" and proves(said.possession, key, run, peer))
@@ -154,20 +164,28 @@ async def await_founding(
     """Waits in a gathering run until its founder announces manifest 0, and returns that.
 
     A founder that was killed and started again gathers under another name: it is followed there.
+    A peer that the founder does not count says why in its record, and in its log once a minute.
 
     Raises:
         NobodyReachable: the founder's announcement expired.
     """
-    last_seen_s, gathers_as = time.monotonic(), gathering.run
+    last_seen_s, said_s, newest = time.monotonic(), -inf, gathering
     while True:
-        await heard(publish_peer(node, gathers_as, mine()), None)
+        shown = mine()
+        if not _is_counted(node.peer_id, shown, newest):
+            why = NOT_COUNTED.format(newest.wait_for_peers)
+            shown = replace(shown, reason=shortened(why))
+            if time.monotonic() - said_s > SAY_AGAIN_S:
+                said_s = time.monotonic()
+                logger.warning("%s", why)
+        await heard(publish_peer(node, newest.run, shown), None)
         told = await heard(runs_of(node, [gathering.founder]), [])
         told = told or await heard(announced_runs(node), [])
         announced = [run for run in told if _is_of(run, gathering)]
         if announced and announced[0].record.state is RunState.RUNNING:
             return announced[0]
         if announced:
-            last_seen_s, gathers_as = time.monotonic(), announced[0].record.run
+            last_seen_s, newest = time.monotonic(), announced[0].record
         if time.monotonic() - last_seen_s > FOUNDER_SILENT_S:
             raise NobodyReachable("the founder of the run is gone before it began")
         await asyncio.sleep(POLL_S)

@@ -61,11 +61,6 @@ logger = logging.getLogger(__name__)
 BEGUN_S = 60.0
 STOP_POLL_S = 0.2
 
-NOT_AWAITED = (
-    "The founder waits for peers that have its invitation, and this one has not: it joins once the "
-    "run has begun. To be one of them, start it with the whole line that the founder printed."
-)
-
 Result = TypeVar("Result")
 
 
@@ -270,8 +265,6 @@ class Starter:
         if founding is None:
             self._open_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
-            if announced.record.key and not self._is_awaited(announced.record):
-                self.observer.on_notice(NOT_AWAITED)
             announced = self.wait_for(self._gathered(announced.record, run))
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
@@ -320,10 +313,6 @@ class Starter:
         mine = shown.record if is_new else self._without_old_votes(shown)
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
-
-    def _is_awaited(self, gathering: RunRecord) -> bool:
-        """Whether this peer was given the invitation of a run that gathers."""
-        return self.credential is not None and self.credential.invitation.key == gathering.key
 
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
         """The run, once its founder announces it; meanwhile this peer measures its line."""

@@ -51,9 +51,7 @@ def next_members(
     silent_limit: int = 3,
     capacities: Mapping[PeerId, float] = NOTHING_SAID,
     rooms: Mapping[PeerId, int] = NOTHING_SAID,
-    is_open: bool = True,
-    credentials: Mapping[PeerId, Credential] = NOTHING_SAID,
-    run: str = "",
+    guests: Guests | None = None,
     elect: Elect = with_voters,
 ) -> Membership:
     """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
@@ -73,9 +71,7 @@ def next_members(
         silent_limit: K; a member goes after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
         rooms: likewise, and of joiners.
-        is_open: whether strangers become members without an invitation.
-        credentials: those that peers have shown; both signatures hold.
-        run: its id.
+        guests: who may come, and whom anchors vouch for; None: anybody may, as a trainee.
         elect: gives votes.
 
     Returns:
@@ -86,7 +82,7 @@ def next_members(
     members, reasons = _staying(parent, present, leaving, silent_limit, said)
     members = {peer: counted(member, peer in contributors) for peer, member in members.items()}
     strangers = _in_turn(joiners.keys() - parent.members.keys() - {*leaving}, seed)
-    guests = Guests.of(parent, credentials, run=run, is_open=is_open)
+    guests = guests or Guests.of(parent, NOTHING_SAID, run="", is_open=True)
     members, of_guests = guests.vouched_for(members)
     newcomers, more = guests.taken_in({peer: joiners[peer] for peer in strangers})
     members |= {peer: _fitted(each, rooms.get(peer)) for peer, each in newcomers.items()}

@@ -28,6 +28,8 @@ def test_strangers_that_come_first_found_nothing_and_stay_under_a_third(tmp_path
             timeout_s=ROUND_S,
         )
         assert not founder.events(), "the run has begun without the friends"
+        for stranger in strangers:
+            assert "lacks: start this peer with the founder's whole line" in stranger.output()
         friends = [founder, *(swarm.add(whole) for _ in range(NUM_FRIENDS - 1))]
         finish(swarm, ROUNDS * ROUND_S)
         voters = {peer_id(peer) for peer in friends}

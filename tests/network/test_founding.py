@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -114,11 +115,67 @@ def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
     assert gathered.keys() == {founder.peer_id, friend.peer_id} and not looks
 
 
+def lines_of_a_joiner(monkeypatch, caplog, joiner, key, possession, looks, *, then_key=None):
+    """What a joiner logs, and the reasons in its records, while the run gathers for so long.
+
+    Args:
+        joiner: its identity.
+        key: of the invitation that counts.
+        possession: what the joiner shows.
+        looks: times at which it looks for the founder's announcement.
+        then_key: with which the founder gathers at the last look but one, under another name.
+    """
+    said = SimpleNamespace(
+        founder="QmB", name="mine", fingerprint="f", config="c", run="gathering-1",
+        state=RunState.GATHERING, wait_for_peers=3, key=key,
+    )  # fmt: skip
+    again = SimpleNamespace(**{**vars(said), "run": "gathering-2", "key": then_key or key})
+    begun = SimpleNamespace(**{**vars(said), "state": RunState.RUNNING, "run": "mine-1"})
+    left, published = list(looks), []
+
+    async def runs_of(*_):
+        record = begun if len(left) == 1 else again if then_key and len(left) == 2 else said
+        left.pop(0)
+        return [SimpleNamespace(record=record, publishers=("QmB",))]
+
+    async def publish_peer(node, run, record):
+        published.append((run, record.reason))
+
+    monkeypatch.setattr(founding, "runs_of", runs_of)
+    monkeypatch.setattr(founding, "publish_peer", publish_peer)
+    monkeypatch.setattr(founding, "POLL_S", 0.0)
+    monkeypatch.setattr(founding, "time", SimpleNamespace(monotonic=lambda: left[0]))
+    caplog.clear()
+    mine = replace(peer_record(joiner.peer_id), possession=possession, reason="")
+    node = SimpleNamespace(peer_id=joiner.peer_id)
+    asyncio.run(founding.await_founding(node, said, lambda: mine))
+    return caplog.messages, published
+
+
+def test_a_joiner_that_the_founder_does_not_count_says_why_now_and_then(
+    monkeypatch, caplog, tmp_path
+):
+    founder, friend = (load_or_create_identity(tmp_path / name) for name in "fg")
+    private = invite(founder, "gathering-1", uses=2, last_round=0)
+    key, shown = private.invitation.key, credential_for(private, friend).possession
+    told = partial(lines_of_a_joiner, monkeypatch, caplog, friend)
+
+    lines, published = told(key, "", looks=[0.0, 1.0, 2.0, 59.0, 61.0, 62.0, 63.0])
+    assert len(lines) == 2 and len(set(lines)) == 1, "once a minute"
+    assert "gathers 3 peers" in lines[0] and "--invitation" in lines[0]
+    assert {reason for _, reason in published} == {lines[0]}, "the monitor shows it"
+
+    assert told(key, shown, looks=[0.0, 1.0, 2.0]) == ([], [("gathering-1", "")] * 3)
+    assert told("", "", looks=[0.0, 1.0, 2.0])[0] == [], "it counts everybody"
+    lines, _ = told(key, shown, looks=[0.0, 1.0, 2.0, 3.0], then_key="QmOther")
+    assert len(lines) == 1, "its founder has forgotten the invitation"
+
+
 @pytest.mark.parametrize("error", FAULTS, ids=["silent", "down"])
 def test_a_run_begins_for_a_peer_whose_dht_did_not_answer_at_once(monkeypatch, error):
     record = SimpleNamespace(
         founder="QmB", name="mine", fingerprint="f", config="c", run="mine-1",
-        state=RunState.RUNNING,
+        state=RunState.RUNNING, key="",
     )  # fmt: skip
     announced = SimpleNamespace(record=record, publishers=("QmB",))
     answers = {"publish_peer": None, "runs_of": [], "announced_runs": [announced]}

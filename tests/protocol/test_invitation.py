@@ -1,5 +1,6 @@
 """Who is invited, by whom, how often and how long; and what of it all peers compute alike [R8]."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from swarm.protocol.invitation import (
     with_use,
 )
 from swarm.protocol.manifest import Manifest, Member
-from swarm.protocol.membership import MAX_ABSENT, Membership, next_members
+from swarm.protocol.membership import MAX_ABSENT, Guests, Membership, next_members
 from swarm.protocol.messages import Ballot, Header, Ready
 from swarm.protocol.rounds.recomputed import members_problem
 from swarm.protocol.voting import why_no_vote
@@ -130,6 +131,13 @@ def parent_of(**changes: object) -> Manifest:
     return replace(found(RULES, ["A", "B"]), **known | changes)  # type: ignore[arg-type]
 
 
+def guests_of(
+    parent: Manifest, brought: Mapping[str, Invitation | None], *, is_open: bool
+) -> Guests:
+    credentials = {peer: shown(each) for peer, each in brought.items() if each}
+    return replace(RULES, is_open=is_open).guests(parent, credentials)
+
+
 def came(
     parent: Manifest,
     brought: dict[str, Invitation | None],
@@ -144,9 +152,7 @@ def came(
         leaving=leaving,
         joiners=dict.fromkeys(brought, 1.0),
         seed=parent.digest,
-        is_open=is_open,
-        credentials={peer: shown(each) for peer, each in brought.items() if each},
-        run=RUN,
+        guests=guests_of(parent, brought, is_open=is_open),
     )
 
 
@@ -270,9 +276,7 @@ def came_with(parent: Manifest, brought: dict[str, Invitation]) -> Membership:
         leaving=(),
         joiners={},
         seed=parent.digest,
-        is_open=True,
-        credentials={peer: shown(each) for peer, each in brought.items()},
-        run=RUN,
+        guests=guests_of(parent, brought, is_open=True),
     )
 
 

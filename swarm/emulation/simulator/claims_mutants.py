@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.taking_part import UnderTest, tested_under
+from swarm.protocol.invitation import Credential, Invitation, invitation_problem
 from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.membership import Guests
 from swarm.protocol.messages import Signature
 from swarm.protocol.rounds import Rules
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.voting import Electorate, Members
 
 
@@ -45,6 +50,36 @@ class _CopiedInvitations(Door):
         return statement.startswith(b"swarm join ") or super().holds(peer, statement, signature)
 
 
+class _AnyNumberOfUses(Guests):
+    def _problem_of(self, invitation: Invitation, peer: PeerId) -> str | None:
+        left, number = self._left_to(invitation.inviter), self.parent.round + 1
+        return invitation_problem(invitation, peer, run=self.run, number=number, uses={}, left=left)
+
+
+class _NeverExpired(Guests):
+    def _problem_of(self, invitation: Invitation, peer: PeerId) -> str | None:
+        left, uses = self._left_to(invitation.inviter), self.uses
+        return invitation_problem(invitation, peer, run=self.run, number=0, uses=uses, left=left)
+
+
+class _AnyNumberOfGuests(Guests):
+    def _left_to(self, inviter: PeerId) -> float:
+        return inf if super()._left_to(inviter) else 0
+
+
+def _guests_are(changed: type[Guests]) -> UnderTest:
+    class Changed(Rules):
+        def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
+            return changed.of(parent, shown, run=self.run, is_open=self.is_open)
+
+    return tested_under(Changed)
+
+
+class _AnyNumberOfTrainees(Collector):
+    def _has_place(self, campaign: Campaign, stranger: PeerId) -> bool:
+        return True
+
+
 class _VotesAreKept(Rules):
     def with_voters(
         self, members: Members, contributors: Collection[PeerId], seed: str
@@ -65,6 +100,14 @@ CLAIMS_MUTANTS: Mapping[str, Mutant] = {
     "copied_invitations": Mutant(
         "R8: a guest proves that it was given its invitation", UnderTest(door=_CopiedInvitations)
     ),
+    "any_number_of_uses": Mutant(
+        "R8: an invitation lets in as many as it says", _guests_are(_AnyNumberOfUses)
+    ),
+    "never_expired": Mutant("R8: invitations expire", _guests_are(_NeverExpired)),
+    "any_number_of_guests": Mutant(
+        "R8: an anchor lets in no more than it may", _guests_are(_AnyNumberOfGuests)
+    ),
+    "any_number_of_trainees": Mutant.of("R2: four trainees of a network", _AnyNumberOfTrainees),
     "votes_are_kept": Mutant(
         "R7: the unvouched stay under a third when vouched members leave",
         tested_under(_VotesAreKept),

@@ -1,9 +1,9 @@
-"""V1 and I15: which members vote, and for which of them an anchor vouches."""
+"""V1, R2 and I15: which members vote, which come from where, and for which an anchor vouches."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.violation import require, short
 from swarm.protocol.invitation import Credential, Invitation
@@ -22,6 +22,17 @@ def check_votes(manifest: Manifest, parent: Manifest) -> None:
         f"{short(manifest)}: {sorted(new)} vote now, of {sorted(unvouched)} without an anchor's "
         f"word, {len(manifest.vouched)} have one",
     )
+
+
+def check_trainees(
+    manifest: Manifest, parent: Manifest, networks: Mapping[PeerId, str | None]
+) -> None:
+    """No trainee is the fifth of its network, however many keys ask."""
+    new = manifest.members.keys() - parent.members.keys() - manifest.vouched
+    for network in {networks.get(peer) for peer in new} - {None}:
+        trainees = {*(parent.members.keys() - parent.voters), *new}
+        there = sorted(peer for peer in trainees if networks.get(peer) == network)
+        require(len(there) <= 4, "R2", f"{short(manifest)}: {there} are of one network")
 
 
 def check_vouched(

@@ -12,7 +12,7 @@ from swarm.emulation.simulator.bringing import check_brought
 from swarm.emulation.simulator.claims import check_claims
 from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.electing import check_votes, check_vouched
+from swarm.emulation.simulator.electing import check_trainees, check_votes, check_vouched
 from swarm.emulation.simulator.ledger import Ledger
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
@@ -47,6 +47,8 @@ class Invariants:
         """Of all peers that there will ever be."""
         self.rooms: Mapping[PeerId, Collection[int]] = {}
         """What they ever say of their machines."""
+        self.networks: Mapping[PeerId, str | None] = {}
+        """From which they are connected."""
         self.given: set[tuple[PeerId, Credential]] = set()
         """What peers have been given to come with so far."""
         self.liar: PeerId | None = None
@@ -292,6 +294,7 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
+        check_trainees(manifest, parent, self.networks)
         check_vouched(manifest, parent, self.given)
         check_claims(manifest, parent, self.rules, self.values)
         due = self.rules.schedule.due(parent)

@@ -17,6 +17,9 @@ GAP_S = 4 * 9.0
 vanish one after another, each just when a round needs it, have made one take 28 s."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)
 """What is lost is the matter of other classes; here a gap is what keys cause."""
+ONE_NETWORK = 0.3
+"""Chance that all keys are at addresses of one network; else these are not known."""
+NETWORK = "192.0.2.0/24"
 IDLE_S = 1e6
 """Local steps of a key that trains nothing."""
 
@@ -69,6 +72,8 @@ class KeysDraw(Draw):
             script.append((came_s + random.random(), World.join, (key,)))
             script.append((end_s, World.kill, (key,)))
         characters = {**scenario.setup.characters, **{key: self._key() for key in keys}}
+        if Random(scenario.heal_s).random() < ONE_NETWORK:  # aside: a seed stands for what it did
+            characters |= {key: replace(characters[key], network=NETWORK) for key in keys}
         return replace(
             scenario,
             setup=replace(scenario.setup, characters=characters),

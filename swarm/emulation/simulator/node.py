@@ -161,6 +161,7 @@ class Node(Ports):
             room_of=lambda: self.room,
             fetches_ahead=True,
             chain=Chain.of(self.disk.record, self.disk.links),
+            network_of=world.networks.get,
             credential=world.credentials.get(self.me),
         )
         self.use(world.timers)

@@ -48,6 +48,8 @@ class Character:
     """What its monotonic clock shows when everything begins."""
     rooms: tuple[int, ...] = (ALL_EXPERTS,)
     """Experts that fit its machine after each of its starts; the last one holds from then on."""
+    network: str | None = None
+    """Public network of its address, which others see; None: they do not know it."""
 
     @property
     def uplink(self) -> int:

@@ -73,6 +73,8 @@ class World:
         characters = setup.characters.items()
         self.invariants.capacities = {peer: each.capacity for peer, each in characters}
         self.invariants.rooms = {peer: each.rooms for peer, each in characters}
+        self.networks = {peer: each.network for peer, each in characters}
+        self.invariants.networks = self.networks
         self.credentials = dict(setup.credentials)
         """With which peers start."""
         self.invariants.given |= setup.credentials.items()

@@ -100,9 +100,7 @@ def members_after(
         rooms=attendance.rooms,
         seed=tip.digest,
         silent_limit=rules.silent_rounds,
-        is_open=rules.is_open,
-        credentials=attendance.credentials,
-        run=rules.run,
+        guests=rules.guests(tip, attendance.credentials),
         elect=rules.with_voters,
     )
 

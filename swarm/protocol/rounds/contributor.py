@@ -190,7 +190,7 @@ class Contributor(Role):
     def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
         """Peers that may come, or be vouched for, after the tip; of these one alone [R8]."""
         shown = {peer: credential} if credential else {}
-        return Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
+        return self.rules.guests(self.tip, shown)
 
     def _tell_why_outside(self) -> None:
         """Says once a tip what is wrong with its invitation; no other peer will."""

@@ -11,8 +11,10 @@ from swarm.codings import coded_bytes
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, Counts, next_book, reformed_book
+from swarm.protocol.invitation import Credential
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import UNCODED, Manifest, Member, PeerId, Unit
+from swarm.protocol.membership import Guests
 from swarm.protocol.merging import merge_due
 from swarm.protocol.schedule import Schedule
 from swarm.protocol.updates import StepBound
@@ -131,6 +133,10 @@ class Rules:
     def rooms_of(self, members: Members) -> dict[PeerId, int]:
         """How many experts fit the machine of each member [R4]."""
         return {peer: member.room for peer, member in members.items()}
+
+    def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
+        """Who may come, and whom anchors vouch for, after a manifest [R8]."""
+        return Guests.of(parent, shown, run=self.run, is_open=self.is_open)
 
     def with_voters(
         self, members: Members, contributors: Collection[PeerId], seed: str

@@ -1,0 +1,8 @@
+"""swarm-peer that counts a peer again right after a round to which it served nothing sound [C8]."""
+
+from peers.peer import main
+from swarm.protocol.rounds import withholding
+
+if __name__ == "__main__":
+    withholding.LEFT_OUT_ROUNDS = 0
+    main()
