@@ -38,7 +38,8 @@ from swarm.model.link_plan import setting_of
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content, write
 from swarm.network.founding import founding_manifest
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.agreed_model import Agreed, initial_contents
+from swarm.peer.live_model import LiveModel
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus

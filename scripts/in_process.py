@@ -30,11 +30,10 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.deltas.means import reduced
-from swarm.deltas.units import Delta, apply_delta
+from swarm.deltas.units import Delta, apply_delta, difference, follow, rebase
 from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
 from swarm.model.merge import donors_of, merged_part
-from swarm.peer.live_deltas import difference, follow, rebase
-from swarm.peer.live_model import initial_contents
+from swarm.peer.agreed_model import initial_contents
 from swarm.protocol.layout import layout_of
 from swarm.protocol.merging import alpha_at, merge_due, merged_until
 from swarm.protocol.ownership import assign

@@ -8,10 +8,12 @@ import ast
 import graphlib
 import importlib.metadata
 import itertools
+import operator
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,12 @@ MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_CHAIN_LINES = 1200
 """Of a class and of all of ours that it inherits from: what a reader of it has to know."""
+MAX_CHAIN = 3
+"""Classes of ours from one that is inherited from down to the one that inherits: implementations,
+neither interfaces nor errors."""
+MAX_FOLDER_FILES = 25
+FRAGMENT_LINES = 40
+"""A file that is shorter has two importers, or is part of a thought that another file has."""
 
 # Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
 BASE = frozenset(
@@ -169,15 +177,25 @@ def modules() -> tuple[Module, ...]:
 
 def imports_of(module: Module) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import; `from a import b` gives a.b, which may be a module."""
+    return ((line, name) for line, name, _ in bindings_of(module))
+
+
+def bindings_of(module: Module) -> Iterator[tuple[int, str, str]]:
+    """As `imports_of`, with the name that the module has for it; of `import a.b` that is a.b."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from (
+                (node.lineno, alias.name, alias.asname or alias.name) for alias in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = module.package.split(".")
                 base = ".".join(above[: len(above) - node.level + 1] + ([base] if base else []))
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            yield from (
+                (node.lineno, f"{base}.{alias.name}", alias.asname or alias.name)
+                for alias in node.names
+            )
 
 
 def is_ours(name: str) -> bool:
@@ -246,13 +264,18 @@ def impurities(sources: tuple[Module, ...]) -> list[str]:
     return offences + call_offences(protocol + pulled_in, IMPURE_CALLS)
 
 
-def cycles(sources: tuple[Module, ...]) -> list[str]:
-    names = {module.name for module in sources}
-    graph: dict[str, set[str]] = {}
+def modules_imported(sources: tuple[Module, ...]) -> Iterator[tuple[Module, Module]]:
+    """Each module with each other one that it imports, once."""
+    named = {module.name: module for module in sources}
     for module in sources:
-        targets = ((n, n.rpartition(".")[0]) for _, n in imports_of(module))
-        found = {next((t for t in pair if t in names), "") for pair in targets}
-        graph[module.name] = found - {"", module.name}
+        found = {n if n in named else n.rpartition(".")[0] for _, n in imports_of(module)}
+        yield from ((module, named[name]) for name in found & named.keys() - {module.name})
+
+
+def cycles(sources: tuple[Module, ...]) -> list[str]:
+    graph: dict[str, set[str]] = {}
+    for module, target in modules_imported(sources):
+        graph.setdefault(module.name, set()).add(target.name)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -301,34 +324,243 @@ def long_functions(sources: tuple[Module, ...]) -> list[str]:
     ]
 
 
-def long_chains(sources: tuple[Module, ...]) -> list[str]:
+@dataclass(frozen=True)
+class Family:
+    """A class and the classes of ours that it names as its bases."""
+
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+
+    @property
+    def is_interface(self) -> bool:
+        """A protocol, or nothing but methods that only say what they are for."""
+        if any(ast.unparse(base).startswith("Protocol") for base in self.node.bases):
+            return True
+        methods = [each for each in self.node.body if isinstance(each, FUNCTION)]
+        lines = itertools.chain(self.node.body, *(method.body for method in methods))
+        rest = [line for line in lines if line not in methods]
+        return bool(methods) and all(
+            isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in rest
+        )
+
+
+def families(sources: tuple[Module, ...]) -> dict[str, Family]:
+    """Every class by its full name; names of bases are followed through imports and packages."""
+    classes = [
+        (module, node)
+        for module in sources
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    own = {f"{module.name}.{node.name}" for module, node in classes}
+    bound = {
+        f"{module.name}.{local}": name
+        for module in sources
+        for _, name, local in bindings_of(module)
+    }
+
+    def resolved(name: str) -> str | None:
+        holder, _, attribute = name.rpartition(".")
+        if name in own:
+            return name
+        if bound.get(name, name) != name:
+            return resolved(bound[name])
+        return resolved(f"{bound[holder]}.{attribute}") if holder in bound else None
+
+    def base_of(module: Module, base: ast.expr) -> str | None:
+        named = base.value if isinstance(base, ast.Subscript) else base
+        return resolved(f"{module.name}.{ast.unparse(named)}")
+
+    return {
+        f"{module.name}.{node.name}": Family(
+            node, tuple(found for base in node.bases if (found := base_of(module, base)))
+        )
+        for module, node in classes
+    }
+
+
+def long_ancestries(sources: tuple[Module, ...]) -> list[str]:
     """Classes that are too long together with all of ours that they inherit from."""
-    lines: dict[str, int] = {}
-    bases: dict[str, list[str]] = {}
-    imported: dict[str, str] = {}  # as each module calls it -> what it names
-    for module in sources:
-        for _, name in imports_of(module):
-            imported[f"{module.name}.{name.rpartition('.')[2]}"] = name
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef):
-                of = [
-                    base.value if isinstance(base, ast.Subscript) else base for base in node.bases
-                ]
-                name = f"{module.name}.{node.name}"
-                lines[name] = node.end_lineno - node.lineno + 1
-                bases[name] = [f"{module.name}.{ast.unparse(base)}" for base in of]
+    of = families(sources)
 
     def ancestry(name: str) -> set[str]:
-        holder, _, attribute = name.rpartition(".")
-        if name not in lines and name in imported:
-            return ancestry(imported[name])
-        if name not in lines and holder in imported:
-            return ancestry(f"{imported[holder]}.{attribute}")
-        return {name}.union(*map(ancestry, bases[name])) if name in lines else set()
+        return {name}.union(*map(ancestry, of[name].bases))
 
-    totals = {name: sum(lines[each] for each in ancestry(name)) for name in lines}
+    def lines(name: str) -> int:
+        node = of[name].node
+        return (node.end_lineno or 0) - node.lineno + 1
+
+    totals = {name: sum(map(lines, ancestry(name))) for name in of}
     return [f"{name}: {total} lines" for name, total in totals.items() if total > MAX_CHAIN_LINES]
 
+
+def long_chains(sources: tuple[Module, ...]) -> list[str]:
+    """Classes with too many classes above them; of interfaces and errors any number may be."""
+    of = families(sources)
+
+    def depth(name: str) -> int:
+        above = max(map(depth, of[name].bases), default=0)
+        return above + (not of[name].is_interface and not name.startswith("swarm.errors."))
+
+    return [name for name in of if depth(name) > MAX_CHAIN]
+
+
+def folder_circles(sources: tuple[Module, ...]) -> list[str]:
+    """Imports between folders, at the depth where their paths part, that lead back.
+
+    The files of a folder count as a folder beside those that it holds. Each file of `swarm` itself
+    is a part of its own, see MAY_IMPORT.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, target in modules_imported(sources):
+        way, there = path_of(module), path_of(target)
+        shared = sum(itertools.accumulate(map(operator.eq, way, there), operator.and_))
+        start, end = ("/".join(each[: shared + 1]) for each in (way, there))
+        if start != end:
+            graph.setdefault(start, set()).add(end)
+    reached = {folder: reachable(graph, folder) for folder in graph}
+    return [
+        f"{start} -> {end}"
+        for start, ends in sorted(graph.items())
+        for end in sorted(ends)
+        if start in reached.get(end, ())
+    ]
+
+
+def path_of(module: Module) -> list[str]:
+    parts = module.path.split("/")
+    return parts if parts[:-1] == ["swarm"] else parts[:-1]
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, new = set[str](), {start}
+    while new := set[str]().union(*(graph.get(each, set()) for each in new)) - found:
+        found |= new
+    return found
+
+
+def is_package(module: Module) -> bool:
+    return module.path.endswith("__init__.py")
+
+
+def crowded_folders(sources: tuple[Module, ...]) -> list[str]:
+    counts = Counter(m.path.rpartition("/")[0] for m in sources if not is_package(m))
+    return [folder for folder, count in counts.items() if count > MAX_FOLDER_FILES]
+
+
+def namesakes(sources: tuple[Module, ...]) -> list[str]:
+    """Names of files that stand in several folders."""
+    counts = Counter(m.path.rpartition("/")[2] for m in sources if not is_package(m))
+    return [name for name, count in counts.items() if count > 1]
+
+
+def fragments(sources: tuple[Module, ...]) -> list[str]:
+    importers = Counter(target.name for _, target in modules_imported(sources))
+    return [
+        module.path
+        for module in sources
+        if module.text.count("\n") < FRAGMENT_LINES
+        if not is_package(module) and importers[module.name] < 2
+    ]
+
+
+Law = Callable[[tuple[Module, ...]], list[str]]
+
+# Those that offend against a law today. The lists only become shorter.
+OFFENDERS: dict[Law, frozenset[str]] = {
+    # The engines of several GPUs, which PyTorch's own parts are to replace.
+    long_chains: frozenset(
+        {
+            "swarm.train.parallel.staged.HeadsStageEngine",
+            "swarm.train.parallel.staged.ShardedStageEngine",
+        }
+    ),
+    folder_circles: frozenset(
+        {
+            "swarm/train -> swarm/train/parallel",
+            "swarm/train -> swarm/train/streaming",
+            "swarm/train/parallel -> swarm/train",
+            "swarm/train/parallel -> swarm/train/streaming",
+            "swarm/train/streaming -> swarm/train",
+            "swarm/train/streaming -> swarm/train/parallel",
+        }
+    ),
+    crowded_folders: frozenset(
+        {
+            "peers",
+            "swarm/emulation/simulator",
+            "swarm/network",
+            "swarm/peer",
+            "swarm/protocol",
+            "swarm/protocol/rounds",
+            "swarm/train",
+            "swarm/train/parallel",
+        }
+    ),
+    namesakes: frozenset(
+        {
+            "arithmetic.py",
+            "blobs.py",
+            "claims.py",
+            "disk.py",
+            "engine.py",
+            "evaluating.py",
+            "evidence.py",
+            "exchange.py",
+            "fetching.py",
+            "figures.py",
+            "foreign.py",
+            "founding.py",
+            "handshake.py",
+            "heads.py",
+            "history.py",
+            "host.py",
+            "ledger.py",
+            "losses.py",
+            "machine.py",
+            "model.py",
+            "mutants.py",
+            "network.py",
+            "node.py",
+            "options.py",
+            "parts.py",
+            "peer.py",
+            "phases.py",
+            "ports.py",
+            "presence.py",
+            "progress.py",
+            "records.py",
+            "schedule.py",
+            "scores.py",
+            "shards.py",
+            "shell.py",
+            "streams.py",
+            "taking_part.py",
+            "threads.py",
+            "trainer.py",
+            "units.py",
+            "upcycle.py",
+            "wire.py",
+            "worker.py",
+            "workers.py",
+            "world.py",
+        }
+    ),
+    fragments: frozenset(
+        {
+            "swarm/emulation/networks.py",
+            "swarm/emulation/simulator/bringing.py",
+            "swarm/emulation/simulator/turns.py",
+            "swarm/export/losses.py",
+            "swarm/export/sources.py",
+            "swarm/monitor/workers.py",
+            "swarm/network/slices.py",
+            "swarm/peer/worker_figures.py",
+            "swarm/protocol/presence.py",
+            "swarm/train/streaming/shares.py",
+        }
+    ),
+}
 
 BREAKS = {
     "facade": (direction_offences, "swarm/__init__.py", "from swarm.peer.peer import Peer"),
@@ -350,11 +582,17 @@ BREAKS = {
         "swarm/model/a.py",
         "def f():\n" + "    g()\n" * MAX_FUNCTION_LINES,
     ),
-    "long chain": (
-        long_chains,
+    "long ancestry": (
+        long_ancestries,
         "swarm/model/a.py",
         "class A:\n" + "    x = 1\n" * (MAX_CHAIN_LINES - 2) + "class B(A):\n    y = 1\n",
     ),
+    "long chain": (
+        long_chains,
+        "swarm/model/a.py",
+        "".join(f"class {x}:\n    y = 1\n" for x in ("A", "B(A)", "C(B)", "D(C)")),
+    ),
+    "fragment": (fragments, "swarm/model/a.py", "\n" * (FRAGMENT_LINES - 1)),
 }
 
 
@@ -371,6 +609,85 @@ def test_a_cycle_of_modules_is_caught() -> None:
     assert not cycles((first,))
 
 
+CHAIN = tuple(
+    module_at(f"swarm/model/{name}.py", f"{text}:\n    def f(self) -> None:\n        g()\n")
+    for name, text in {
+        "a": "class A",
+        "b": "import swarm.model.a\nclass B(swarm.model.a.A)",
+        "c": "from swarm.model import b\nclass C(b.B)",
+        "d": "from swarm.model.c import C as Base\nclass D(Base)",
+    }.items()
+)
+
+
+def test_a_chain_of_classes_is_followed_through_modules() -> None:
+    assert long_chains(CHAIN) == ["swarm.model.d.D"]
+    assert not long_chains(CHAIN[1:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A(Protocol):\n    x: int\n",
+        "class A:\n    def f(self) -> None:\n        'What it is for.'\n",
+    ],
+)
+def test_an_interface_is_no_link_of_a_chain(text: str) -> None:
+    assert not long_chains((module_at("swarm/model/a.py", text), *CHAIN[1:]))
+
+
+def test_an_error_is_no_link_of_a_chain() -> None:
+    text = "from swarm.errors import C\nclass D(C):\n    x = 1\n"
+    errors = "".join(f"class {x}:\n    x = 1\n" for x in ("A", "B(A)", "C(B)"))
+    tree = (module_at("swarm/errors.py", errors), module_at("swarm/train/a.py", text))
+    assert not long_chains(tree)
+
+
+def imports(*edges: tuple[str, str]) -> tuple[Module, ...]:
+    """Modules of which each imports another one."""
+    paths = {path for edge in edges for path in edge}
+    texts = {
+        path: "".join(f"import {module_at(b, '').name}\n" for a, b in edges if a == path)
+        for path in paths
+    }
+    return tuple(module_at(path, text) for path, text in sorted(texts.items()))
+
+
+def test_folders_that_import_each_other_are_caught_at_every_depth() -> None:
+    inner, outer = ("swarm/a/x/f.py", "swarm/a/y/g.py"), ("swarm/a/y/h.py", "swarm/a/x/k.py")
+    assert folder_circles(imports(inner, outer)) == [
+        "swarm/a/x -> swarm/a/y",
+        "swarm/a/y -> swarm/a/x",
+    ]
+    assert not folder_circles(imports(inner, ("swarm/b/f.py", "swarm/a/x/f.py")))
+    # No two folders below import each other: their packages do.
+    assert folder_circles(imports(("swarm/a/x/f.py", "swarm/b/f.py"), ("swarm/b/g.py", outer[0])))
+
+
+def test_a_folder_and_one_within_it_do_not_import_each_other() -> None:
+    down, up = ("swarm/a/f.py", "swarm/a/x/g.py"), ("swarm/a/x/h.py", "swarm/a/k.py")
+    assert folder_circles(imports(down, up)) == ["swarm/a -> swarm/a/x", "swarm/a/x -> swarm/a"]
+    assert not folder_circles(imports(down))
+    # A file of the library's own folder is a part: no package is in a circle with all of them.
+    assert not folder_circles(
+        imports(("swarm/f.py", "swarm/a/g.py"), ("swarm/a/h.py", "swarm/k.py"))
+    )
+
+
+def test_a_crowded_folder_and_names_that_stand_twice_are_caught() -> None:
+    many = [module_at(f"swarm/a/f{number}.py", "") for number in range(MAX_FOLDER_FILES + 1)]
+    package, again = module_at("swarm/a/__init__.py", ""), module_at("swarm/b/f0.py", "")
+    assert crowded_folders((*many, package)) == ["swarm/a"]
+    assert not crowded_folders((*many[1:], package))
+    assert namesakes((*many, package, again)) == ["f0.py"]
+
+
+def test_a_short_file_with_two_importers_is_no_fragment() -> None:
+    first, second = (("swarm/a/f.py", "swarm/a/g.py"), ("swarm/a/h.py", "swarm/a/g.py"))
+    assert "swarm/a/g.py" in fragments(imports(first))
+    assert "swarm/a/g.py" not in fragments(imports(first, second))
+
+
 def test_a_class_counts_with_what_it_inherits_from_other_modules() -> None:
     half = "    x = 1\n" * (MAX_CHAIN_LINES // 2)
     first = module_at("swarm/model/a.py", "class A(Generic[T]):\n" + half)
@@ -381,9 +698,9 @@ def test_a_class_counts_with_what_it_inherits_from_other_modules() -> None:
         "from swarm.model import A\nclass B(Protocol, A):\n",
     ):
         second = module_at("swarm/model/b.py", text + half)
-        found = long_chains((first, again, second))
+        found = long_ancestries((first, again, second))
         assert found == [f"swarm.model.b.B: {MAX_CHAIN_LINES + 2} lines"]
-        assert not long_chains((second,))
+        assert not long_ancestries((second,))
 
 
 def test_a_hidden_import_with_its_reason_is_accepted() -> None:
@@ -463,7 +780,14 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_no_class_is_too_long_with_all_that_it_inherits() -> None:
-    hold(long_chains(modules()))
+    hold(long_ancestries(modules()))
+
+
+@pytest.mark.parametrize("law", OFFENDERS, ids=lambda law: law.__name__)
+def test_those_that_offend_against_a_law_become_fewer(law: Law) -> None:
+    found, listed = set(law(modules())), OFFENDERS[law]
+    hold([f"offends: {each}" for each in sorted(found - listed)])
+    hold([f"offends no longer, off the list: {each}" for each in sorted(listed - found)])
 
 
 def test_no_function_is_too_long() -> None:

@@ -1,5 +1,7 @@
 """Deltas of whole units: made, read, judged and applied a run of some groups at a time.
 
+A live value of a whole unit is compared with agreed ones here, and follows them.
+
 A group is 65,536 elements: their scales, then their codes. Only `apply_delta` computes what all
 peers must have alike. An encoder may use any kernel: a delta that is named is stored, and never
 made again. Memory: some copies of a run.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ from swarm.codecs import (
     bytes_of,
     check_chunk,
     check_moves,
+    read_part,
+    read_parts,
     values_in,
 )
 from swarm.codings import BLOCK, GROUP, coded_bytes, elements_bytes
@@ -38,6 +43,16 @@ RUN_ELEMENTS = 4 * GROUP_ELEMENTS
 
 ReadElements = Callable[[int, int], Tensor]
 """A unit's elements from start to stop, counted through its slices: flat, any floating dtype."""
+
+
+class Parts(Protocol):
+    """Live values, by runs of elements within one tensor: an engine is that."""
+
+    def read_part(self, part: Slice) -> Tensor:
+        """A copy, flat and fp32."""
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """Overwrites the run."""
 
 
 @dataclass(frozen=True)
@@ -273,3 +288,58 @@ def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, i
                 (first - start),
             )
         begin = end
+
+
+def overwrite(live: Parts, layout: UnitLayout, value: Read) -> None:
+    """Gives a live value the bits of another one, chunk by chunk."""
+    for part, values in read_parts(layout, value):
+        live.write_part(part, values)
+
+
+def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
+    """The delta x - v of a live value x: all that the swarm has not got of it yet [W8]."""
+    x, v = elements_of(layout, live.read_part), agreed_elements(layout, base)
+    return encode_delta(layout, lambda start, stop: x(start, stop) - v(start, stop).float())
+
+
+def follow(
+    live: Parts, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
+) -> None:
+    """Moves a live value x as the agreed one moved: to x + (v' - v) - c [W8].
+
+    In fp32, each operation rounded by itself; moments stay. Holds some copies of a run.
+
+    Args:
+        live: holds x.
+        layout: of the unit.
+        before: of v.
+        after: of v'.
+        counted: c, this peer's own part of the move; None: it has none.
+    """
+    old, new = agreed_elements(layout, before), agreed_elements(layout, after)
+    own = decode_delta(layout, counted) if counted else None
+
+    def moves(start: int, stop: int) -> Tensor:
+        by = new(start, stop).float() - old(start, stop).float()
+        return by if own is None else by.sub_(own(start, stop))
+
+    for part, by in in_parts(layout, moves):
+        live.write_part(part, live.read_part(part) + by)
+
+
+def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
+    """Moves a live value x from one agreed value to another: to v' + (x - v) [M8].
+
+    Where there is no difference it has the agreed bits, a negative zero's included. A chunk of a
+    few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
+
+    Args:
+        live: holds x.
+        layout: of the unit.
+        before: of v.
+        after: of v'.
+    """
+    for part, agreed in read_parts(layout, after):
+        own = live.read_part(part) - read_part(layout, part, before).float()
+        value = agreed.float()
+        live.write_part(part, torch.where(own == 0, value, value + own))

@@ -88,11 +88,8 @@ class At(Section):
         return self
 
 
-class _Fault(Section):
+class _OfOnePeer(Section):
     at: At
-
-
-class _OfOnePeer(_Fault):
     peer: Victim
 
     @model_validator(mode="after")
@@ -147,15 +144,17 @@ class Leave(_OfOnePeer):
     """Started again so long after it was asked to leave, if it has ended by then."""
 
 
-class Join(_Fault):
+class Join(Section):
     """A newcomer joins through a living peer."""
 
+    at: At
     kind: Literal["join"]
 
 
-class Cut(_Fault):
+class Cut(Section):
     """The link between two peers, or between one and all others, is dead; needs `--link`."""
 
+    at: At
     kind: Literal["cut"]
     peer: Victim
     to: NonNegative | Literal["random"] | None = None
@@ -165,9 +164,10 @@ class Cut(_Fault):
     for_s: Seconds | None = None
 
 
-class Partition(_Fault):
+class Partition(Section):
     """Only peers of the same group reach each other; needs `--link`."""
 
+    at: At
     kind: Literal["partition"]
     groups: tuple[tuple[NonNegative, ...], ...]
     for_s: Seconds | None = None
@@ -180,9 +180,10 @@ class Partition(_Fault):
         return self
 
 
-class Heal(_Fault):
+class Heal(Section):
     """All cuts and partitions end."""
 
+    at: At
     kind: Literal["heal"]
 
 

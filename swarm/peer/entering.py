@@ -29,13 +29,13 @@ from swarm.network.joining import fetch_newest_state, missing_bytes, present_pee
 from swarm.network.record_file import RecordFile
 from swarm.network.records import heard
 from swarm.network.tips import Shown, Trust, newest_tip
+from swarm.peer.agreed_model import recompute_initial
 from swarm.peer.agreement import require_admission
 from swarm.peer.entrances import others_at, runs_there
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import credential_to
 from swarm.peer.leaving import Stopped
 from swarm.peer.link_check import measured_verdict, require_link
-from swarm.peer.live_model import recompute_initial
 from swarm.peer.machine import Room
 from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver

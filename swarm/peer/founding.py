@@ -23,10 +23,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
+from swarm.peer.agreed_model import initial_contents
 from swarm.peer.agreement import require_closed_founding
 from swarm.peer.entering import Started, Starter
 from swarm.peer.gathering import gathering_of
-from swarm.peer.live_model import initial_contents
 from swarm.peer.machine import Room
 from swarm.peer.own_line import measure_line
 from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice

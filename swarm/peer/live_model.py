@@ -7,39 +7,23 @@ told.
 from __future__ import annotations
 
 import logging
-import math
-import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
-from swarm.codecs import (
-    Content,
-    Read,
-    cut_from,
-    encoded,
-    guarded,
-    read_part,
-    read_parts,
-    read_tensors,
-)
+from swarm.codecs import Content, encoded, guarded
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
-from swarm.deltas.units import Delta
-from swarm.errors import ConfigError
-from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit, misfit
-from swarm.model.initialise import initial_tensors
-from swarm.network.blobs import BlobStore
-from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
-from swarm.peer.live_deltas import difference, follow, rebase
+from swarm.deltas.units import difference, follow, overwrite, rebase
+from swarm.experts import UnitLayout, expert_of, expert_of_unit, expert_unit
+from swarm.network.contents import BlobGone
+from swarm.peer.agreed_model import Agreed
 from swarm.peer.putting_aside import Patiently, put_aside
 from swarm.peer.unit_threads import ONE_THREAD, OneAtATime, UnitThreads
-from swarm.protocol.adoption import Action, Adoption, ExpertDecision
-from swarm.protocol.digests import digest_of_chunks
+from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.updates import UpdateBound
@@ -54,64 +38,65 @@ _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Reads agreed values: the decoded blobs of a manifest."""
+class Move:
+    """How the live value of a unit gets to the agreed one.
 
-    store: BlobStore
-    layout: Layout
+    Attributes:
+        after: the agreed value.
+        before: the value that local progress is counted from; None: there is no progress to keep.
+        counted: this peer's delta that the agreed value has in it already.
+        is_jump: whether progress is added to the agreed value, as `rebase` does; else the live
+            value moves as the agreed one did, as `follow` does.
+    """
 
-    def read(self, digest: Digest) -> Read:
-        """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
-        return reader(self.store, digest)
+    after: Digest
+    before: Digest | None = None
+    counted: Digest | None = None
+    is_jump: bool = False
 
-    def delta(self, digest: Digest) -> Delta:
-        """A delta in the store; reading it raises like `read`."""
-        return delta_in(self.store, digest)
+    @property
+    def rests_on(self) -> list[Digest]:
+        """Blobs without which progress is lost."""
+        return [digest for digest in (self.before, self.counted) if digest]
 
-    @contextmanager
-    def held(self, digests: Iterable[Digest]) -> Iterator[None]:
-        """Keeps the blobs with these digests for as long as the context lasts.
 
-        Raises:
-            BlobGone: one of them is not here.
-        """
-        with kept(self.store, digests) as missing:
-            if missing:
-                raise BlobGone(missing[0])
-            yield
+def moves_to(
+    manifest: Manifest, decision: Adoption, layout: Layout, before: Manifest | None
+) -> dict[Unit, Move]:
+    """The moves of the units that are trained here, but for those that stay; see `adopt`."""
+    chosen = {expert_unit(e): (d.action, d.rebase_from) for e, d in decision.experts.items()}
+    for unit in _shared_units(layout):
+        if unit not in decision.kept_parts:
+            chosen[unit] = decision.shared, decision.shared_from.get(unit)
+    moves = {}
+    for unit, (action, offered) in chosen.items():
+        after = manifest.entries[unit].digest
+        if action in _FOLLOWING:
+            if move := _followed(manifest, layout.by_unit[unit], before, offered):
+                moves[unit] = move
+        elif action in (Action.REBASE, Action.AVERAGED):
+            moves[unit] = Move(after, offered, is_jump=True)
+        elif action in (Action.RESTART, Action.TAKE_UP):
+            moves[unit] = Move(after)
+    return moves
 
-    def part(self, digest: Digest, unit: Unit, part: Slice) -> Tensor:
-        """Agreed values of a run of elements; see `codecs.read_part`. Raises like `read`."""
-        return read_part(self.layout.by_unit[unit], part, self.read(digest))
 
-    def tensor(self, digest: Digest, unit: Unit, name: str) -> Tensor:
-        """The agreed value of one of an expert's matrices, not to be written to."""
-        shape = self.layout.shapes[name]
-        return self.part(digest, unit, Slice(name, 0, math.prod(shape))).view(shape)
+def _followed(
+    manifest: Manifest, layout: UnitLayout, before: Manifest | None, offered: Digest | None
+) -> Move | None:
+    """As the agreed value moved, if it has, less what the unit has brought into that itself [W8].
 
-    def tensors(self, digest: Digest, unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        """The matrices of an expert, one after the other; as `tensor`."""
-        return read_tensors(self.layout.by_unit[unit], self.layout.shapes, self.read(digest))
-
-    def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor] | None:
-        """The tensors of an expert in the file in which its blob lies, mapped; None if in none.
-
-        Nobody may write to them. They stay what they are when the blob is collected; its pack is
-        on the disk for as long as one of them lives.
-        """
-        file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
-        if file is None:
-            return None
-        begin = file.offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            file.pack.fileno(),
-            begin + layout.num_bytes,
-            offset=file.offset - begin,
-            access=mmap.ACCESS_READ,
-        )
-        within = memoryview(mapped)[begin:]
-        read: Read = lambda offset, length: within[offset : offset + length]  # noqa: E731
-        return dict(read_tensors(layout, self.layout.shapes, read))
+    That is the delta that was offered, or where values are offered what that one has over the value
+    before.
+    """
+    entry = manifest.entries[layout.unit]
+    is_known = before is not None and before.digest != manifest.digest
+    base = before.entries[layout.unit].digest if before and is_known else entry.base
+    if base == entry.digest:
+        return None
+    if offered and layout.coding == "none":
+        return Move(entry.digest, offered)
+    return Move(entry.digest, base, offered if base else None)
 
 
 class LiveModel:
@@ -155,9 +140,7 @@ class LiveModel:
 
     def begin_anew(self, tip: Manifest, unit: Unit) -> None:
         """Gives the engine the agreed value of a unit that is trained here; progress is lost."""
-        layout, read = self.agreed.layout.by_unit[unit], self.agreed.read(tip.entries[unit].digest)
-        for part, values in read_parts(layout, read):
-            self._parts.write_part(part, values)
+        self._move(unit, Move(tip.entries[unit].digest))
 
     def each(self, work: Callable[[Unit], Result], units: Iterable[Unit]) -> list[Result]:
         """What `work` makes of each of these units, which several threads do."""
@@ -183,6 +166,8 @@ class LiveModel:
     def adopt(self, manifest: Manifest, decision: Adoption, before: Manifest | None = None) -> None:
         """Moves the engine to an agreed state, as was decided for each piece of local progress.
 
+        First the store keeps all values that are needed, then the engine is given them.
+
         Args:
             manifest: the agreed state.
             decision: by `swarm.protocol.adoption`.
@@ -192,91 +177,20 @@ class LiveModel:
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is as it was.
         """
-        mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
-        with self.agreed.held(_digests(manifest)):
-            self.engine.own(mine)
-            choices = {expert_unit(expert): expert for expert in decision.experts}
-            self.each(
-                lambda unit: self._adopt_expert(
-                    manifest, choices[unit], decision.experts[choices[unit]], before
-                ),
-                choices,
-            )
-            self._write_others(manifest, set(mine))
-            if decision.shared in _FOLLOWING:
-                self.each(
-                    lambda unit: self._follow(
-                        manifest, unit, before, decision.shared_from.get(unit)
-                    ),
-                    [unit for unit in self._shared_units if unit not in decision.kept_parts],
-                )
-                self.local_parts = frozenset(self._shared_units)
-            elif decision.shared is not Action.KEEP:
-                self._write_shared(manifest, decision.kept_parts)
+        moves = moves_to(manifest, decision, self.agreed.layout, before)
+        rests_on = {digest for move in moves.values() for digest in move.rests_on}
+        with self.agreed.held(_digests(manifest), rests_on) as gone:
             self._rest_on(manifest, decision.bases.values())
+            self.engine.own(list(decision.bases))
+            for expert, choice in decision.experts.items():
+                logger.debug("%s: %s", choice.action.value, choice.reason)
+                self.held.pop(expert_unit(expert), None)
+            self.each(lambda unit: self._move(unit, moves[unit], gone), moves)
+            self._write_others(manifest)
+        if decision.shared is not Action.KEEP:
+            follows = decision.shared in _FOLLOWING
+            self.local_parts = frozenset(self._shared_units) if follows else decision.kept_parts
         self.bases = decision.bases
-
-    @property
-    def _shared_units(self) -> list[Unit]:
-        units = (layout.unit for layout in self.agreed.layout.units)
-        return [unit for unit in units if expert_of_unit(unit) is None]
-
-    def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
-        """Keeps the values that deltas are counted from, those of the shared tensors among them."""
-        shared = (manifest.entries[unit].digest for unit in self._shared_units)
-        rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
-        self.agreed.store.pin(rests_on)
-        self.agreed.store.unpin(self._rests_on)
-        self._rests_on = rests_on
-
-    def _follow(
-        self, manifest: Manifest, unit: Unit, before: Manifest | None, offered: Digest | None
-    ) -> None:
-        """Moves a unit that is trained here as the agreed value moved, less what it brought [W8].
-
-        What it brought is the delta that it offered, or where values are offered what that one has
-        over the value before.
-        """
-        layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
-        is_known = before is not None and before.digest != manifest.digest
-        base = before.entries[unit].digest if before and is_known else manifest.entries[unit].base
-        if base == after:  # no round has moved it
-            return
-        if layout.coding == "none" and offered:
-            base, offered = offered, None
-        if base is None:
-            self.begin_anew(manifest, unit)
-            return
-        try:
-            with self.agreed.held([base, *filter(None, [offered])]):
-                counted = self.agreed.delta(offered) if offered else None
-                follow(
-                    self._parts, layout, self.agreed.read(base), self.agreed.read(after), counted
-                )
-        except BlobGone as error:
-            logger.info("%s restarts from its agreed value: %s", unit, error)
-            self.begin_anew(manifest, unit)
-
-    def _adopt_expert(
-        self, manifest: Manifest, expert: int, choice: ExpertDecision, before: Manifest | None
-    ) -> None:
-        unit = expert_unit(expert)
-        self.held.pop(unit, None)
-        logger.debug("%s: %s", choice.action.value, choice.reason)
-        if choice.action in _FOLLOWING:
-            self._follow(manifest, unit, before, choice.rebase_from)
-        elif choice.action in (Action.REBASE, Action.AVERAGED):
-            assert choice.rebase_from is not None
-            try:
-                with self.agreed.held([choice.rebase_from]):
-                    self._rebase(manifest, unit, choice.rebase_from)
-            except BlobGone as error:
-                # As when two merges were jumped, or after a restart: without the old value nothing
-                # can be carried over.
-                logger.info("expert %d restarts from its agreed value: %s", expert, error)
-                self._write(manifest, unit)
-        elif choice.action in (Action.RESTART, Action.TAKE_UP):
-            self._write(manifest, unit)
 
     def adopt_frozen(self, tip: Manifest) -> None:
         """Fills in the foreign experts beside masters that were loaded from this peer's disk.
@@ -286,36 +200,50 @@ class LiveModel:
         """
         self.held = {}
         with self.agreed.held(_digests(tip)):
-            self._write_others(tip, set(self.engine.owned))
             self._rest_on(tip, self.bases.values())
+            self._write_others(tip)
         if self.is_coded:
             self.local_parts = frozenset(self._shared_units)
 
-    def _write_others(self, manifest: Manifest, mine: set[int]) -> None:
+    @property
+    def _shared_units(self) -> list[Unit]:
+        return _shared_units(self.agreed.layout)
+
+    def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
+        """Keeps the values that deltas are counted from, those of the shared tensors among them."""
+        shared = (manifest.entries[unit].digest for unit in self._shared_units)
+        rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
+        self.agreed.store.pin(rests_on)
+        self.agreed.store.unpin(self._rests_on)
+        self._rests_on = rests_on
+
+    def _move(self, unit: Unit, move: Move, gone: Collection[Digest] = ()) -> None:
+        layout, agreed = self.agreed.layout.by_unit[unit], self.agreed
+        after, lost = agreed.read(move.after), [each for each in move.rests_on if each in gone]
+        if lost:  # as when two merges were jumped, or after a restart
+            logger.info("%s restarts from its agreed value: %s", unit, BlobGone(lost[0]))
+        if move.before is None or lost:
+            overwrite(self._parts, layout, after)
+        elif move.is_jump:
+            rebase(self._parts, layout, agreed.read(move.before), after)
+        else:
+            counted = agreed.delta(move.counted) if move.counted else None
+            follow(self._parts, layout, agreed.read(move.before), after, counted)
+
+    def _write_others(self, manifest: Manifest) -> None:
+        """Frozen experts, a matrix at a time: they may be stored with scales of whole rows."""
+        owned = self.engine.owned
         for unit, entry in manifest.entries.items():
             expert = expert_of_unit(unit)
-            if expert is None or expert in mine or self.held.get(unit) == entry.digest:
+            if expert is None or expert in owned or self.held.get(unit) == entry.digest:
                 continue
             lent = self.agreed.lent(entry.digest, unit) if self.engine.borrows else None
             if lent:
                 self.engine.lend(lent)
             else:
-                self._write(manifest, unit)
+                for name, tensor in self.agreed.tensors(entry.digest, unit):
+                    self.engine.write({name: tensor})
             self.held[unit] = entry.digest
-
-    def _write_shared(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
-        anew = [unit for unit in self._shared_units if unit not in kept]
-        self.each(partial(self.begin_anew, manifest), anew)
-        self.local_parts = kept
-
-    def _write(self, manifest: Manifest, unit: Unit) -> None:
-        """A matrix at a time: frozen ones may be stored with scales of whole rows."""
-        for name, tensor in self.agreed.tensors(manifest.entries[unit].digest, unit):
-            self.engine.write({name: tensor})
-
-    def _rebase(self, manifest: Manifest, unit: Unit, base: Digest) -> None:
-        layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
-        rebase(self._parts, layout, self.agreed.read(base), self.agreed.read(after))
 
     # ------------------------------------------------ looking at agreed states
 
@@ -359,51 +287,9 @@ class LiveModel:
             )
 
 
-def initial_contents(
-    run: RunConfig, layout: Layout, weights: Mapping[str, Tensor] | None = None
-) -> Iterator[tuple[Unit, Content]]:
-    """The value of every unit before the first step: by the run's seed, or of given weights.
-
-    Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
-
-    Raises:
-        ConfigError: while a content is read: a given tensor is of another shape.
-    """
-
-    def value(name: str) -> Tensor:
-        if weights is None:
-            return initial_tensors(run, [name])[name]
-        tensor = weights[name]
-        if why := misfit(name, (*tensor.shape,), layout.shapes[name]):
-            raise ConfigError(f"the weights are of another model: {why}")
-        return tensor
-
-    whole = cut_from(value)
-    for unit in layout.units:
-        yield unit.unit, encoded(unit, whole)
-
-
-def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store: BlobStore) -> None:
-    """Computes the values that nobody has trained yet, instead of fetching them.
-
-    Where a run was founded on given weights it computes none: only members have those.
-    """
-    if run.run.initial == "given":
-        return
-    missing = {
-        unit: entry.digest
-        for unit, entry in manifest.entries.items()
-        if entry.version == 0 and manifest.merged == 0 and not store.has(entry.digest)
-    }
-    is_seeded = False
-    for unit, content in initial_contents(run, layout) if missing else ():
-        if unit not in missing:
-            continue
-        if not is_seeded and digest_of_chunks(content) != missing[unit]:
-            return
-        is_seeded = True
-        store_content(store, content)
-
-
 def _digests(manifest: Manifest) -> list[Digest]:
     return [entry.digest for entry in manifest.entries.values()]
+
+
+def _shared_units(layout: Layout) -> list[Unit]:
+    return [each.unit for each in layout.units if expert_of_unit(each.unit) is None]

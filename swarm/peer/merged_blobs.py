@@ -10,7 +10,7 @@ from swarm.codecs import Content, encoded
 from swarm.config import RunConfig
 from swarm.experts import Slice, expert_of, expert_unit
 from swarm.model.merge import Donors, donors_of, merged_part
-from swarm.peer.live_model import Agreed
+from swarm.peer.agreed_model import Agreed
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.merging import alpha_at
 

@@ -19,7 +19,7 @@ from swarm.network.moments_exchange import MomentsExchange
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.steady_clock import passed_s
-from swarm.peer.agreed_model import named_tensors
+from swarm.peer.agreed_model import Agreed, named_tensors
 from swarm.peer.entering import Started, Starter
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
@@ -27,7 +27,7 @@ from swarm.peer.held_out_text import end_of_text, held_out_of
 from swarm.peer.host import Host, nothing
 from swarm.peer.kept_settings import kept_credential
 from swarm.peer.leaving import Stop, StopAsked, leave, serving
-from swarm.peer.live_model import Agreed, LiveModel
+from swarm.peer.live_model import LiveModel
 from swarm.peer.machine import Room, device_of, engine_for
 from swarm.peer.merged_blobs import merge_blobs
 from swarm.peer.observing import UNOBSERVED, PeerObserver

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from swarm.codecs import encoded, read_parts
+from swarm.codecs import encoded
+from swarm.deltas.units import Parts, overwrite
 from swarm.experts import ELEMENT_BYTES, UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
-from swarm.peer.unit_threads import Parts, UnitThreads
+from swarm.peer.unit_threads import UnitThreads
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Unit
 
@@ -52,8 +53,7 @@ def put_aside(
         begin_anew(unit)
 
     def put_back(unit: Unit) -> None:
-        for part, values in read_parts(_in_fp32(layout.by_unit[unit]), reader(store, aside[unit])):
-            engine.write_part(part, values)
+        overwrite(engine, _in_fp32(layout.by_unit[unit]), reader(store, aside[unit]))
 
     try:
         threads.each(put, sorted(units), elements)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from swarm.background import SYSTEM, Joinable
+from swarm.deltas.units import Parts
 from swarm.errors import OutOfMemory
 from swarm.experts import Slice
 
@@ -19,16 +20,6 @@ WORTH_ELEMENTS = 2**22
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Parts(Protocol):
-    """The values of a model by runs of elements; see `Engine`."""
-
-    def read_part(self, part: Slice) -> Tensor:
-        """See `Engine`."""
-
-    def write_part(self, part: Slice, values: Tensor) -> None:
-        """See `Engine`."""
 
 
 class OneAtATime:

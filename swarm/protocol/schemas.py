@@ -118,12 +118,14 @@ def read_as(form: Any) -> GetPydanticSchema:
 NamedHead = Annotated[Head, AfterValidator(_named)]
 
 
-class OnWire(Strict):
-    """Base of dataclasses that are read from JSON: missing keys are errors too.
+class OnWire:
+    """Base of dataclasses that are read from JSON, as `Strict`: missing keys are errors too.
 
     A default is for the code alone: JSON has one form of each value, and leaves out only what
     `IF_ANY` says.
     """
+
+    __pydantic_config__ = Strict.__pydantic_config__
 
     @classmethod
     def __get_pydantic_core_schema__(

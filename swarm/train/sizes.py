@@ -14,7 +14,6 @@ from swarm.model.moe import matrix_shapes
 from swarm.train.adam_moments import MomentsFormat
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.stages import Cut, cut_of
-from swarm.train.streaming.units import is_cast
 
 BUCKET = 2**22
 """Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
@@ -83,6 +82,14 @@ class Sizes:
     def layer(self) -> int:
         """Trained parameters of a layer."""
         return self.layer_shared + self.layer_owned
+
+
+def is_cast(name: str) -> bool:
+    """Whether a tensor travels to the device in the compute type: its only use is a product.
+
+    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
+    """
+    return ".experts.owned." in name or (".self_attn." in name and name.endswith("_proj.weight"))
 
 
 @lru_cache(maxsize=256)

@@ -12,8 +12,7 @@ from swarm.export.facts import ExportFacts, Form
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
-from swarm.peer.agreed_model import AgreedModel
-from swarm.peer.live_model import initial_contents
+from swarm.peer.agreed_model import AgreedModel, initial_contents
 from swarm.protocol.layout import layout_of
 from swarm.protocol.losses import Losses
 from swarm.protocol.manifest import Founding, Manifest, run_id

@@ -8,7 +8,8 @@ from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
-from swarm.peer.live_model import LiveModel, initial_contents
+from swarm.peer.agreed_model import initial_contents
+from swarm.peer.live_model import LiveModel
 from swarm.protocol.adoption import Adoption, adopt
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Digest, Founding, Manifest, Unit

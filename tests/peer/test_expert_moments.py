@@ -21,9 +21,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.moments_exchange import Arrival, MomentsExchange
 from swarm.peer import expert_moments
+from swarm.peer.agreed_model import Agreed
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
-from swarm.peer.live_model import Agreed, LiveModel
+from swarm.peer.live_model import LiveModel
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds

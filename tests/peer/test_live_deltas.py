@@ -16,7 +16,8 @@ from swarm.experts import Slice, expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.reducing import LeftOver, Reducing
-from swarm.peer.live_model import Agreed, LiveModel
+from swarm.peer.agreed_model import Agreed
+from swarm.peer.live_model import LiveModel
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
@@ -320,6 +321,26 @@ def test_what_a_delta_counts_from_is_not_collected_before_it_was_adopted() -> No
             swarm.train(peer, moves(swarm, number))
         swarm.round()
     assert not values & set(swarm.store.digests()), "and not kept for ever"
+
+
+def test_all_that_an_adoption_takes_is_kept_before_the_engine_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swarm = Swarm(tiny_run(wire={**CODED, "experts": "bf16", "experts_coding": "b2"}), owners=2)
+    for index, peer in enumerate(PEERS):
+        swarm.train(peer, moves(swarm, index))
+    engine, calls = swarm.lives[PEERS[-1]].engine, list[str]()  # the last one that adopts
+    for where, name in ((swarm.store, "pin"), (engine, "own"), (engine, "write_part")):
+        call = getattr(where, name)
+
+        def spied(*given: Any, name: str = name, call: Any = call) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(where, name, spied)
+    decisions = swarm.round()
+    assert decisions[PEERS[-1]].shared is Action.CORRECTED
+    assert "write_part" in calls and "pin" not in calls[calls.index("own") :]
 
 
 def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -> None:

@@ -19,7 +19,8 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, reader, store_content
 from swarm.network.draft import Draft
 from swarm.network.founding import founding_manifest
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.agreed_model import Agreed, initial_contents
+from swarm.peer.live_model import LiveModel
 from swarm.peer.trainer import Trainer
 from swarm.protocol.adoption import Action, adopt
 from swarm.protocol.digests import digest_of

@@ -15,9 +15,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.peer import trainer
+from swarm.peer.agreed_model import Agreed, initial_contents
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.live_model import LiveModel
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds

@@ -21,8 +21,8 @@ from swarm.model import merge
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, store_content
 from swarm.network.founding import founding_manifest
-from swarm.peer.agreed_model import named_tensors
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.agreed_model import Agreed, initial_contents, named_tensors
+from swarm.peer.live_model import LiveModel
 from swarm.peer.merged_blobs import merge_blobs
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest

@@ -14,9 +14,8 @@ from swarm.data.held_out import HeldOut
 from swarm.model.described import run_of_checkpoint
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
-from swarm.peer.agreed_model import open_state
+from swarm.peer.agreed_model import open_state, recompute_initial
 from swarm.peer.held_out_text import held_out_of
-from swarm.peer.live_model import recompute_initial
 from swarm.protocol.layout import layout_of
 from tests.model.checkpoints import make_checkpoint, tokens_of
 from tests.model.samples import random_weights

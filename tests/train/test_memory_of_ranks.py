@@ -12,8 +12,8 @@ import pytest
 
 from swarm.train.memory import need_of
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.shards import step_traffic
 from swarm.train.resident_memory import CROWDING
+from swarm.train.step_time import step_traffic
 from tests.train.loads import measured, on_processes, on_threads
 from tests.train.test_memory import BF16, OWNED, sized
 

@@ -11,14 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swarm.config import RunConfig
-from swarm.model.stage import Stage
-from swarm.model.transformer import DTYPES
 from swarm.train.adam_moments import BLOCK, MomentsFormat, Piece
-from swarm.train.memory import trained_by_stage
-from swarm.train.options import EngineOptions
-from swarm.train.sizes import GRADIENT, MASTER, pipeline_cut, sizes_of
-from swarm.train.streaming.units import is_cast
+from swarm.train.sizes import is_cast
 
 STEP = 64
 """Elements: no processor has wider registers."""
@@ -105,31 +99,3 @@ class Cut:
                 piece.name, piece.row, max(start, piece.start), min(stop, piece.stop), piece.offset
             )
             yield part, Piece(piece.name, piece.row, start, stop, piece.offset)
-
-
-def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: int = 0) -> float:
-    """Bytes that leave a rank in a step for gradients and new values, where the state is cut.
-
-    Each element's gradient goes to the rank that has its state, and its new value to all others, in
-    the compute type where every use casts it. A tied embedding at both ends of a pipeline comes on
-    top.
-
-    Args:
-        run: the model.
-        num_owned: experts that the peer trains.
-        options: of the workers.
-        stage: of the rank, in a pipeline.
-    """
-    compute = DTYPES[options.compute].itemsize
-    stages = pipeline_cut(run, options).stages if options.pp > 1 else (Stage.whole(run.model),)
-    shared, experts = trained_by_stage(run, num_owned, options)[stage]
-    sizes = sizes_of(run.model, 0)
-    cast = len(stages[stage].layers) * sizes.layer_cast
-    if stages[stage].is_last and not run.model.tie_word_embeddings:
-        cast += sizes.table
-    total = 0.0
-    for count, over, copies in zip((shared, experts), options.alike, (cast, experts), strict=True):
-        # A rank sends of its share of the values a copy to each of the others.
-        values = MASTER * (count - copies) + compute * copies
-        total += (GRADIENT * count + values) * (over - 1) / over
-    return total

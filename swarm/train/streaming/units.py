@@ -17,6 +17,7 @@ from swarm.experts import Shape, Slice, expert_tensor, owned_stack
 from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
 from swarm.train.adam_moments import MomentsFormat, Piece, Update
+from swarm.train.sizes import is_cast
 from swarm.train.streaming.arena import Arena, HostMemory, Packing
 from swarm.train.streaming.host_adamw import HostAdamW
 from swarm.train.streaming.shares import begin_of, runs_of
@@ -37,14 +38,6 @@ def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, 
     if not model.tie_word_embeddings:
         units["head"]["lm_head.weight"] = table
     return units
-
-
-def is_cast(name: str) -> bool:
-    """Whether a tensor travels to the device in the compute type: its only use is a product.
-
-    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
-    """
-    return ".experts.owned." in name or (".self_attn." in name and name.endswith("_proj.weight"))
 
 
 class HostUnit:
