@@ -382,10 +382,10 @@ def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], N
     `is_late`: half and one have offered, and each sixth of the others has a thin line.
     """
     convener, *others = swarm.tip.order
-    peer = LocalPeer(convener, 1.0, swarm.rules, Timers(), now=0.0, random=Random(0))
+    local = LocalPeer(convener, 1.0, swarm.rules, Timers(), now=0.0, random=Random(0))
     record = Record(swarm.tip, certificate=None, parent=None)
     stored = [entry.digest for entry in swarm.tip.entries.values()]
-    machine = RoundMachine(peer, record, stored=stored)
+    machine = RoundMachine(local, record, stored=stored)
     machine.start(0.0)
     for peer in others:
         machine.handle(Received(peer, swarm.header, Hello(ask=False)), 0.0)
