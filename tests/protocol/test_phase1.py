@@ -66,7 +66,7 @@ def test_promises_of_excluded_peers_count_only_once_no_others_have_come() -> Non
     assert (part.promises(begun) or {}).keys() == {"A", "B"}
 
 
-def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() -> None:
+def test_the_vote_with_the_highest_ballot_binds_and_those_that_cast_it_hold_its_value() -> None:
     for votes in ({"A": (2, HIGH), "B": (1, LOW)}, {"A": (1, LOW), "B": (2, HIGH)}):
         part = phase1()
         begun = campaign(part, **{peer: promise(vote) for peer, vote in votes.items()})

@@ -1,6 +1,7 @@
 """Conveners that fail, and what their successors must and must not propose."""
 
 import string
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from swarm.protocol.events import Persist, Received, Send, Topic, Undeliverable
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import (
     Accept,
+    Accepted,
     Ballot,
     Commit,
     Header,
@@ -111,6 +113,27 @@ def test_nothing_is_proposed_before_a_quorum_has_promised() -> None:
     assert not any(isinstance(m, Propose) and m.manifest.height == 3 for m in sent)
     pump.lose = lambda source, destination, message: False
     pump.run_to_height(3, second + third)
+
+
+def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() -> None:
+    pump = ready_for_round_3("ABC")
+    pump.run(pump.now + 0.9)
+    first, second, third = order_of(pump)
+    machine = pump.nodes[first].machine
+    candidates = []
+    for tokens in (1, 2):
+        # Two values of the same height, as two conveners might have composed them.
+        pump_of_value = start_swarm("ABC")
+        pump_of_value.run_to_height(2)
+        pump_of_value.run_to_height(3)
+        manifest = pump_of_value.nodes["A"].machine.tip
+        candidates.append(replace(manifest, tokens=manifest.tokens + tokens))
+    low, high = (
+        Accepted(Ballot(1, second), candidates[0]),
+        Accepted(Ballot(2, third), candidates[1]),
+    )
+    assert machine._phase1._choose_accepted([high, low]) == high
+    assert machine._phase1._choose_accepted([low, high]) == high
 
 
 def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None:
