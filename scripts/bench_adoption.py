@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """What the Adam moments of an adopted expert are worth to the loss.
 
-Two peers of a model of 21 M parameters (`--large`: 104 M) in one process, fp32 throughout, in the plain arithmetic of
-SPES: local steps, a mean of the shared tensors, each expert from its owner. After `BEFORE` rounds
-one peer goes, and the other trains all experts on. What it adopts is the same in every variant, the
-newest agreed values, and so are data and seed; only the moments differ:
+Two peers of a model of 21 M parameters (`--large`: 104 M) in one process, fp32 throughout, in the
+plain arithmetic of SPES: local steps, a mean of the shared tensors, each expert from its owner.
+After `BEFORE` rounds one peer goes, and the other trains all experts on. What it adopts is the same
+in every variant, the newest agreed values, and so are data and seed; only the moments differ:
 
 handed    the newest, as an owner hands them over that leaves
 old 1     of one round before, as a backup of every round would hold at best

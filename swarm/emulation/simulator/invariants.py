@@ -42,8 +42,7 @@ class Invariants:
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
         self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
-        self._characters = setup.characters
-        self._networks = {peer: each.network for peer, each in setup.characters.items()}
+        self.setup = setup
         self.given = set(setup.credentials.items())
         """What peers have been given to come with so far."""
         self.liar = setup.liar
@@ -289,7 +288,7 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
-        check_trainees(manifest, parent, self._networks)
+        check_trainees(manifest, parent, self.setup.network_of)
         check_vouched(manifest, parent, self.given)
         check_claims(manifest, parent, self.rules, self.values)
         due = self.rules.schedule.due(parent)
@@ -316,7 +315,7 @@ class Invariants:
         """Members are peers that there are, with capacity and room as they have said [I12]."""
         for peer, member in manifest.members.items():
             before = parent.members.get(peer)
-            named = self._characters.get(peer)
+            named = self.setup.characters.get(peer)
             capacity, rooms = (named.capacity, named.rooms) if named else (None, ())
             is_said = member.capacity in (capacity, before and before.capacity)
             is_said &= member.room in (*rooms, before and before.room)

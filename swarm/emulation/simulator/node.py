@@ -158,7 +158,7 @@ class Node(Ports):
             uplink_of=lambda: self.character.uplink,
             room_of=lambda: self.room,
             fetches_ahead=True,
-            network_of=world.networks.get,
+            network_of=world.setup.network_of,
             credential=world.credentials.get(self.me),
         )
         self.machine = RoundMachine(

@@ -81,6 +81,11 @@ class Setup:
     credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
     """With which peers come."""
 
+    def network_of(self, peer: PeerId) -> str | None:
+        """From which a peer is connected, as far as others see it."""
+        character = self.characters.get(peer)
+        return character.network if character else None
+
 
 class Times(NamedTuple):
     """What a machine's clocks say: time that has passed, the same without sleep, wall time."""

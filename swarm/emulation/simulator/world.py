@@ -70,7 +70,6 @@ class World:
         self.nodes: dict[PeerId, Node] = {}
         self.disks: dict[PeerId, Disk] = {}
         self.on_apply: Callable[[Node], None] | None = None
-        self.networks = {peer: each.network for peer, each in setup.characters.items()}
         self.credentials = dict(setup.credentials)
         """With which peers start."""
         self.liar: Liar | None = None
