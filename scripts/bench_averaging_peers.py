@@ -32,7 +32,7 @@ from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest, run_id
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
 
 HIDDEN = 128
 DEADLINE_S = 120.0
@@ -124,17 +124,17 @@ class OurPeer:
         manifest = self._manifest_zero()
         name = run_id("bench", self.run.fingerprint(), manifest.digest)
         self.store.put(manifest.encoded)
-        machine = RoundMachine(
+        peer = LocalPeer(
             self.node.peer_id,
             1.0,
             Rules.of(name, self.run, self.layout),
             Timers(),
-            Record(manifest, None, None),
-            stored=self.store.digests(),
             now=time.monotonic(),
             random=random.Random(self.index),
             sign=self.node.identity.sign,
         )
+        record = Record(manifest, None, None)
+        machine = RoundMachine(peer, record, stored=self.store.digests())
         self.driver = RoundDriver(
             self.node,
             self.store,

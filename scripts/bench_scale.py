@@ -93,7 +93,7 @@ from swarm.protocol.records import (
     RunState,
     encode_record,
 )
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.composition import Attendance, compose_round
@@ -382,16 +382,10 @@ def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], N
     `is_late`: half and one have offered, and each sixth of the others has a thin line.
     """
     convener, *others = swarm.tip.order
-    machine = RoundMachine(
-        convener,
-        1.0,
-        swarm.rules,
-        Timers(),
-        Record(swarm.tip, certificate=None, parent=None),
-        stored=[entry.digest for entry in swarm.tip.entries.values()],
-        now=0.0,
-        random=Random(0),
-    )
+    local = LocalPeer(convener, 1.0, swarm.rules, Timers(), now=0.0, random=Random(0))
+    record = Record(swarm.tip, certificate=None, parent=None)
+    stored = [entry.digest for entry in swarm.tip.entries.values()]
+    machine = RoundMachine(local, record, stored=stored)
     machine.start(0.0)
     for peer in others:
         machine.handle(Received(peer, swarm.header, Hello(ask=False)), 0.0)

@@ -71,7 +71,7 @@ def replay(name: str, mutant_name: str | None) -> int:
     outcome = run_schedule(
         fault_class,
         int(seed),
-        tested=mutant.tested if mutant else None,
+        tested=mutant,
         mix=mutant.mix if mutant else None,
         trace=print,
     )

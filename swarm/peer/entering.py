@@ -95,18 +95,19 @@ class Starter:
             list_skipped=corpus.list_skipped,
         )
 
-    def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
+    def status(
+        self, run: RunConfig, directory: RunDirectory | None = None, room: Room | None = None
+    ) -> PeerStatus:
         """What this peer says about itself in a run."""
-        status = PeerStatus(
+        return PeerStatus(
             self.node,
             run,
             name=self.host.name,
             capacity=self.config.peer.capacity,
             directory=directory,
             observer=self.observer,
+            room_of=room or Room(run, self.config.compute, self.state.path),
         )
-        status.room_of = Room(run, self.config.compute, self.state.path)
-        return status
 
     def resume_or_join(self) -> Started | None:
         """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.

@@ -28,10 +28,16 @@ logger = logging.getLogger(__name__)
 class Offering:
     """Stores offered values; one that nobody would take begins anew from the agreed one."""
 
-    def __init__(self, model: LiveModel, rounds: Rounds, status: PeerStatus) -> None:
+    def __init__(
+        self,
+        model: LiveModel,
+        rounds: Rounds,
+        status: PeerStatus,
+        in_turn: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        """Offers nothing yet; `in_turn` has the thread that may change the engine do something."""
         self.model, self.rounds, self.status = model, rounds, status
-        self.in_turn: Callable[[Callable[[], None]], None] = lambda call: call()
-        """Has something done by the thread that may change the engine."""
+        self._in_turn = in_turn
         self._refusing = threading.Lock()
         self._before_refusal: Callable[[], None] = lambda: None
         self._named: dict[Unit, OfferedUnit] = {}
@@ -179,4 +185,4 @@ class Offering:
 
         with self._refusing:
             self._before_refusal()
-            self.in_turn(begin_anew)
+            self._in_turn(begin_anew)

@@ -43,7 +43,7 @@ from swarm.peer.workers import num_workers
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.records import PeerRecord, PeerState
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
 
@@ -76,7 +76,8 @@ class Peer:
         """Takes part in a run that was entered; see `start`, `found`, `join` and `resume`."""
         host, run = starter.host, started.run
         self.run, self.run_id, self.peer_id = run, started.run_id, host.node.peer_id
-        self.status, self._traffic = starter.status(run, started.directory), host.node.traffic
+        room = Room(run, host.config.compute, started.directory.path)
+        self.status, self._traffic = starter.status(run, started.directory, room), host.node.traffic
         self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
         self._rooms_there = RoomsThere()
@@ -89,7 +90,7 @@ class Peer:
         self._rounds = RoundDriver(
             host.node,
             started.store,
-            _machine_of(starter, started, lambda: self.status.room_of()),
+            _machine_of(starter, started, room),
             record_file=RecordFile(started.directory.record_path),
             layout=started.layout,
             settings=run.round,
@@ -99,7 +100,7 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        self._engine = self._engine_of(host.config.compute, started)
+        self._engine = self._engine_of(host.config.compute, started, room)
         threads = UnitThreads(host.config.compute.threads or usable_cores())
         model = LiveModel(self.peer_id, run, self._engine, self._agreed, threads)
         self._moments = ExpertMoments(model, self._exchange, self.status)
@@ -132,11 +133,10 @@ class Peer:
         self._publisher.start()
 
     def _engine_of(
-        self, compute: ComputeSection, started: Started
+        self, compute: ComputeSection, started: Started, room: Room
     ) -> SteppingEngine | ParallelEngine:
-        """The engine for this machine, and how many experts fit that [R4]."""
+        """The engine for this machine; `room` learns how many experts fit that [R4]."""
         place = started.run, compute, started.directory.path
-        self.status.room_of = room = Room(*place)
         room()  # before the engine takes memory
         owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
         engine = engine_for(*place, lambda: self._stop.remaining_s, owned)
@@ -401,13 +401,11 @@ def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) 
     host, config = starter.host, starter.host.config
     founding, file = started.directory.read_founding(), RecordFile(started.directory.record_path)
     started.store.pin([*started.record.tip.founding.blobs, founding.blob])
-    return RoundMachine(
+    peer = LocalPeer(
         host.node.peer_id,
         config.peer.capacity,
         Rules.of(started.run_id, started.run, started.layout),
         Timers(leave_s=config.peer.leave_timeout_s),
-        started.record,
-        stored=started.store.digests(),
         now=passed_s(),
         random=random.Random(),
         sign=host.node.identity.sign,
@@ -416,9 +414,10 @@ def _machine_of(starter: Starter, started: Started, room_of: Callable[[], int]) 
         network_of=host.reception.ledger.public_network_of,
         room_of=room_of,
         fetches_ahead=True,
-        chain=file.read_chain(started.record, founding.head),
         credential=kept_credential(starter.credential, started.directory),
     )
+    chain = file.read_chain(started.record, founding.head)
+    return RoundMachine(peer, started.record, stored=started.store.digests(), chain=chain)
 
 
 def _exchange_of(host: Host, started: Started, rounds: RoundDriver) -> MomentsExchange:

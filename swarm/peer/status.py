@@ -64,6 +64,7 @@ class PeerStatus:
         capacity: float,
         directory: RunDirectory | None = None,
         observer: PeerObserver = UNOBSERVED,
+        room_of: Callable[[], int] = room_for_all,
     ) -> None:
         self.node, self.run, self.directory, self.observer = node, run, directory, observer
         self.name, self.capacity = name, capacity
@@ -72,7 +73,7 @@ class PeerStatus:
         node.lines.when_cut = self.changed.set
         self.reason_of: Callable[[], str] = str
         self.refused_of: Callable[[], Counter[str]] = Counter
-        self.room_of: Callable[[], int] = room_for_all
+        self.room_of = room_of
         """Experts that fit this machine."""
         self.fetched_of: Callable[[], float] = float
         """Rate of fetches in bytes per second; 0 if none was measured."""

@@ -91,9 +91,8 @@ class Trainer(TrainingShell):
         self.status, self.moments, self.stop = status, moments, stop
         self._rooms_there = rooms
         self.training = Training(self, model.me, rounds.rules, self.run.run.rounds)
-        self.offering = Offering(model, rounds, status)
         self.making: Beside[Offer] = Beside()
-        self.offering.in_turn = self.making.in_turn
+        self.offering = Offering(model, rounds, status, self.making.in_turn)
         self.moments.before_change = self._finish_making
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
         """Of a private state that is to be written beside the steps."""

@@ -74,7 +74,7 @@ from swarm.protocol.records import (
     decode_record,
     encode_record,
 )
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import LocalPeer, RoundMachine
 from swarm.protocol.rounds.checks import proposal_problem, successor_problem
 from swarm.protocol.trust import Chain
 from swarm.protocol.wire import (
@@ -161,17 +161,21 @@ def judge_shown_manifest(encoded: bytes) -> None:
         assert manifest == SHOWN.manifest()
 
 
+def started() -> RoundMachine:
+    """A member of the run that has nothing but the tip."""
+    peer = LocalPeer("A", 1.0, RULES, Timers(), now=0.0, random=random.Random(1))
+    machine = RoundMachine(peer, Record(TIP, None, None), stored=[])
+    machine.start(0.0)
+    return machine
+
+
 def hear_message(encoded: bytes) -> None:
     """Decodes a message with what may be beside it, and hands it to a member of the run."""
     bare = BareMessage(encoded)
     bare.attachments_within(BLOBS)
     bare.holders(BLOBS)
     header, message = decode(encoded, BLOBS)
-    machine = RoundMachine(
-        "A", 1.0, RULES, Timers(), Record(TIP, None, None), stored=[], now=0.0,
-        random=random.Random(1),
-    )  # fmt: skip
-    machine.start(0.0)
+    machine = started()
     for now in (1.0, 10.0):
         machine.handle(Received("B", header, message), now)
         machine.handle(Tick(), now)
@@ -190,11 +194,7 @@ def hear_content(encoded: bytes) -> None:
                     header, heard = decode(changed, {**blobs, digest_of(encoded): encoded})
                 except HostileInput:
                     continue
-                machine = RoundMachine(
-                    "A", 1.0, RULES, Timers(), Record(TIP, None, None), stored=[], now=0.0,
-                    random=random.Random(1),
-                )  # fmt: skip
-                machine.start(0.0)
+                machine = started()
                 machine.handle(Tick(), 10.0)
                 machine.handle(Received("B", header, heard), 11.0)
                 machine.handle(Tick(), 12.0)

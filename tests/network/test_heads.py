@@ -25,7 +25,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record
 from swarm.protocol.gaps import decode_page, encode_question, gaps
 from swarm.protocol.messages import Ballot, Certificate, Link, accept_statement
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import LocalPeer, RoundMachine
 from swarm.protocol.trust import Chain, proof_problem
 from tests.network.conftest import Peers
 from tests.network.test_round_driver import LAYOUT
@@ -77,10 +77,8 @@ class Duo:
 
     def machine(self, me: str, chain: Chain) -> RoundMachine:
         stored = [entry.digest for entry in self.record.tip.entries.values()]
-        return RoundMachine(
-            me, 1.0, RULES, Timers(), self.record,
-            stored=stored, now=passed_s(), random=random.Random(1), chain=chain,
-        )  # fmt: skip
+        peer = LocalPeer(me, 1.0, RULES, Timers(), now=passed_s(), random=random.Random(1))
+        return RoundMachine(peer, self.record, stored=stored, chain=chain)
 
     async def on_request(self, source: str, payload: bytes) -> bytes:
         machine = self.machine(self.knowing.peer_id, self.shown)

@@ -37,7 +37,7 @@ from swarm.protocol.messages import (
     Signature,
 )
 from swarm.protocol.proofs import Proof, encode_proof
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import LocalPeer, RoundMachine
 from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import encode
 from tests.network.test_inbound import Desk
@@ -245,10 +245,8 @@ def test_who_was_away_for_long_comes_back_to_256_peers_along_what_a_stranger_say
     desk = Desk(Foothold(Chain.of(Record(old, None, None))))
     assert hear(desk, commit) == ["proof", "manifest", "parent"]
     (event,) = desk.events
-    machine = RoundMachine(
-        "A", 1.0, LARGE, Timers(), Record(old, None, None),
-        stored=[], now=0.0, random=random.Random(1),
-    )  # fmt: skip
+    peer = LocalPeer("A", 1.0, LARGE, Timers(), now=0.0, random=random.Random(1))
+    machine = RoundMachine(peer, Record(old, None, None), stored=[])
     machine.start(0.0)
     fetched = [e for e in machine.handle(event, 1.0) if isinstance(e, Fetch)]
     assert [effect.purpose for effect in fetched] == [Purpose.CATCH_UP]

@@ -9,7 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from swarm.config import MergingConfig
 from swarm.experts import expert_unit, shared_unit
@@ -29,7 +29,7 @@ from swarm.protocol.manifest import (
 )
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Link, Message, Offer, OfferedUnit, ReducedUnit
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import LocalPeer, Parts, RoundMachine, Rules
 from swarm.protocol.rounds.deals import first_book
 from swarm.protocol.trust import Chain
 
@@ -148,6 +148,9 @@ Lose = Callable[[PeerId, PeerId, Message], bool]
 class Pump:
     """Carries events and effects between machines, in the order of a fake clock."""
 
+    parts: ClassVar[Parts] = Parts()
+    """Of all machines."""
+
     def __init__(
         self,
         rules: Rules,
@@ -156,8 +159,11 @@ class Pump:
         tick_s: float = 0.5,
         uplinks: Mapping[PeerId, int] | None = None,
         rooms: Mapping[PeerId, int] | None = None,
+        fetches_ahead: bool = False,
     ) -> None:
         self.rules = rules
+        self.fetches_ahead = fetches_ahead
+        """Whether peers fetch what is about to be proposed, as real ones do [D2]."""
         self.rooms = dict(rooms or {})
         """How many experts fit each machine; all where it is not said. Peers say what is here."""
         self.uplinks = uplinks or {}
@@ -183,7 +189,6 @@ class Pump:
             "merged", unit, old
         )
         self.merge_s = 0.2
-        self.machine_class: type[RoundMachine] = RoundMachine
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
 
@@ -200,19 +205,19 @@ class Pump:
     def _machine(
         self, peer: PeerId, record: Record, disk: set[str], links: tuple[Link, ...] = ()
     ) -> RoundMachine:
-        return self.machine_class(
+        local = LocalPeer(
             peer,
             1.0,
             self.rules,
             self.timers,
-            record,
-            stored=disk,
             now=self.now,
             random=random.Random(peer),
-            chain=Chain.of(record, links),
             uplink_of=lambda: self.uplinks.get(peer, 0),
             room_of=lambda: self.rooms.get(peer, ALL_EXPERTS),
+            fetches_ahead=self.fetches_ahead,
         )
+        chain = Chain.of(record, links)
+        return RoundMachine(local, record, stored=disk, chain=chain, parts=self.parts)
 
     def boot(self, peer: PeerId) -> None:
         node = self.nodes[peer]
@@ -426,24 +431,10 @@ class Pump:
         )
 
 
-class FetchesAhead(RoundMachine):
-    """Fetches what is about to be proposed, as real peers do [D2]."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, fetches_ahead=True)
-
-
-def start_swarm(
-    peers: str,
-    rules: Rules | None = None,
-    *,
-    machine_class: type[RoundMachine] | None = None,
-    **options: object,
-) -> Pump:
+def start_swarm(peers: str, rules: Rules | None = None, **options: object) -> Pump:
     """A swarm whose members are these letters, in training from manifest 0."""
     rules = rules or make_rules()
     pump = Pump(rules, **options)  # type: ignore[arg-type]
-    pump.machine_class = machine_class or pump.machine_class
     founding = found(rules, list(peers))
     for peer in peers:
         pump.add(peer, founding)

@@ -48,7 +48,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.offers import decode_offer
 from swarm.protocol.paths import MAX_DELTAS, Move, way_to
 from swarm.protocol.remainders import Remainders
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.composition import Attendance, compose_merge, compose_round
 from swarm.protocol.rounds.evidence import evidence_problem
@@ -258,11 +258,9 @@ class Lone:
 
     def __init__(self) -> None:
         stored = [entry.digest for entry in TIP.entries.values()]
-        record, random = Record(TIP, None, None), Random(0)
         self.now = 0.0
-        self.machine = RoundMachine(
-            "C", 1.0, RULES, Timers(), record, stored=stored, now=0.0, random=random
-        )
+        peer = LocalPeer("C", 1.0, RULES, Timers(), now=0.0, random=Random(0))
+        self.machine = RoundMachine(peer, Record(TIP, None, None), stored=stored)
         self.machine.start(0.0)
         while self.machine.is_listening:
             self.tell(Tick())

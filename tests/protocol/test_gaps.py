@@ -31,7 +31,7 @@ from swarm.protocol.gaps import (
 )
 from swarm.protocol.manifest import Digest, Head
 from swarm.protocol.messages import Certificate, Link
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import LocalPeer, RoundMachine
 from swarm.protocol.schemas import MAX_LINKS
 from swarm.protocol.trust import Chain, proof_problem, step_problem
 from tests.protocol.round_pump import found, make_rules
@@ -262,9 +262,8 @@ for _ in range(6):
 def machine_of(chain: Chain) -> RoundMachine:
     tip, parent = MANIFESTS[-1], MANIFESTS[-2]
     record = Record(tip, chain.links[-1].certificate, parent)
-    machine = RoundMachine(
-        "A", 1.0, RULES, Timers(), record, stored=[], now=0.0, random=random.Random(1), chain=chain
-    )
+    peer = LocalPeer("A", 1.0, RULES, Timers(), now=0.0, random=random.Random(1))
+    machine = RoundMachine(peer, record, stored=[], chain=chain)
     machine.start(0.0)
     return machine
 

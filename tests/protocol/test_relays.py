@@ -25,7 +25,6 @@ from swarm.protocol.rounds.relays import (
 )
 from swarm.protocol.rounds.rosters import plan_roster
 from tests.protocol.round_pump import (
-    FetchesAhead,
     Pump,
     found,
     make_offer,
@@ -128,7 +127,7 @@ def test_without_uplinks_everybody_asks_the_writer() -> None:
 @pytest.fixture(scope="module")
 def pump() -> Pump:
     rules = make_rules(experts=len(PEERS), parts=24)
-    pump = start_swarm(PEERS, rules, machine_class=FetchesAhead, uplinks=UPLINKS)
+    pump = start_swarm(PEERS, rules, fetches_ahead=True, uplinks=UPLINKS)
     pump.run_rounds(1)
     return pump
 

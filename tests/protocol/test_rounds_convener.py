@@ -76,12 +76,12 @@ def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypa
 
         return call
 
-    for method_name in ("collect", "_absent"):
+    for method_name in ("close_if_due", "_absent"):
         monkeypatch.setattr(Collector, method_name, counted(method_name))
     pump.run(pump.now + 20.0, lambda: False)
     assert pump.nodes["A"].machine.tip.height == 3
-    assert calls["collect"] > 100  # 15 answers to each of 13 polls
-    assert calls["_absent"] <= 2 * calls["collect"]
+    assert calls["close_if_due"] > 100  # 15 answers to each of 13 polls
+    assert calls["_absent"] <= 2 * calls["close_if_due"]
 
 
 @pytest.mark.parametrize(("awaited", "plans"), [("H", 0), ("", 1)])

@@ -132,8 +132,8 @@ def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() ->
         Accepted(Ballot(1, second), candidates[0]),
         Accepted(Ballot(2, third), candidates[1]),
     )
-    assert machine._collector._choose_accepted([high, low]) == high
-    assert machine._collector._choose_accepted([low, high]) == high
+    assert machine._phase1._choose_accepted([high, low]) == high
+    assert machine._phase1._choose_accepted([low, high]) == high
 
 
 def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None:

@@ -17,7 +17,6 @@ from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.rosters import sources_of
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound
 from tests.protocol.round_pump import (
-    FetchesAhead,
     Pump,
     found,
     make_offer,
@@ -28,7 +27,7 @@ from tests.protocol.round_pump import (
 
 def eager_swarm(peers: str) -> Pump:
     rules = make_rules(experts=6, parts=3)
-    return start_swarm(peers, rules, machine_class=FetchesAhead)
+    return start_swarm(peers, rules, fetches_ahead=True)
 
 
 def fetches(pump: Pump, peer: str, purpose: Purpose) -> list[Fetch]:

@@ -70,7 +70,7 @@ def run_job(job: Job) -> Outcome:
     if job.mutant is None:
         return run_schedule(job.fault_class, job.seed)
     mutant = ALL_MUTANTS[job.mutant]
-    return run_schedule(job.fault_class, job.seed, tested=mutant.tested, mix=mutant.mix)
+    return run_schedule(job.fault_class, job.seed, tested=mutant, mix=mutant.mix)
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:

@@ -11,7 +11,7 @@ from math import inf
 
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
-from swarm.emulation.simulator.taking_part import UnderTest, tested_under
+from swarm.emulation.simulator.taking_part import under
 from swarm.protocol.invitation import Credential, Invitation, invitation_problem
 from swarm.protocol.manifest import Manifest, Member, PeerId
 from swarm.protocol.membership import Guests
@@ -67,12 +67,12 @@ class _AnyNumberOfGuests(Guests):
         return inf if super()._left_to(inviter) else 0
 
 
-def _guests_are(changed: type[Guests]) -> UnderTest:
+def _guests_of(changed: type[Guests]) -> type[Rules]:
     class Changed(Rules):
         def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
             return changed.of(parent, shown, run=self.run, is_open=self.is_open)
 
-    return tested_under(Changed)
+    return Changed
 
 
 class _AnyNumberOfTrainees(Collector):
@@ -91,26 +91,28 @@ class _VotesAreKept(Rules):
 
 CLAIMS_MUTANTS: Mapping[str, Mutant] = {
     "all_tokens_weigh": Mutant(
-        "W1: no value weighs much more than the others", tested_under(_AllTokensWeigh)
+        "W1: no value weighs much more than the others", rules=under(_AllTokensWeigh)
     ),
     "all_tokens_count": Mutant(
-        "W2: one member alone moves no schedule", tested_under(_AllTokensCount)
+        "W2: one member alone moves no schedule", rules=under(_AllTokensCount)
     ),
-    "own_clock": Mutant("T3: pace is by the clock of the run", tested_under(_OwnClock)),
+    "own_clock": Mutant("T3: pace is by the clock of the run", rules=under(_OwnClock)),
     "copied_invitations": Mutant(
-        "R8: a guest proves that it was given its invitation", UnderTest(door=_CopiedInvitations)
+        "R8: a guest proves that it was given its invitation", door=_CopiedInvitations
     ),
     "any_number_of_uses": Mutant(
-        "R8: an invitation lets in as many as it says", _guests_are(_AnyNumberOfUses)
+        "R8: an invitation lets in as many as it says", rules=under(_guests_of(_AnyNumberOfUses))
     ),
-    "never_expired": Mutant("R8: invitations expire", _guests_are(_NeverExpired)),
+    "never_expired": Mutant("R8: invitations expire", rules=under(_guests_of(_NeverExpired))),
     "any_number_of_guests": Mutant(
-        "R8: an anchor lets in no more than it may", _guests_are(_AnyNumberOfGuests)
+        "R8: an anchor lets in no more than it may", rules=under(_guests_of(_AnyNumberOfGuests))
     ),
-    "any_number_of_trainees": Mutant.of("R2: four trainees of a network", _AnyNumberOfTrainees),
+    "any_number_of_trainees": Mutant(
+        "R2: four trainees of a network", collector=_AnyNumberOfTrainees
+    ),
     "votes_are_kept": Mutant(
         "R7: the unvouched stay under a third when vouched members leave",
-        tested_under(_VotesAreKept),
+        rules=under(_VotesAreKept),
     ),
-    "any_deal": Mutant("T2: a deal is at most 4 times the median's", tested_under(_AnyDeal)),
+    "any_deal": Mutant("T2: a deal is at most 4 times the median's", rules=under(_AnyDeal)),
 }

@@ -16,11 +16,11 @@ from swarm.protocol.rounds import Rules
 class DeltaInvariants:
     """Judges what concerns deltas alone."""
 
-    def __init__(self, rules: Rules, values: Values) -> None:
+    def __init__(self, rules: Rules, values: Values, liar: PeerId | None) -> None:
         self.rules, self.values = rules, values
         self._offered: dict[tuple[PeerId, Digest, Unit], Digest] = {}
         self._voted: dict[PeerId, list[Manifest]] = {}
-        self.liar: PeerId | None = None
+        self.liar = liar
         """A peer whose values and deltas are not judged."""
         self.forgetful: set[PeerId] = set()
         """Peers that have lost a disk or a record."""

@@ -15,7 +15,6 @@ from swarm.emulation.simulator.disk import Disk, Live, PrivateState
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Tag
 from swarm.experts import expert_of_unit, expert_unit
@@ -91,9 +90,14 @@ class _EncodedAnew(Deltas):
         super().load(replace(private, named={}))
 
 
-def _trained_with(deltas: type[Deltas]) -> UnderTest:
-    model = type("MutantModel", (Model,), {"deltas_type": deltas})
-    return UnderTest(trainer=type("MutantTrainer", (Trainer,), {"model_type": model}))
+def _trainer_of(deltas: type[Deltas]) -> type[Trainer]:
+    class Changed(Model):
+        deltas_type = deltas
+
+    class Changing(Trainer):
+        model_type = Changed
+
+    return Changing
 
 
 class _ReportedAtOnce(Averaging):
@@ -133,36 +137,29 @@ APART = replace(
 """Peers miss rounds, and go on without the others."""
 
 DELTA_MUTANTS: Mapping[str, Mutant] = {
-    "own_delta_stays": Mutant(
-        "W8: what was counted is taken off", UnderTest(training=_OwnDeltaStays)
-    ),
-    "own_delta_twice": Mutant("W8: it is taken off once", _trained_with(_Twice)),
+    "own_delta_stays": Mutant("W8: what was counted is taken off", training=_OwnDeltaStays),
+    "own_delta_twice": Mutant("W8: it is taken off once", trainer=_trainer_of(_Twice)),
     "known_delta_begins_anew": Mutant(
-        "W8: what was counted is taken off, and the rest goes on",
-        UnderTest(training=_KnownDeltaBeginsAnew),
+        "W8: what was counted is taken off, and the rest goes on", training=_KnownDeltaBeginsAnew
     ),
     "miss_begins_anew": Mutant(
-        "W8: steps that one round has left out go on", UnderTest(training=_MissBeginsAnew)
+        "W8: steps that one round has left out go on", training=_MissBeginsAnew
     ),
-    "any_base_goes_on": Mutant(
-        "W8: only the base's successor moves it", UnderTest(training=_AnyBase)
-    ),
-    "tokens_carried": Mutant(
-        "W8: what goes on is dealt to others", UnderTest(training=_TokensCarried)
-    ),
-    "encoded_anew": Mutant("W8: a delta is made once", _trained_with(_EncodedAnew)),
+    "any_base_goes_on": Mutant("W8: only the base's successor moves it", training=_AnyBase),
+    "tokens_carried": Mutant("W8: what goes on is dealt to others", training=_TokensCarried),
+    "encoded_anew": Mutant("W8: a delta is made once", trainer=_trainer_of(_EncodedAnew)),
     "reported_before_durable": Mutant(
-        "W5: means are durable before they are reported", UnderTest(averaging=_ReportedAtOnce)
+        "W5: means are durable before they are reported", arithmetic=_ReportedAtOnce
     ),
     "left_over_at_once": Mutant(
-        "W5: what is left over waits for the manifest", UnderTest(remainders=_LeftAtOnce)
+        "W5: what is left over waits for the manifest", remainders=_LeftAtOnce
     ),
     "left_over_after_jump": Mutant(
-        "W5: who passed manifests over drops it", UnderTest(remainders=_LeftAfterJump), APART
+        "W5: who passed manifests over drops it", remainders=_LeftAfterJump, mix=APART
     ),
     "unknown_delta_taken": Mutant(
-        "W8: only what is known to be in x is taken off", UnderTest(training=_UnknownDeltaTaken)
+        "W8: only what is known to be in x is taken off", training=_UnknownDeltaTaken
     ),
-    "deltas_collected": Mutant.of("GC: the deltas of the tip are kept", _DeltasCollected),
-    "votes_without_deltas": Mutant.of("W6: who votes can serve the deltas", _VotesWithoutDeltas),
+    "deltas_collected": Mutant("GC: the deltas of the tip are kept", adopter=_DeltasCollected),
+    "votes_without_deltas": Mutant("W6: who votes can serve the deltas", blobs=_VotesWithoutDeltas),
 }

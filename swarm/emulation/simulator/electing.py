@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 
 from swarm.emulation.simulator.violation import require, short
 from swarm.protocol.invitation import Credential, Invitation
@@ -25,13 +25,13 @@ def check_votes(manifest: Manifest, parent: Manifest) -> None:
 
 
 def check_trainees(
-    manifest: Manifest, parent: Manifest, networks: Mapping[PeerId, str | None]
+    manifest: Manifest, parent: Manifest, network_of: Callable[[PeerId], str | None]
 ) -> None:
     """No trainee is the fifth of its network, however many keys ask."""
     new = manifest.members.keys() - parent.members.keys() - manifest.vouched
-    for network in {networks.get(peer) for peer in new} - {None}:
+    for network in {network_of(peer) for peer in new} - {None}:
         trainees = {*(parent.members.keys() - parent.voters), *new}
-        there = sorted(peer for peer in trainees if networks.get(peer) == network)
+        there = sorted(peer for peer in trainees if network_of(peer) == network)
         require(len(there) <= 4, "R2", f"{short(manifest)}: {there} are of one network")
 
 

@@ -18,7 +18,7 @@ from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
-from swarm.emulation.simulator.taking_part import UnderTest, tested_under
+from swarm.emulation.simulator.taking_part import under
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
 from swarm.protocol.dealing import Book, Counts, num_samples
@@ -31,7 +31,7 @@ from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
-from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.campaign import Campaign, ClosedRoster
 from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.contacts import Contacts
@@ -88,7 +88,7 @@ class _HeardByChance(Contacts):
 
 
 class _SilentSourcesAwaited(Averaging):
-    def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+    def silent_sources(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
         return {}
 
 
@@ -266,98 +266,93 @@ class _AnyRoom(Rules):
 
 
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
-    "any_room": Mutant("R4: nobody is given what does not fit", tested_under(_AnyRoom)),
+    "any_room": Mutant("R4: nobody is given what does not fit", rules=under(_AnyRoom)),
     "rolled_back_votes": Mutant(
         "P5: a rolled-back record casts no vote",
-        UnderTest(rolled_back=lambda earlier: earlier),
-        BETRAYED_REVOLTS,
+        rolled_back=lambda earlier: earlier,
+        mix=BETRAYED_REVOLTS,
     ),
     "lost_record_votes": Mutant(
-        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown, __: shown), FORGETFUL
+        "P5: nor does a lost one", without_record=lambda _, shown, __: shown, mix=FORGETFUL
     ),
     "abstains_for_two_heights": Mutant(
-        "P5: without a record no height is high enough",
-        UnderTest(without_record=_abstains_for_two_heights),
+        "P5: without a record no height is high enough", without_record=_abstains_for_two_heights
     ),
     "members_alone_abstain": Mutant(
-        "P5: a voter of another chain is no newcomer",
-        UnderTest(without_record=_members_alone_abstain),
+        "P5: a voter of another chain is no newcomer", without_record=_members_alone_abstain
     ),
-    "lone_abstainer_votes": Mutant.of(
-        "P5: a lone member without its record reforms", _LoneAbstainerVotes
+    "lone_abstainer_votes": Mutant(
+        "P5: a lone member without its record reforms", standing=_LoneAbstainerVotes
     ),
-    "reform_ends_abstention": Mutant.of(
-        "P5: who may vote in one generation may not yet in those from before", _ReformEndsAbstention
+    "reform_ends_abstention": Mutant(
+        "P5: who may vote in one generation may not yet in those from before",
+        standing=_ReformEndsAbstention,
     ),
-    "failed_sync_awaited": Mutant.of("A3: a sync that failed is tried again", _FailedSyncAwaited),
-    "newest_is_fetched": Mutant.of(
-        "X1: what is being made durable is applied first", _NewestIsFetched
+    "failed_sync_awaited": Mutant(
+        "A3: a sync that failed is tried again", blobs=_FailedSyncAwaited
     ),
-    "trainees_reform": Mutant.of("F3: who has no vote does not reform", _TraineesReform),
-    "four_are_a_quorum": Mutant.of(
+    "newest_is_fetched": Mutant(
+        "X1: what is being made durable is applied first", adopter=_NewestIsFetched
+    ),
+    "trainees_reform": Mutant("F3: who has no vote does not reform", reformer=_TraineesReform),
+    "four_are_a_quorum": Mutant(
         "a quorum is a majority of all members",
-        _FourAreAQuorum,
+        standing=_FourAreAQuorum,
         mix=replace(EXTENDED["G"], certificates=0.0),
     ),
-    "heard_by_chance": Mutant.of("H4: voters that are silent are greeted", _HeardByChance),
-    "silent_sources_awaited": Mutant.of(
-        "C4: who is silent and has what others lack is left out", _SilentSourcesAwaited
+    "heard_by_chance": Mutant("H4: voters that are silent are greeted", contacts=_HeardByChance),
+    "silent_sources_awaited": Mutant(
+        "C4: who is silent and has what others lack is left out", averaging=_SilentSourcesAwaited
     ),
-    "late_by_themselves": Mutant.of(
-        "C3: voters that are late are worth what they are together", _LateByThemselves
+    "late_by_themselves": Mutant(
+        "C3: voters that are late are worth what they are together", collector=_LateByThemselves
     ),
-    "convenes_meanwhile": Mutant.of(
-        "K1: who fetches what was decided does not convene", _ConvenesMeanwhile
+    "convenes_meanwhile": Mutant(
+        "K1: who fetches what was decided does not convene", takeover=_ConvenesMeanwhile
     ),
-    "unheard_goes_first": Mutant.of(
-        "K1: a convener that got no answers goes last", _UnheardGoesFirst
+    "unheard_goes_first": Mutant(
+        "K1: a convener that got no answers goes last", takeover=_UnheardGoesFirst
     ),
-    "last_ones_keep_step": Mutant.of(
-        "K1: two that got no answers do not begin together", _LastOnesKeepStep
+    "last_ones_keep_step": Mutant(
+        "K1: two that got no answers do not begin together", takeover=_LastOnesKeepStep
     ),
-    "fetching_is_worth_nothing": Mutant.of("C3: to fetch the tip is work", _FetchingIsWorthNothing),
-    "those_behind_are_silent": Mutant.of(
-        "C3: a patient round waits for those that fetch", _ThoseBehindAreSilent
+    "fetching_is_worth_nothing": Mutant(
+        "C3: to fetch the tip is work", collector=_FetchingIsWorthNothing
     ),
-    "wall_clock": Mutant("the wall clock does not matter", UnderTest(clock=attrgetter("wall_s"))),
-    "clock_stops_in_sleep": Mutant(
-        "B2: time asleep has passed", UnderTest(clock=attrgetter("awake_s"))
+    "those_behind_are_silent": Mutant(
+        "C3: a patient round waits for those that fetch", collector=_ThoseBehindAreSilent
     ),
-    "goes_on_after_stand_still": Mutant.of(
-        "B2: who stood still listens first", _GoesOnAfterStandStill
+    "wall_clock": Mutant("the wall clock does not matter", clock=attrgetter("wall_s")),
+    "clock_stops_in_sleep": Mutant("B2: time asleep has passed", clock=attrgetter("awake_s")),
+    "goes_on_after_stand_still": Mutant(
+        "B2: who stood still listens first", listener=_GoesOnAfterStandStill
     ),
-    "transfer_limit_fixed": Mutant(
-        "a transfer may take as long as its bytes need", UnderTest(waits_on=False)
-    ),
+    "transfer_limit_fixed": Mutant("a transfer may take as long as its bytes need", waits_on=False),
     "timers_not_adapted": Mutant(
-        "timers follow sizes and rates", UnderTest(timers=lambda _, base: base), SLOW_LINKS
+        "timers follow sizes and rates", timers=lambda _, base: base, mix=SLOW_LINKS
     ),
     "hand_over_not_awaited": Mutant(
-        "N4: what a living owner hands over is waited for", UnderTest(taking=_HandOverNotAwaited)
+        "N4: what a living owner hands over is waited for", taking=_HandOverNotAwaited
     ),
     "older_moments_taken": Mutant(
-        "N2: moments are no older than their weights", UnderTest(taking=_OlderMomentsTaken)
+        "N2: moments are no older than their weights", taking=_OlderMomentsTaken
     ),
-    "weights_ignored": Mutant("W1: a value weighs its tokens", tested_under(_WeightsIgnored)),
-    "whole_deals_count": Mutant("T3: only what was used counts", tested_under(_WholeDealsCount)),
-    "holes_forgotten": Mutant(
-        "T1: what was not used is dealt again", tested_under(_HolesForgotten)
+    "weights_ignored": Mutant("W1: a value weighs its tokens", rules=under(_WeightsIgnored)),
+    "whole_deals_count": Mutant("T3: only what was used counts", rules=under(_WholeDealsCount)),
+    "holes_forgotten": Mutant("T1: what was not used is dealt again", rules=under(_HolesForgotten)),
+    "dealt_anew_at_reform": Mutant("T4: survivors read on", rules=under(_DealtAnewAtReform)),
+    "all_are_kept": Mutant(
+        "C4: keys that vanish cost a few rosters", collector=_AllAreKept, mix=VANISHING
     ),
-    "dealt_anew_at_reform": Mutant("T4: survivors read on", tested_under(_DealtAnewAtReform)),
-    "all_are_kept": Mutant.of(
-        "C4: keys that vanish cost a few rosters", _AllAreKept, mix=VANISHING
-    ),
-    "vote_at_once": Mutant("R7: a vote is earned", tested_under(_VoteAtOnce)),
+    "vote_at_once": Mutant("R7: a vote is earned", rules=under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
-        "R7: few become voters in a round", tested_under(_AllThatHaveEarnedIt)
+        "R7: few become voters in a round", rules=under(_AllThatHaveEarnedIt)
     ),
     "any_number_unvouched": Mutant(
-        "R7: voters without an anchor's word are few", tested_under(_AnyNumberUnvouched)
+        "R7: voters without an anchor's word are few", rules=under(_AnyNumberUnvouched)
     ),
-    "trainees_count": Mutant.of("R7: a trainee is in no quorum", _TraineesCount),
-    "waits_for_moments": Mutant(
-        "N1: nobody waits for moments", UnderTest(training=_WaitsForMoments)
-    ),
+    "trainees_count": Mutant("R7: a trainee is in no quorum", standing=_TraineesCount),
+    "waits_for_moments": Mutant("N1: nobody waits for moments", training=_WaitsForMoments),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {
     **MUTANTS,

@@ -14,15 +14,14 @@ from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_trainees, check_votes, check_vouched
 from swarm.emulation.simulator.ledger import Ledger
+from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.events import Record
-from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import FOUNDING_GENERATION, Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due, merged_until
 from swarm.protocol.messages import Offer
-from swarm.protocol.rounds import Rules
 from swarm.protocol.trust import reform_electors
 from swarm.protocol.weights import weights
 
@@ -32,26 +31,21 @@ DECIDED = (Kind.QUORUM, Kind.MERGE)
 class Invariants:
     """Sees every write of every peer, remembers all manifests, and judges."""
 
-    def __init__(self, rules: Rules, values: Values, founding: Manifest) -> None:
-        self.rules = rules
+    def __init__(self, setup: Setup, values: Values, founding: Manifest) -> None:
+        rules = self.rules = setup.rules
         self.values = values
         self.manifests: dict[Digest, Manifest] = {founding.digest: founding}
         self.first_seen_s: dict[Digest, float] = {founding.digest: 0.0}
         self._ledger = Ledger(rules, values, founding)
-        self.deltas = DeltaInvariants(rules, values)
+        self.deltas = DeltaInvariants(rules, values, setup.liar)
         self._applied: dict[tuple[str, int], Digest] = {}
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
         self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
-        self.capacities: Mapping[PeerId, float] = {}
-        """Of all peers that there will ever be."""
-        self.rooms: Mapping[PeerId, Collection[int]] = {}
-        """What they ever say of their machines."""
-        self.networks: Mapping[PeerId, str | None] = {}
-        """From which they are connected."""
-        self.given: set[tuple[PeerId, Credential]] = set()
+        self.setup = setup
+        self.given = set(setup.credentials.items())
         """What peers have been given to come with so far."""
-        self.liar: PeerId | None = None
+        self.liar = setup.liar
         """A peer whose word is not judged, and whose disk is taken to hold what it says."""
 
     # ------------------------------------------------------------ ancestry
@@ -294,7 +288,7 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
-        check_trainees(manifest, parent, self.networks)
+        check_trainees(manifest, parent, self.setup.network_of)
         check_vouched(manifest, parent, self.given)
         check_claims(manifest, parent, self.rules, self.values)
         due = self.rules.schedule.due(parent)
@@ -321,8 +315,10 @@ class Invariants:
         """Members are peers that there are, with capacity and room as they have said [I12]."""
         for peer, member in manifest.members.items():
             before = parent.members.get(peer)
-            is_said = member.capacity in (self.capacities.get(peer), before and before.capacity)
-            is_said &= member.room in (*self.rooms.get(peer, ()), before and before.room)
+            named = self.setup.characters.get(peer)
+            capacity, rooms = (named.capacity, named.rooms) if named else (None, ())
+            is_said = member.capacity in (capacity, before and before.capacity)
+            is_said &= member.room in (*rooms, before and before.room)
             require(
                 is_said or peer == self.liar,
                 "I12",

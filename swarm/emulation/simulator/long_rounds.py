@@ -23,7 +23,7 @@ from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.manifest import Kind, Manifest, PeerId
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Rules
 
 LOCAL_STEPS = 100
 """Of every peer, however many steps its work has in a scenario: these only cut its time."""
@@ -131,7 +131,7 @@ def go_through(
     rounds: int,
     *,
     at: Sequence[tuple[float, Callable[[Course], None]]] = (),
-    machine: type[RoundMachine] = RoundMachine,
+    tested: UnderTest | None = None,
     round_seconds: float | None = None,
     uplinks: Mapping[PeerId, float] | None = None,
     unit_bytes: int = 100,
@@ -143,7 +143,7 @@ def go_through(
         works: what each founder does in a round.
         rounds: of the longest chain.
         at: what happens when, in seconds.
-        machine: the code under test, mutated or not.
+        tested: the code under test, mutated or not; None: with all rules.
         round_seconds: as `round.seconds`: each peer offers the steps of its own work.
         uplinks: of each peer, in bytes per second, which it knows; None: bytes take no time.
         unit_bytes: of the shared tensors, and of each of four experts.
@@ -167,7 +167,7 @@ def go_through(
         has_slow_links=uplinks is not None,
     )
     scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
-    tested = UnderTest(machine=machine, trainer=trainer, timers=real_timers)
+    tested = replace(tested or UnderTest(), trainer=trainer, timers=real_timers)
     world = build(scenario, Random(0), tested=tested)
     course = Course(world)
     for time_s, what in at:

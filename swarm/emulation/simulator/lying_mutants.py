@@ -12,7 +12,6 @@ from typing import cast
 from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
-from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import (
     Ballot,
@@ -71,16 +70,20 @@ CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, 
 FORGERS = replace(_P, forgeries=(4, 8))
 
 LYING_MUTANTS: Mapping[str, Mutant] = {
-    "nothing_is_shown": Mutant.of(
-        "A6: what is voted for follows from evidence", _NothingIsShown, mix=CALM_LIES
+    "nothing_is_shown": Mutant(
+        "A6: what is voted for follows from evidence", acceptor=_NothingIsShown, mix=CALM_LIES
     ),
     "anybody_signs": Mutant(
-        "A6, L1: signatures are those of their peers", UnderTest(door=_AnybodySigns), CALM_LIES
+        "A6, L1: signatures are those of their peers", door=_AnybodySigns, mix=CALM_LIES
     ),
-    "any_proof": Mutant.of("L1: a tip is believed along certificates", _AnyProof, mix=FORGERS),
-    "any_attempt": Mutant.of(
-        "A5: one message does not use up the ballots", _AnyAttempt, mix=CALM_LIES
+    "any_proof": Mutant("L1: a tip is believed along certificates", adopter=_AnyProof, mix=FORGERS),
+    "any_attempt": Mutant(
+        "A5: one message does not use up the ballots", acceptor=_AnyAttempt, mix=CALM_LIES
     ),
-    "returns_at_once": Mutant.of("A7: whoever had a vote lets others convene", _ReturnsAtOnce),
-    "pruned_by_count": Mutant.of("L3: a chain keeps what leads on from each head", _PrunedByCount),
+    "returns_at_once": Mutant(
+        "A7: whoever had a vote lets others convene", acceptor=_ReturnsAtOnce
+    ),
+    "pruned_by_count": Mutant(
+        "L3: a chain keeps what leads on from each head", adopter=_PrunedByCount
+    ),
 }

@@ -10,10 +10,10 @@ it moves a decision from the machine to the trainer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarm.emulation.simulator.faults import CLASSES, Mix
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.training_mutants import (
     MergesOnApply,
     NoBaseCheck,
@@ -29,9 +29,9 @@ from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.blobs import Blobs, CatchUp, Proposal
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.listener import Listener
+from swarm.protocol.rounds.phase1 import Phase1
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
@@ -39,19 +39,13 @@ from swarm.protocol.updates import UpdateBound
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Mutant(UnderTest):
     """Code without one rule, and faults under which that shows soon."""
 
     rule: str
     """The rule that it lacks."""
-    tested: UnderTest
-    mix: Mix | None = None
+    mix: Mix | None = field(default=None, kw_only=True)
     """Faults of its own; None: those of the class that is run."""
-
-    @classmethod
-    def of(cls, rule: str, *parts: type, mix: Mix | None = None) -> Mutant:
-        """A round machine with these of its `Parts`."""
-        return cls(rule, UnderTest(machine_of(*parts)), mix)
 
 
 # ---------------------------------------------------------------- promises and votes
@@ -89,17 +83,17 @@ class _PromiseNotRecorded(Standing):
             super().persist_promise(ballot)
 
 
-class _NoPhase1(Collector):
-    def _phase1_required(self, ballot: Ballot) -> bool:
+class _NoPhase1(Phase1):
+    def _is_required(self, ballot: Ballot) -> bool:
         return False
 
 
-class _LowestAccepted(Collector):
+class _LowestAccepted(Phase1):
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
         return min(accepted, key=lambda vote: vote.ballot)
 
 
-class _BallotZeroReused(Collector):
+class _BallotZeroReused(Phase1):
     def may_use_ballot_zero(self) -> bool:
         return self.tip.order[0] == self.me and self.succession.top is None
 
@@ -138,7 +132,7 @@ class _JoinersVote(Standing):
 
 class _OlderRoster(Averaging):
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
-        return campaign.plan is not None and reduced.ballot == campaign.ballot
+        return campaign.closed is not None and reduced.ballot == campaign.ballot
 
 
 # ---------------------------------------------------------------- applying
@@ -228,9 +222,9 @@ class _DueByRise(Standing):
         return merge_due(replace(manifest, merged=before), self.rules.merging)
 
 
-class _NoPhase1AtMerge(Collector):
-    def _phase1_required(self, ballot: Ballot) -> bool:
-        return not self.standing.is_due(self.tip) and super()._phase1_required(ballot)
+class _NoPhase1AtMerge(Phase1):
+    def _is_required(self, ballot: Ballot) -> bool:
+        return not self.standing.is_due(self.tip) and super()._is_required(ballot)
 
 
 class _AcceptedMergeNotPersisted(Standing):
@@ -301,58 +295,68 @@ UNPROVED = replace(CLASSES["A"], certificates=0.0)
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "accept_before_fetch": Mutant.of("A2: ACCEPT only with all blobs", _AcceptBeforeFetch),
-    "accepted_not_persisted": Mutant.of("P2: the vote is durable", _AcceptedNotPersisted),
-    "accept_before_write": Mutant.of("P2: write, then send", _AcceptSentBeforeWrite),
-    "promise_in_memory": Mutant.of("P1: the promise is durable", _PromiseOnlyInMemory, mix=REVOLTS),
-    "promise_not_recorded": Mutant.of("P1: a promise binds", _PromiseNotRecorded, mix=REVOLTS),
-    "no_phase_1": Mutant.of("C2: attempt >= 1 needs a quorum's promises", _NoPhase1),
-    "lowest_accepted": Mutant.of("C2: the highest vote is proposed", _LowestAccepted, mix=REVOLTS),
-    "ballot_zero_reused": Mutant.of("P3, C1: ballot 0 is used once", _BallotZeroReused, mix=DUELS),
-    "any_half": Mutant.of("C5: half decides only with the tie-breaker", _AnyHalf),
-    "any_proposal": Mutant.of("A4: a proposal must follow from the tip", _AnyProposal),
-    "liar_convenes_on": Mutant.of("A4: a refused convener is not followed", _LiarConvenesOn),
-    "any_update": Mutant.of("U1: updates are bounded", _AnyUpdate),
-    "joiners_vote": Mutant.of("only members(tip) vote", _JoinersVote, mix=UNPROVED),
-    "older_roster": Mutant.of("C3: results of one roster only", _OlderRoster),
-    "apply_before_blobs": Mutant.of("X1: apply only complete manifests", _ApplyBeforeBlobs),
-    "duplicate_commit_restarts": Mutant.of(
-        "X1: a duplicate starts no fetch", _DuplicateCommitRestarts
+    "accept_before_fetch": Mutant("A2: ACCEPT only with all blobs", acceptor=_AcceptBeforeFetch),
+    "accepted_not_persisted": Mutant("P2: the vote is durable", standing=_AcceptedNotPersisted),
+    "accept_before_write": Mutant("P2: write, then send", acceptor=_AcceptSentBeforeWrite),
+    "promise_in_memory": Mutant(
+        "P1: the promise is durable", standing=_PromiseOnlyInMemory, mix=REVOLTS
     ),
-    "fetch_never_dropped": Mutant.of(
-        "X2: a stuck fetch is dropped", _FetchNeverDropped, mix=LAST_HOLDERS_DIE
+    "promise_not_recorded": Mutant(
+        "P1: a promise binds", standing=_PromiseNotRecorded, mix=REVOLTS
     ),
-    "votes_cross_tips": Mutant.of("H1: votes never cross tips", _VotesCrossTips),
-    "no_base_check": Mutant("S2: compare and swap on the base", UnderTest(training=NoBaseCheck)),
+    "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", phase1=_NoPhase1),
+    "lowest_accepted": Mutant(
+        "C2: the highest vote is proposed", phase1=_LowestAccepted, mix=REVOLTS
+    ),
+    "ballot_zero_reused": Mutant(
+        "P3, C1: ballot 0 is used once", phase1=_BallotZeroReused, mix=DUELS
+    ),
+    "any_half": Mutant("C5: half decides only with the tie-breaker", standing=_AnyHalf),
+    "any_proposal": Mutant("A4: a proposal must follow from the tip", acceptor=_AnyProposal),
+    "liar_convenes_on": Mutant("A4: a refused convener is not followed", acceptor=_LiarConvenesOn),
+    "any_update": Mutant("U1: updates are bounded", blobs=_AnyUpdate),
+    "joiners_vote": Mutant("only members(tip) vote", standing=_JoinersVote, mix=UNPROVED),
+    "older_roster": Mutant("C3: results of one roster only", averaging=_OlderRoster),
+    "apply_before_blobs": Mutant("X1: apply only complete manifests", adopter=_ApplyBeforeBlobs),
+    "duplicate_commit_restarts": Mutant(
+        "X1: a duplicate starts no fetch", adopter=_DuplicateCommitRestarts
+    ),
+    "fetch_never_dropped": Mutant(
+        "X2: a stuck fetch is dropped", adopter=_FetchNeverDropped, mix=LAST_HOLDERS_DIE
+    ),
+    "votes_cross_tips": Mutant("H1: votes never cross tips", listener=_VotesCrossTips),
+    "no_base_check": Mutant("S2: compare and swap on the base", training=NoBaseCheck),
     "offered_before_saved": Mutant(
-        "P6: the private state is durable before the offer", UnderTest(training=OfferedBeforeSaved)
+        "P6: the private state is durable before the offer", training=OfferedBeforeSaved
     ),
-    "no_takeover": Mutant.of("K1: a failed convener is replaced", _NoTakeover),
-    "no_reform": Mutant.of("F3: a lost majority is given up", _NoReform),
-    "generation_counted": Mutant.of("F3: an id is unique", _GenerationCounted, mix=SHATTERED),
-    "reform_although_quorum": Mutant.of("F2: no reform beside a quorum", _ReformAlthoughQuorum),
-    "most_tokens_win": Mutant.of("F1: the total order of manifests", _MostTokensWin),
+    "no_takeover": Mutant("K1: a failed convener is replaced", takeover=_NoTakeover),
+    "no_reform": Mutant("F3: a lost majority is given up", reformer=_NoReform),
+    "generation_counted": Mutant("F3: an id is unique", reformer=_GenerationCounted, mix=SHATTERED),
+    "reform_although_quorum": Mutant("F2: no reform beside a quorum", forks=_ReformAlthoughQuorum),
+    "most_tokens_win": Mutant("F1: the total order of manifests", standing=_MostTokensWin),
     "merge_on_apply": Mutant(
-        "M1: a merge is a manifest", UnderTest(machine_of(_NeverDue), trainer=MergesOnApply)
+        "M1: a merge is a manifest", standing=_NeverDue, trainer=MergesOnApply
     ),
-    "due_by_own_count": Mutant.of("M1: due by the manifest alone", _DueByOwnCount),
-    "round_while_due": Mutant.of("M2: no round while a merge is due", _NeverDue),
-    "due_by_kind": Mutant.of("M1: the kind of the tip plays no part", _DueByKind),
-    "due_by_rise": Mutant.of("M1: due by step and merged", _DueByRise),
-    "no_phase_1_at_merge": Mutant.of("M6: phase 1 for merges", _NoPhase1AtMerge, mix=MERGE_DUELS),
-    "accepted_merge_not_persisted": Mutant.of(
-        "M6: a merge's vote is durable", _AcceptedMergeNotPersisted
+    "due_by_own_count": Mutant("M1: due by the manifest alone", standing=_DueByOwnCount),
+    "round_while_due": Mutant("M2: no round while a merge is due", standing=_NeverDue),
+    "due_by_kind": Mutant("M1: the kind of the tip plays no part", standing=_DueByKind),
+    "due_by_rise": Mutant("M1: due by step and merged", standing=_DueByRise),
+    "no_phase_1_at_merge": Mutant(
+        "M6: phase 1 for merges", phase1=_NoPhase1AtMerge, mix=MERGE_DUELS
     ),
-    "accept_merge_before_blobs": Mutant.of(
-        "M6: ACCEPT a merge only with its blobs", _AcceptMergeBeforeBlobs
+    "accepted_merge_not_persisted": Mutant(
+        "M6: a merge's vote is durable", standing=_AcceptedMergeNotPersisted
     ),
-    "accept_only_own_merge": Mutant.of(
-        "M5: never compare with one's own result", _AcceptOnlyOwnMerge
+    "accept_merge_before_blobs": Mutant(
+        "M6: ACCEPT a merge only with its blobs", acceptor=_AcceptMergeBeforeBlobs
+    ),
+    "accept_only_own_merge": Mutant(
+        "M5: never compare with one's own result", acceptor=_AcceptOnlyOwnMerge
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", UnderTest(training=NoBaseCheckAtMerge)
+        "M8: rebase only from the own base", training=NoBaseCheckAtMerge
     ),
-    "tip_before_collected": Mutant.of(
-        "GC, M10: the blobs of the tip before are kept", _TipBeforeCollected
+    "tip_before_collected": Mutant(
+        "GC, M10: the blobs of the tip before are kept", adopter=_TipBeforeCollected
     ),
 }

@@ -54,7 +54,7 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Reduced
 from swarm.protocol.pace import Pace
 from swarm.protocol.remainders import Remainders
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import LocalPeer, RoundMachine
 from swarm.protocol.trust import Chain
 
 CLOCKS_DIFFER_S = 1e-6
@@ -147,22 +147,26 @@ class Node(Ports):
         self._pace = Pace(world.task.rules.unit_bytes)
         giving, taking = world.tested.giving(), world.tested.taking()
         self.exchange = Exchange(self, giving, taking, world.setup.copy_s or 0.0)
-        self.machine = world.tested.machine(
+        peer = LocalPeer(
             self.me,
             self.character.capacity,
-            world.task.rules,
+            world.tested.rules(self.me, world.task.rules),
             world.timers,
-            self.disk.record,
-            stored=self.disk.readable(),
             now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
             sign=partial(sign, self.me),
             uplink_of=lambda: self.character.uplink,
             room_of=lambda: self.room,
             fetches_ahead=True,
-            chain=Chain.of(self.disk.record, self.disk.links),
-            network_of=world.networks.get,
+            network_of=world.setup.network_of,
             credential=world.credentials.get(self.me),
+        )
+        self.machine = RoundMachine(
+            peer,
+            self.disk.record,
+            stored=self.disk.readable(),
+            chain=Chain.of(self.disk.record, self.disk.links),
+            parts=world.tested,
         )
         self.use(world.timers)
         for _, left in self.remainders.items():
@@ -353,7 +357,7 @@ class Node(Ports):
         self.tell(Synced(manifest.digest))
 
     def _reduced(self, effect: Reduce, tip: Digest) -> None:
-        reduce = average if effect.base is None else self.world.tested.averaging(self.remainders)
+        reduce = average if effect.base is None else self.world.tested.arithmetic(self.remainders)
         result = reduce(self.me, self.disk, self.world.task, effect, tip)
         if result is not None:
             self.tell(result)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import UnderTest, tested_under
+from swarm.emulation.simulator.taking_part import under
 from swarm.protocol.dealing import Book, Counts, next_book
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.rounds import Rules
@@ -41,14 +41,14 @@ class _CountsWhatIsLost(Ahead):
         return super().decided(is_counted=is_counted, is_lost=False)
 
 
-def _with(ahead: type[Ahead]) -> UnderTest:
+def _loop_of(ahead: type[Ahead]) -> type[Training]:
     class Loop(Training):
         def resume(self) -> None:
             super().resume()
             known, self.ahead = self.ahead, ahead()
             self.ahead.flight, self.ahead.behind = known.flight, known.behind
 
-    return UnderTest(training=Loop)
+    return Loop
 
 
 class _AnyLineIsOwn(Reading):
@@ -71,19 +71,21 @@ class _TwoInFlight(Training):
 _O = OVERLAPPED["O"]
 OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "rest_dealt_to_others": Mutant(
-        "T5: what a member has read ahead stays its own", tested_under(_RestIsDealtToOthers), _O
+        "T5: what a member has read ahead stays its own", rules=under(_RestIsDealtToOthers), mix=_O
     ),
     "behind_forgotten": Mutant(
-        "V6: steps that go on are counted, and not read again", _with(_ForgetsWhatIsBehind), _O
+        "V6: steps that go on are counted, and not read again",
+        training=_loop_of(_ForgetsWhatIsBehind),
+        mix=_O,
     ),
-    "counted_twice": Mutant("V6: steps are counted once", _with(_CountsTwice), _O),
+    "counted_twice": Mutant("V6: steps are counted once", training=_loop_of(_CountsTwice), mix=_O),
     "lost_steps_counted": Mutant(
-        "V6: steps that begin anew are not counted", _with(_CountsWhatIsLost), _O
+        "V6: steps that begin anew are not counted", training=_loop_of(_CountsWhatIsLost), mix=_O
     ),
     "other_line_counted": Mutant(
         "V6: what another line deals to others is not counted",
-        UnderTest(training=_OtherLineCounted),
-        replace(OVERLAPPED["U"], is_sliced=True),
+        training=_OtherLineCounted,
+        mix=replace(OVERLAPPED["U"], is_sliced=True),
     ),
-    "two_in_flight": Mutant("V1: one offer is undecided", UnderTest(training=_TwoInFlight), _O),
+    "two_in_flight": Mutant("V1: one offer is undecided", training=_TwoInFlight, mix=_O),
 }

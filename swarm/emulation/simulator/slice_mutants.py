@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import UnderTest, tested_under
+from swarm.emulation.simulator.taking_part import under
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.manifest import Digest, Manifest, Unit
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Rules
 from swarm.protocol.schedule import Schedule
 from swarm.protocol.training import Training
 
@@ -71,35 +70,30 @@ class _OwnStagger(Training):
         return _by_peer(self.me, self.rules.schedule).due_of(self.me, self.tip)
 
 
-class _OwnRules(RoundMachine):
-    def __init__(self, me: str, capacity: float, rules: Rules, *rest: Any, **options: Any) -> None:
-        own = replace(rules)
-        vars(own)["schedule"] = _by_peer(me, rules.schedule)
-        super().__init__(me, capacity, own, *rest, **options)
+def _own_rules(me: str, rules: Rules) -> Rules:
+    own = replace(rules)
+    vars(own)["schedule"] = _by_peer(me, rules.schedule)
+    return own
 
 
 SLICE_MUTANTS: Mapping[str, Mutant] = {
     "overdue_forgotten": Mutant(
-        "U3: what was missed is due until it is renewed", UnderTest(training=_OverdueForgotten)
+        "U3: what was missed is due until it is renewed", training=_OverdueForgotten
     ),
     "units_not_due": Mutant(
-        "U3: only units that are due are offered",
-        replace(tested_under(_Unscheduled), training=_AllOffered),
+        "U3: only units that are due are offered", rules=under(_Unscheduled), training=_AllOffered
     ),
     "stagger_by_peer": Mutant(
-        "U2: all peers have the same schedule", UnderTest(machine=_OwnRules, training=_OwnStagger)
+        "U2: all peers have the same schedule", rules=_own_rules, training=_OwnStagger
     ),
     "renewed_parts_kept": Mutant(
-        "S1: a renewed part restarts from its mean", UnderTest(training=_RenewedPartsKept)
+        "S1: a renewed part restarts from its mean", training=_RenewedPartsKept
     ),
-    "parts_dropped": Mutant(
-        "S1: a part that was not due goes on", UnderTest(training=_PartsDropped)
-    ),
+    "parts_dropped": Mutant("S1: a part that was not due goes on", training=_PartsDropped),
     "offer_forgotten": Mutant(
-        "P6: an offer is made once, also after a crash", UnderTest(training=_OfferForgotten)
+        "P6: an offer is made once, also after a crash", training=_OfferForgotten
     ),
     "steps_taken_for_known": Mutant(
-        "P6: the steps behind an older offer are not in the model",
-        UnderTest(training=_StepsTakenForKnown),
+        "P6: the steps behind an older offer are not in the model", training=_StepsTakenForKnown
     ),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import inf
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from swarm.emulation.simulator.arithmetic import Averaging
 from swarm.emulation.simulator.signing import Door
@@ -21,7 +21,7 @@ from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import Link
 from swarm.protocol.remainders import Remainders
-from swarm.protocol.rounds import Parts, RoundMachine, Rules
+from swarm.protocol.rounds import Parts, Rules
 from swarm.protocol.training import Training
 
 
@@ -81,14 +81,10 @@ class Setup:
     credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
     """With which peers come."""
 
-
-def machine_of(*replaced: type) -> type[RoundMachine]:
-    """The round machine with some of its `Parts` replaced, each by a subclass of it."""
-    usual = vars(Parts()).items()
-    parts = {
-        next(name for name, part in usual if issubclass(each, part)): each for each in replaced
-    }
-    return type("Mutant", (RoundMachine,), {"parts": Parts(**parts)})
+    def network_of(self, peer: PeerId) -> str | None:
+        """From which a peer is connected, as far as others see it."""
+        character = self.characters.get(peer)
+        return character.network if character else None
 
 
 class Times(NamedTuple):
@@ -106,17 +102,23 @@ def adapted(measured: Measured, base: Timers) -> Timers:
     ).timers
 
 
-@dataclass(frozen=True)
-class UnderTest:
-    """The code under test; mutants replace it."""
+def rules_of_the_run(_: PeerId, rules: Rules) -> Rules:
+    """Everybody's rules."""
+    return rules
 
-    machine: type[RoundMachine] = RoundMachine
+
+@dataclass(frozen=True, kw_only=True)
+class UnderTest(Parts):
+    """The code under test: the parts of the round machine, and what else of a peer is replaced."""
+
+    rules: Callable[[PeerId, Rules], Rules] = rules_of_the_run
+    """What a peer takes for the rules of the run."""
     training: type[Training] = Training
     trainer: type[Trainer] = Trainer
     giving: type[Giving] = Giving
     taking: type[Taking] = Taking
     door: type[Door] = Door
-    averaging: type[Averaging] = Averaging
+    arithmetic: type[Averaging] = Averaging
     remainders: type[Remainders[Mapping[Tag, int]]] = Remainders
     clock: Callable[[Times], float] = attrgetter("passed_s")
     """What a machine is told as the time."""
@@ -129,17 +131,9 @@ class UnderTest:
     """Whether a transfer may take as long as its bytes keep coming."""
 
 
-def tested_under(changed: type[Rules]) -> UnderTest:
-    """Machines that all go by these rules."""
-
-    class Machine(RoundMachine):
-        def __init__(
-            self, me: PeerId, capacity: float, rules: Rules, *rest: Any, **options: Any
-        ) -> None:
-            other = changed(**{each.name: getattr(rules, each.name) for each in fields(rules)})
-            super().__init__(me, capacity, other, *rest, **options)
-
-    return UnderTest(Machine)
+def under(changed: type[Rules]) -> Callable[[PeerId, Rules], Rules]:
+    """Has all machines go by these rules."""
+    return lambda _, rules: changed(**{f.name: getattr(rules, f.name) for f in fields(rules)})
 
 
 Trap = Callable[[Effect], bool]

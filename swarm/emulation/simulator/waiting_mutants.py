@@ -77,18 +77,19 @@ class _ReformsAtWork(Reformer):
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant.of("C3: who said when is waited for", _WordsIgnored),
-    "last_word_counts": Mutant.of("C3: a word does not slip for ever", _LastWordCounts),
-    "always_trusted": Mutant.of("C3: nobody is waited for in vain again", _AlwaysTrusted),
-    "thin_lines_awaited": Mutant.of("D5: no line holds up the others", _ThinLinesAwaited),
-    "thin_absentees_awaited": Mutant.of(
-        "D5: nor is a peer waited for whose line will have it left out", _ThinAbsenteesAwaited
+    "words_ignored": Mutant("C3: who said when is waited for", collector=_WordsIgnored),
+    "last_word_counts": Mutant("C3: a word does not slip for ever", collector=_LastWordCounts),
+    "always_trusted": Mutant("C3: nobody is waited for in vain again", collector=_AlwaysTrusted),
+    "thin_lines_awaited": Mutant("D5: no line holds up the others", collector=_ThinLinesAwaited),
+    "thin_absentees_awaited": Mutant(
+        "D5: nor is a peer waited for whose line will have it left out",
+        collector=_ThinAbsenteesAwaited,
     ),
-    "waiting_ages_campaign": Mutant.of(
-        "C7: a campaign ages when nobody is waited for", _WaitingAgesCampaign
+    "waiting_ages_campaign": Mutant(
+        "C7: a campaign ages when nobody is waited for", collector=_WaitingAgesCampaign
     ),
-    "collecting_ages_attempt": Mutant.of(
-        "K1: an attempt ages when nothing is collected", _CollectingAgesAttempt
+    "collecting_ages_attempt": Mutant(
+        "K1: an attempt ages when nothing is collected", acceptor=_CollectingAgesAttempt
     ),
-    "reforms_at_work": Mutant.of("F3: who is at work does not reform", _ReformsAtWork),
+    "reforms_at_work": Mutant("F3: who is at work does not reform", reformer=_ReformsAtWork),
 }

@@ -66,22 +66,15 @@ class World:
         self.door = tested.door(setup.rules.run)
         self.task = Task(setup.rules, Values())
         self.founding = found(setup, self.task.values)
-        self.invariants = Invariants(setup.rules, self.task.values, self.founding)
+        self.invariants = Invariants(setup, self.task.values, self.founding)
         self.nodes: dict[PeerId, Node] = {}
         self.disks: dict[PeerId, Disk] = {}
         self.on_apply: Callable[[Node], None] | None = None
-        characters = setup.characters.items()
-        self.invariants.capacities = {peer: each.capacity for peer, each in characters}
-        self.invariants.rooms = {peer: each.rooms for peer, each in characters}
-        self.networks = {peer: each.network for peer, each in characters}
-        self.invariants.networks = self.networks
         self.credentials = dict(setup.credentials)
         """With which peers start."""
-        self.invariants.given |= setup.credentials.items()
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
-            self.invariants.liar = self.invariants.deltas.liar = setup.liar
         self.dead: set[PeerId] = set()
         """Peers that will never start again."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []

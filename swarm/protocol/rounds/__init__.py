@@ -20,10 +20,10 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | A5 | `Acceptor.attempt_problem` | one message cannot use up the ballots of a height |
 | P3, C6 | `Acceptor._voted_otherwise` | second line: one value a ballot |
 | P3 | `Convener._burn_ballot` | a convener's ballot is durable before its first message |
-| C1, P3 | `Collector.may_use_ballot_zero` | attempt 0 is used once, by rank 0 |
-| C2 | `Collector._phase1_required` | higher attempts need a quorum's promises |
-| C2, C6 | `Collector._promises` | any quorum's promises, at first without excluded sources |
-| C2 | `Collector._choose_accepted` | the vote with the highest ballot is proposed again |
+| C1, P3 | `Phase1.may_use_ballot_zero` | attempt 0 is used once, by rank 0 |
+| C2 | `Phase1._is_required` | higher attempts need a quorum's promises |
+| C2, C6 | `Phase1._promises` | any quorum's promises, at first without excluded sources |
+| C2 | `Phase1._choose_accepted` | the vote with the highest ballot is proposed again |
 | C3 | `Averaging._is_result_of_roster` | results of one roster only |
 | C5 | `Standing.has_quorum` | a majority, or half with the tie-breaker |
 | C5, A2 | `Standing.electorate` | joiners neither promise nor vote |
@@ -61,5 +61,6 @@ from swarm.protocol.rounds.machine import RoundMachine
 from swarm.protocol.rounds.parts import Parts
 from swarm.protocol.rounds.phases import CampaignInfo, Phase
 from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.rounds.state import LocalPeer
 
-__all__ = ["CampaignInfo", "Parts", "Phase", "RoundMachine", "Rules"]
+__all__ = ["CampaignInfo", "LocalPeer", "Parts", "Phase", "RoundMachine", "Rules"]

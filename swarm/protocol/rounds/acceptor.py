@@ -21,7 +21,7 @@ MAX_PROPOSALS = 2
 The second may lack the sources that the first was waiting for [C6]."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Acceptor(Role):
     """Votes. Only voters of the tip do; trainees and joiners fetch proposals but stay silent."""
 

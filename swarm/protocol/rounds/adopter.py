@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from swarm.protocol.abstaining import regained
@@ -18,11 +18,11 @@ from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.gossip import Gossip
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.standing import Role
-from swarm.protocol.rounds.state import Life, Work
+from swarm.protocol.rounds.state import Heights, Life, Work
 from swarm.protocol.trust import RECENT, proof_problem, reform_electors, step_problem
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Adopter(Role):
     """Takes over what was decided."""
 
@@ -34,10 +34,7 @@ class Adopter(Role):
     contributor: Contributor
     gossip: Gossip
     forks: Forks
-    forget_height: Callable[[Record], None]
-    """Has everybody forget the height after the old record's tip."""
-    begin_height: Callable[[], None]
-    """Starts what the new tip allows."""
+    heights: Heights
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Of a generation that this peer has left."""
     _appended: int = field(init=False, default=0)
@@ -186,10 +183,10 @@ class Adopter(Role):
         if lack := self.contributor.why_no_vote():
             self.out.explain(Topic.ADMISSION, lack)
         self.contacts.remember(manifest.members)
-        self.forget_height(old)
+        self.heights.forget(old)
         self._collect_garbage(old)
         self.contributor.check_left()
-        self.begin_height()
+        self.heights.begin()
 
     def with_own_signature(self, commit: Commit) -> Certificate | None:
         """A reform's certificate with this peer among those that have left for it [L2]."""

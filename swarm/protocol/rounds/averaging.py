@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Evidence, Reduced, Report
-from swarm.protocol.rounds.campaign import Campaign, Stage, Value
+from swarm.protocol.rounds.campaign import Campaign, ClosedRoster, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results, result_problem
 from swarm.protocol.rounds.reduction import SLOW
@@ -15,7 +15,7 @@ from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import REFUSALS
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Averaging(Role):
     """Judges results of the roster, and says whom it waits for in vain."""
 
@@ -25,44 +25,44 @@ class Averaging(Role):
         """Notes the results of a reducer; whether they are of this roster."""
         if not self._is_result_of_roster(campaign, reduced):
             return False
-        plan = campaign.plan
-        assert plan is not None
+        roster = campaign.roster
         for unit, result in reduced.results.items():
-            if plan.reducers.get(unit) != source:
+            if roster.plan.reducers.get(unit) != source:
                 self.out.refuse(source, "REDUCED", f"the reducer of {unit} is another peer")
             elif problem := result_problem(unit, result, self.rules):
                 self.out.refuse(source, "REDUCED", problem)
             else:
-                campaign.results[unit] = result
+                roster.results[unit] = result
         report = Report(source, reduced.results, reduced.signature)
-        known = campaign.reports.get(source, ())
-        campaign.reports[source] = newest_results((report, *known), plan, self.rules)
-        campaign.reported_at[source] = self.now
-        campaign.missing[source] = dict(reduced.missing)
+        known = roster.reports.get(source, ())
+        roster.reports[source] = newest_results((report, *known), roster.plan, self.rules)
+        roster.reported_at[source] = self.now
+        roster.missing[source] = dict(reduced.missing)
         for peer, why in reduced.missing.items():
             if why != SLOW:
-                campaign.missed_at.setdefault(peer, self.now)
+                roster.missed_at.setdefault(peer, self.now)
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
         """Whether a result belongs to the roster that is out: one roster per manifest [C3]."""
         return (
             campaign.stage is Stage.REDUCE
-            and campaign.plan is not None
+            and campaign.closed is not None
             and reduced.ballot == campaign.ballot
-            and reduced.roster_id == campaign.plan.roster_id
+            and reduced.roster_id == campaign.closed.plan.roster_id
         )
 
     def composed(self, campaign: Campaign) -> Value | None:
         """The manifest that follows, once all results are here."""
-        plan = campaign.plan
-        if plan is None or any(unit not in campaign.results for unit in plan.reducers):
+        roster = campaign.roster
+        plan = roster.plan
+        if any(unit not in roster.results for unit in plan.reducers):
             return None
         evidence = Evidence(
             campaign.grounds.shown(self.tip, campaign.guests),
             plan.able,
             plan.roster_id,
-            tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
+            tuple(report for _, each in sorted(roster.reports.items()) for report in each),
         )
         brought = Brought(campaign.leaving, campaign.credentials)
         manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
@@ -72,92 +72,86 @@ class Averaging(Role):
         )
         return Value(manifest, evidence, why)
 
-    def refused_values(self, campaign: Campaign) -> dict[PeerId, str]:
+    def refused_values(self, roster: ClosedRoster) -> dict[PeerId, str]:
         """Peers whose values came and were refused: waiting makes no other of them [C4, U1]."""
-        assert campaign.plan is not None
         return {
             peer: f"{reporter} refuses its values: {why}"
-            for reporter in sorted(self.late_reducers(campaign) & campaign.missing.keys())
-            for peer, why in sorted(campaign.missing[reporter].items())
-            if why in REFUSALS and peer in campaign.plan.offers and peer != self.me
+            for reporter in sorted(self.late_reducers(roster) & roster.missing.keys())
+            for peer, why in sorted(roster.missing[reporter].items())
+            if why in REFUSALS and peer in roster.plan.offers and peer != self.me
         }
 
-    def gone_that_are_missed(self, campaign: Campaign) -> dict[PeerId, str]:
+    def gone_that_are_missed(self, roster: ClosedRoster) -> dict[PeerId, str]:
         """Peers that the round waits for in vain: their machines refuse messages."""
-        late = self.late_reducers(campaign)
-        reported = (campaign.missing.get(reporter, {}) for reporter in late)
+        late = self.late_reducers(roster)
+        reported = (roster.missing.get(reporter, {}) for reporter in late)
         missed = late.union(*reported) & self.contacts.gone.keys()
         return dict.fromkeys(sorted(missed), "it is gone")
 
-    def late_reducers(self, campaign: Campaign) -> set[PeerId]:
+    def late_reducers(self, roster: ClosedRoster) -> set[PeerId]:
         """Reducers whose results are not here yet."""
-        assert campaign.plan is not None
-        reducers = campaign.plan.reducers.items()
-        return {peer for unit, peer in reducers if unit not in campaign.results}
+        reducers = roster.plan.reducers.items()
+        return {peer for unit, peer in reducers if unit not in roster.results}
 
-    def whom_to_exclude(self, campaign: Campaign) -> dict[PeerId, str]:
+    def whom_to_exclude(self, roster: ClosedRoster) -> dict[PeerId, str]:
         """Contributors reported missing and reducers that are silent, with the reason [C4]."""
-        plan = campaign.plan
-        assert plan is not None
-        late = self.late_reducers(campaign)
-        bad = self.silent_reducers(campaign, self.timers.reduce_s / 2)
-        for reporter in sorted(late & campaign.missing.keys()):
-            for peer, why in sorted(campaign.missing[reporter].items()):
+        late = self.late_reducers(roster)
+        bad = self.silent_reducers(roster, self.timers.reduce_s / 2)
+        for reporter in sorted(late & roster.missing.keys()):
+            for peer, why in sorted(roster.missing[reporter].items()):
                 if why == SLOW:
                     continue
                 if peer == self.me:
                     bad[reporter] = f"it cannot fetch from the convener: {why}"
-                elif peer in plan.offers:
+                elif peer in roster.plan.offers:
                     bad.setdefault(peer, f"{reporter} cannot fetch from it: {why}")
-        if not bad and campaign.extensions:
+        if not bad and roster.extensions:
             late_ones = dict.fromkeys(sorted(late - {self.me}), "its results are late")
-            bad = self.slow_sources(campaign) or late_ones
+            bad = self.slow_sources(roster) or late_ones
         return bad
 
-    def silent_reducers(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+    def silent_reducers(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
         """Late reducers that have said nothing of this roster for so long, or more [C4]."""
-        said, since = campaign.reported_at, self.now - limit_s
+        said, since = roster.reported_at, self.now - limit_s
         return {
             reducer: "it is silent as a reducer"
-            for reducer in sorted(self.late_reducers(campaign) - {self.me})
-            if max(campaign.stage_at, said.get(reducer, campaign.stage_at)) <= since
+            for reducer in sorted(self.late_reducers(roster) - {self.me})
+            if max(roster.closed_at, said.get(reducer, roster.closed_at)) <= since
         }
 
-    def missed(self, campaign: Campaign) -> set[PeerId]:
+    def missed(self, roster: ClosedRoster) -> set[PeerId]:
         """Contributors whose values late reducers could not fetch."""
-        assert campaign.plan is not None
-        reports = (campaign.missing.get(reporter, {}) for reporter in self.late_reducers(campaign))
+        reports = (roster.missing.get(reporter, {}) for reporter in self.late_reducers(roster))
         named = {peer for each in reports for peer, why in each.items() if why != SLOW}
-        return named & campaign.plan.offers.keys() - {self.me}
+        return named & roster.plan.offers.keys() - {self.me}
 
-    def accused(self, campaign: Campaign) -> set[PeerId]:
+    def accused(self, roster: ClosedRoster) -> set[PeerId]:
         """Peers whose values most reducers, two at least, could not have [C8]."""
-        assert campaign.plan is not None
-        reducers = set(campaign.plan.reducers.values())
-        reports = (campaign.missing.get(reporter, {}) for reporter in reducers)
+        reducers = set(roster.plan.reducers.values())
+        reports = (roster.missing.get(reporter, {}) for reporter in reducers)
         named = Counter(
             peer for each in reports for peer, why in each.items() if why not in REFUSALS
         )
         most = {peer: max(1, len(reducers - {peer}) / 2) for peer in named}
         return {peer for peer, count in named.items() if count > most[peer]}
 
-    def silent_sources(self, campaign: Campaign, limit_s: float) -> dict[PeerId, str]:
+    def silent_sources(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
         """Of these who has not answered for so long, though it was greeted with each poll [C4]."""
         heard, since = self.contacts.heard, self.now - limit_s
         return {
             peer: "its values are missing, and it is silent"
-            for peer in sorted(self.missed(campaign))
-            if max(campaign.missed_at[peer], heard.get(peer, 0.0)) <= since
+            for peer in sorted(self.missed(roster))
+            if max(roster.missed_at[peer], heard.get(peer, 0.0)) <= since
         }
 
-    def slow_sources(self, campaign: Campaign) -> dict[PeerId, str]:
+    def slow_sources(self, roster: ClosedRoster) -> dict[PeerId, str]:
         """Peers for whose values most of the late reducers wait, two at least [C4].
 
         These are late through no fault of theirs. One alone may be cut off from who is named, or
         lie.
         """
-        late = self.late_reducers(campaign)
-        reports = (campaign.missing.get(reporter, {}) for reporter in late)
+        late = self.late_reducers(roster)
+        reports = (roster.missing.get(reporter, {}) for reporter in late)
         named = Counter(peer for each in reports for peer, why in each.items() if why == SLOW)
         return {
             peer: f"{count} of {len(late)} late reducers wait for its values"

@@ -67,7 +67,7 @@ class CatchUp(Pursuit):
     """When this peer began to catch up, maybe with an older manifest."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Blobs(Role):
     """Blobs and fetches. The acceptor pursues `proposal`, the adopter `catch_up`."""
 

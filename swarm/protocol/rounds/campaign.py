@@ -15,6 +15,7 @@ from swarm.protocol.messages import (
     Ready,
     ReducedUnit,
     Report,
+    Roster,
     Signature,
     Uplinks,
 )
@@ -33,7 +34,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Promise:
+class Estimate:
     """When a member said that its local steps will end."""
 
     due_at: float
@@ -53,6 +54,34 @@ class Value:
 
 
 @dataclass
+class ClosedRoster:
+    """A roster that is out, and what its reducers have said."""
+
+    plan: Plan
+    closed_at: float
+    averaged_s: float
+    """What the slowest line of the roster takes for values that others average."""
+    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
+    reports: dict[PeerId, tuple[Report, ...]] = field(default_factory=dict)
+    """Signed results of each reducer, the newest first."""
+    reported_at: dict[PeerId, float] = field(default_factory=dict)
+    missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
+    """Reporter -> peers whose values it could not get, with the reason [C4]."""
+    missed_at: dict[PeerId, float] = field(default_factory=dict)
+    """When such a peer was named first, but for those whose values are only slow."""
+    extensions: int = 0
+    """How often T_red was granted once more."""
+
+    def message(self, ballot: Ballot) -> Roster:
+        """What says who averages what."""
+        return Roster(ballot, self.plan.roster_id, self.plan.offers, self.plan.able)
+
+    def heartbeat(self, ballot: Ballot) -> Roster:
+        """What says only that the convener is there."""
+        return Roster(ballot, self.plan.roster_id, {}, {})
+
+
+@dataclass
 class Campaign:
     """One attempt to have a manifest decided."""
 
@@ -64,9 +93,15 @@ class Campaign:
     stage: Stage = Stage.COLLECT
     stage_at: float = 0.0
     num_polls: int = 0
+    setbacks: int = 0
+    """How often a roster was given up because trainees were missed."""
+    relieved: set[PeerId] = field(default_factory=set)
+    """Reducers whose units were given to others [C4]."""
+    # Phase 1 [C2].
     answers: dict[PeerId, Ready] = field(default_factory=dict)
-    """READYs of this very ballot: phase 1 [C2]."""
+    """READYs of this very ballot."""
     answered_at: dict[PeerId, float] = field(default_factory=dict)
+    # A roster is open.
     seen: dict[PeerId, float] = field(default_factory=dict)
     """When the last READY of a member came, for whatever ballot [R1]."""
     silent_since: dict[PeerId, float] = field(default_factory=dict)
@@ -79,7 +114,7 @@ class Campaign:
     """How long a member has worked on the tip, and when it said so."""
     fetched: dict[PeerId, float] = field(default_factory=dict)
     """How long a member has fetched the tip."""
-    words: dict[PeerId, Promise] = field(default_factory=dict)
+    words: dict[PeerId, Estimate] = field(default_factory=dict)
     """When members said that they will have finished their local steps."""
     awaited_at: float = 0.0
     """When there was somebody to wait for."""
@@ -96,27 +131,13 @@ class Campaign:
     """Members that others cannot dial: they reduce only if nobody else can."""
     uplinks: dict[PeerId, int] = field(default_factory=dict)
     """Mbit/s, as members said last."""
-    setbacks: int = 0
-    """How often a roster was given up because trainees were missed."""
-    relieved: set[PeerId] = field(default_factory=set)
-    """Reducers whose units were given to others [C4]."""
     quorum_offered_at: float | None = None
     has_told_wait: bool = False
-    # A roster is out.
-    plan: Plan | None = None
-    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
-    reports: dict[PeerId, tuple[Report, ...]] = field(default_factory=dict)
-    """Signed results of each reducer, the newest first."""
-    reported_at: dict[PeerId, float] = field(default_factory=dict)
-    missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
-    """Reporter -> peers whose values it could not get, with the reason [C4]."""
-    missed_at: dict[PeerId, float] = field(default_factory=dict)
-    """When such a peer was named first, but for those whose values are only slow."""
-    extensions: int = 0
-    averaged_s: float = 0.0
-    """What the slowest line of the roster takes for values that others average."""
     planned: tuple[tuple[Mapping[PeerId, Offer], Set[PeerId], Uplinks], Loads] | None = None
     """The plan that was made last, behind what it follows from: 256 peers take long to plan."""
+    # A roster is out.
+    closed: ClosedRoster | None = None
+    """The last one; what came in for those before is forgotten."""
     # A manifest is proposed.
     proposal: Manifest | None = None
     evidence: Evidence | None = None
@@ -124,6 +145,12 @@ class Campaign:
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""
     accepts: dict[PeerId, Signature] = field(default_factory=dict)
+
+    @property
+    def roster(self) -> ClosedRoster:
+        """The one that is out, from the stage REDUCE on."""
+        assert self.closed is not None
+        return self.closed
 
     @property
     def in_time(self) -> set[PeerId]:

@@ -1,4 +1,4 @@
-"""Collector: promises and offers, until a roster can be closed [C1-C3]."""
+"""Collector: offers, until a roster can be closed [C3]."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from swarm.protocol.deadlines import SAFETY
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Accepted, Ballot, Offer, Ready, Roster
-from swarm.protocol.rounds.acceptor import Acceptor
-from swarm.protocol.rounds.campaign import Campaign, Promise, Stage, Value
+from swarm.protocol.messages import Offer, Ready
+from swarm.protocol.rounds.campaign import Campaign, ClosedRoster, Estimate, Stage
 from swarm.protocol.rounds.closing import (
     Absent,
     Absentees,
@@ -20,14 +19,11 @@ from swarm.protocol.rounds.closing import (
     keeps_word,
     why_close,
 )
-from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
-from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
-from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.rounds.thin import Loads, Sender, is_thinner, too_thin
 from swarm.protocol.voting import steadiest
 
@@ -35,34 +31,22 @@ MAX_TRAINEES = 4
 """From one network, with the strangers that ask to become some."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Collector(Role):
-    """Collects for a campaign what the members have to say and to offer."""
+    """Collects what members and joiners say and offer, and says when no more is waited for."""
 
     contacts: Contacts
-    succession: Succession
     work: Work
     contributor: Contributor
-    acceptor: Acceptor
-    merger: Merger
 
-    def may_use_ballot_zero(self) -> bool:
-        """Attempt 0 needs no phase 1, so it is used once, by rank 0 alone [C1, P3]."""
-        is_first = self.tip.order[0] == self.me and self.standing.record.promised is None
-        return is_first and self.succession.top is None
-
-    def _phase1_required(self, ballot: Ballot) -> bool:
-        """Whether a quorum must promise before anything may be proposed [C2]."""
-        return ballot.attempt >= 1
-
-    def take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
-        """Notes promise, offer, and the wish to come or go."""
+    def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> bool:
+        """Notes an offer, and the wish to come or go; whether the READY counts as a member's."""
         if source not in self.tip.members:
             self._note_joiner(campaign, source, ready)
-            return
+            return False
         if ready.leave and not ready.wish:
             self.out.refuse(source, "READY", "it leaves without a signed wish")
-            return
+            return False
         campaign.grounds.note(source, ready.declared)
         campaign.seen[source] = self.now
         if not ready.dialable:
@@ -74,9 +58,6 @@ class Collector(Role):
             campaign.leaving[source] = ready.wish
         if ready.credential:
             campaign.credentials[source] = ready.credential
-        if ready.ballot == campaign.ballot and source in self.standing.electorate():
-            campaign.answers[source] = ready
-            campaign.answered_at[source] = self.now
         if ready.remaining_s is not None:
             campaign.ready_at[source] = self.now + ready.remaining_s
             self._note_word(campaign, source, ready.remaining_s, ready.worked_s)
@@ -84,6 +65,7 @@ class Collector(Role):
         campaign.fetched[source] = ready.fetched_s
         if ready.offer and campaign.offers.get(source) != ready.offer:
             self._take_offer(campaign, source, ready.offer)
+        return True
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
         """Notes a stranger's wish to come; one that may not is not drawn by lot [R8]."""
@@ -115,7 +97,7 @@ class Collector(Role):
         final_at = first.final_at if first else self.now + remaining_s / 2
         if first is None or self.now < final_at:
             due_at, total_s = self.now + remaining_s, worked_s + remaining_s
-            campaign.words[peer] = Promise(due_at, total_s, final_at)
+            campaign.words[peer] = Estimate(due_at, total_s, final_at)
 
     def _take_offer(self, campaign: Campaign, source: PeerId, offer: Offer) -> None:
         if offer.is_late and source in campaign.in_time:
@@ -129,60 +111,11 @@ class Collector(Role):
         if campaign.quorum_offered_at is None and self.standing.has_quorum(campaign.in_time):
             campaign.quorum_offered_at = self.now
 
-    def collect(self, campaign: Campaign) -> Value | None:
-        """What is to be proposed without a roster, if anything; else it may close the roster."""
-        if self._phase1_required(campaign.ballot):
-            promises = self._promises(campaign)
-            if not self.standing.has_quorum(promises):
-                return None
-            accepted = self._votes_found(promises)
-            if accepted:
-                return self._voted_before(campaign, self._choose_accepted(accepted))
-        if self.standing.is_due(self.tip):
-            return self._merge()
+    def close_if_due(self, campaign: Campaign) -> None:
+        """Closes the roster once no more offers are waited for [C3]."""
         why = self._why_close_roster(campaign)
         if why:
             self._close_roster(campaign, why)
-        return None
-
-    def _merge(self) -> Value | None:
-        if self.merger.merged is None:
-            return None
-        holders = dict.fromkeys(self.rules.expert_units, self.me)
-        manifest = compose_merge(self.tip, self.merger.merged, holders, self.rules)
-        return Value(manifest, None, "merge computed")
-
-    def _promises(self, campaign: Campaign) -> dict[PeerId, Ready]:
-        """Phase 1: the promises to go by, at first without those of excluded peers [C2, C6].
-
-        Any quorum will do. One without the sources of unobtainable blobs does not have to propose
-        these again, only because a source itself has voted for them.
-        """
-        answers = campaign.answers
-        sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}
-        is_over = self.now - campaign.started_at >= self.timers.roster_s
-        return answers if is_over and not self.standing.has_quorum(sound) else sound
-
-    def _votes_found(self, promises: dict[PeerId, Ready]) -> list[Accepted]:
-        """Votes cast under lower ballots, as far as they could have become a decision."""
-        votes = (ready.accepted for ready in promises.values())
-        return [
-            vote
-            for vote in votes
-            if vote and self.acceptor.proposal_problem(vote.manifest, vote.evidence) is None
-        ]
-
-    def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
-        """The vote with the highest ballot: it may have been decided already [C2]."""
-        return max(accepted, key=lambda vote: vote.ballot)
-
-    def _voted_before(self, campaign: Campaign, chosen: Accepted) -> Value:
-        digest = chosen.manifest.digest
-        for peer, ready in campaign.answers.items():
-            if ready.accepted and ready.accepted.manifest.digest == digest:
-                campaign.holders[peer] = None
-        why = f"accepted before under attempt {chosen.ballot.attempt}"
-        return Value(chosen.manifest, chosen.evidence, why)
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
@@ -327,19 +260,14 @@ class Collector(Role):
             del offers[peer]
             self.out.explain(Topic.ROUND, f"peer {peer} left out: {reason}")
         loads = loads if len(offers) == len(loads.plan.offers) else self._loads(campaign, offers)
-        campaign.plan = loads.plan
-        campaign.averaged_s = max(loads.averaged_s.values(), default=0.0)
+        averaged_s = max(loads.averaged_s.values(), default=0.0)
+        roster = campaign.closed = ClosedRoster(loads.plan, self.now, averaged_s)
         campaign.grounds.close(offers)
-        campaign.results = {}
-        campaign.reports = {}
-        campaign.reported_at = {}
-        campaign.missing, campaign.missed_at = {}, {}
-        campaign.extensions = 0
         campaign.enter(Stage.REDUCE, self.now)
         self.out.explain(Topic.ROUND, why)
-        roster = self.roster(campaign)
-        for peer in sorted(set(campaign.plan.reducers.values())):
-            self.out.post(peer, roster)
+        message = roster.message(campaign.ballot)
+        for peer in sorted(set(roster.plan.reducers.values())):
+            self.out.post(peer, message)
 
     def _kept_offers(self, campaign: Campaign) -> dict[PeerId, Offer]:
         able = campaign.offers.keys() - campaign.excluded.keys()
@@ -388,10 +316,3 @@ class Collector(Role):
         lines = loads.lines(tuple(late.peers) if late else ())
         free_s, limit_s = self._free_s(campaign, loads.waiting), 2 * self.timers.reduce_s
         return too_thin(lines, invested_s, free_s, limit_s)
-
-    def roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
-        """The message that says who averages what, or only that the convener is there."""
-        assert campaign.plan is not None
-        offers = {} if is_heartbeat else campaign.plan.offers
-        able = {} if is_heartbeat else campaign.plan.able
-        return Roster(campaign.ballot, campaign.plan.roster_id, offers, able)

@@ -23,7 +23,7 @@ Exchanged = dict[tuple[PeerId, Digest], float]
 """When a peer was last told this tip, or asked for a newer one than this."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Contacts(Role):
     """The others, as far as messages show them."""
 

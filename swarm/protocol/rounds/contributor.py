@@ -26,7 +26,7 @@ from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.voting import why_no_vote
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Contributor(Role):
     """Puts this peer's work, and its wish to come or go, before the convener."""
 

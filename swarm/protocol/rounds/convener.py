@@ -9,10 +9,12 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Accept, Ballot, Hello, Message, Prepare, Ready, Reduced
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.averaging import Averaging
-from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.rounds.merger import Merger
+from swarm.protocol.rounds.phase1 import Phase1
 from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.succession import Succession
@@ -22,7 +24,7 @@ SLACK, LONGEST = 1.25, 2.5
 """A line may take so much longer than it says, and so many T_red: others give an attempt three."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Convener(Role):
     """Takes a campaign from stage to stage: to collect, to reduce, to vote, decided."""
 
@@ -30,6 +32,8 @@ class Convener(Role):
     succession: Succession
     contributor: Contributor
     acceptor: Acceptor
+    merger: Merger
+    phase1: Phase1
     collector: Collector
     averaging: Averaging
     proposer: Proposer
@@ -60,7 +64,7 @@ class Convener(Role):
         if ballot.attempt == 0:
             # Offers that came before the campaign [C1]; what is missing is asked for by polls.
             for peer, ready in self.contacts.readies.items():
-                self.collector.take_ready(campaign, peer, ready)
+                self._take_ready(campaign, peer, ready)
         else:
             self._broadcast(Prepare(ballot))
         self.out.post(self.me, self.contributor.ready(ballot))
@@ -89,8 +93,12 @@ class Convener(Role):
             if not self.acceptor.turn_problem(ready.ballot.convener, ready.ballot):
                 self.succession.note_ballot(ready.ballot)
             return
-        self.collector.take_ready(campaign, source, ready)
+        self._take_ready(campaign, source, ready)
         self.advance()
+
+    def _take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
+        if self.collector.take(campaign, source, ready):
+            self.phase1.take(campaign, source, ready)
 
     def _redirect(self, source: PeerId, ready: Ready) -> None:
         """Tells a peer that takes this one for the convener about a higher ballot."""
@@ -118,13 +126,26 @@ class Convener(Role):
             return
         value = None
         if campaign.stage is Stage.COLLECT:
-            value = self.collector.collect(campaign)  # it may close the roster
+            value = self._collected(campaign)
         if campaign.stage is Stage.REDUCE:
             value = self.averaging.composed(campaign)
         if value:
             self.proposer.propose(campaign, value.manifest, value.evidence, value.why)
         elif campaign.stage is Stage.VOTE and self.proposer.is_chosen(campaign):
             self.proposer.decide(campaign)
+
+    def _collected(self, campaign: Campaign) -> Value | None:
+        """What is to be proposed without a roster, if anything; else it may close the roster."""
+        promises = self.phase1.promises(campaign)
+        if promises is None:
+            return None
+        value = self.phase1.voted_before(campaign, promises)
+        if value:
+            return value
+        if self.standing.is_due(self.tip):
+            return self.merger.composed()
+        self.collector.close_if_due(campaign)
+        return None
 
     def tick(self) -> None:
         """Polls, waits no longer for what does not come, and ends what has no prospect."""
@@ -166,27 +187,29 @@ class Convener(Role):
         if campaign.stage is not Stage.REDUCE:
             return
         reduce_s, grace_s = self.timers.reduce_s, self.timers.grace_s
-        known_s = min(SLACK * campaign.averaged_s, LONGEST * reduce_s)
-        limit_s = max(reduce_s * (1 + campaign.extensions), known_s)
+        known_s = min(SLACK * campaign.roster.averaged_s, LONGEST * reduce_s)
+        limit_s = max(reduce_s * (1 + campaign.roster.extensions), known_s)
         if age_s < limit_s:
             lost_s = self.timers.lost_after_s(reduce_s)
-            silent = self.averaging.silent_sources(campaign, lost_s)
-            silent |= self.averaging.silent_reducers(campaign, lost_s)
+            silent = self.averaging.silent_sources(campaign.roster, lost_s)
+            silent |= self.averaging.silent_reducers(campaign.roster, lost_s)
             self._exclude(campaign, silent, lost_s)
             if campaign.stage is Stage.REDUCE and age_s >= grace_s:
-                self._exclude(campaign, self.averaging.gone_that_are_missed(campaign), grace_s)
+                self._exclude(
+                    campaign, self.averaging.gone_that_are_missed(campaign.roster), grace_s
+                )
             return
-        bad = self.averaging.whom_to_exclude(campaign)
+        bad = self.averaging.whom_to_exclude(campaign.roster)
         if bad:
-            accused = self.averaging.accused(campaign) & bad.keys()
+            accused = self.averaging.accused(campaign.roster) & bad.keys()
             self.withholding.suspect(accused, campaign.offers)
             self._exclude(campaign, bad, limit_s)
-        elif self.averaging.slow_sources(campaign) or not self._relieve(campaign):
-            campaign.extensions += 1
+        elif self.averaging.slow_sources(campaign.roster) or not self._relieve(campaign):
+            campaign.roster.extensions += 1
 
     def _exclude_refused(self, campaign: Campaign) -> None:
         """Leaves out whose values were refused, without waiting for anything [C4, U1]."""
-        self._exclude(campaign, self.averaging.refused_values(campaign), 0.0)
+        self._exclude(campaign, self.averaging.refused_values(campaign.roster), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
         """Begins a new roster without these peers; goes on as before if there are none."""
@@ -209,9 +232,8 @@ class Convener(Role):
         Two peers that do not reach each other are no reason to drop the work of either: others
         reach both.
         """
-        plan, stuck = campaign.plan, self.averaging.late_reducers(campaign)
-        assert plan is not None
-        if campaign.relieved or not set(plan.able) - stuck:
+        stuck = self.averaging.late_reducers(campaign.roster)
+        if campaign.relieved or not set(campaign.roster.plan.able) - stuck:
             return False
         campaign.relieved = stuck
         names = ", ".join(sorted(stuck))
@@ -235,15 +257,15 @@ class Convener(Role):
             self.proposer.repeat(campaign, campaign.proposal)
 
     def _poll_reducers(self, campaign: Campaign) -> None:
-        late = self.averaging.late_reducers(campaign)
-        full = self.collector.roster(campaign)
-        heartbeat = self.collector.roster(campaign, is_heartbeat=True)
+        late = self.averaging.late_reducers(campaign.roster)
+        full = campaign.roster.message(campaign.ballot)
+        heartbeat = campaign.roster.heartbeat(campaign.ballot)
         for peer in self.tip.members:
             if peer in late:
                 self.out.post(peer, full)
             elif peer != self.me:
                 self.out.post(peer, heartbeat)
-        for peer in sorted(self.averaging.missed(campaign)):
+        for peer in sorted(self.averaging.missed(campaign.roster)):
             self.out.post(peer, Hello(ask=True))
 
     @property
@@ -260,12 +282,7 @@ class Convener(Role):
         if not self.contacts.hears_quorum(limit_s):
             return f"no quorum was heard for {limit_s:.1f} s"
         since = self.now - limit_s
-        if campaign.stage is Stage.COLLECT and not self._answers_suffice(campaign, since):
-            answered = sum(at >= since for at in campaign.answered_at.values())
+        if campaign.stage is Stage.COLLECT and not self.phase1.is_answered(campaign, since):
+            answered = self.phase1.num_answers(campaign, since)
             return f"only {answered} answers within {limit_s:.1f} s, no quorum"
         return None
-
-    def _answers_suffice(self, campaign: Campaign, since: float) -> bool:
-        """Whether a quorum answered lately; an almost deaf convener must not hold an attempt."""
-        recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
-        return self.standing.has_quorum([self.me, *recent])

@@ -13,7 +13,7 @@ from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Life
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Forks(Role):
     """Judges the reforms of others; the adopter fetches and applies them."""
 

@@ -14,7 +14,7 @@ GREETED_PER_HELLO = 2
 MAX_GREETED_AT_ONCE = 16
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Gossip(Role):
     """Lets chains meet: all that peers on different tips say to each other."""
 

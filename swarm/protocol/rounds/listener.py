@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import PeerId
@@ -12,13 +11,13 @@ from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.gossip import Gossip
 from swarm.protocol.rounds.standing import Role
-from swarm.protocol.rounds.state import Life
+from swarm.protocol.rounds.state import Heights, Life
 from swarm.protocol.rounds.succession import Succession
 
 MAX_EARLY = 2048
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Listener(Role):
     """Decides when this peer hears only, and which messages are for now."""
 
@@ -28,8 +27,7 @@ class Listener(Role):
     succession: Succession
     gossip: Gossip
     forks: Forks
-    begin_height: Callable[[], None]
-    """Starts what the tip allows."""
+    heights: Heights
     _early: dict[tuple[PeerId, type], tuple[Header, Message]] = field(
         init=False, default_factory=dict
     )
@@ -77,7 +75,7 @@ class Listener(Role):
         self.life.listen_until = None
         succession = self.succession
         succession.top_since = succession.convener_at = succession.reign.since = self.now
-        self.begin_height()
+        self.heights.begin()
 
     def have_spoken(self) -> bool:
         """Whether all other members have shown, since listening began, to be no further."""

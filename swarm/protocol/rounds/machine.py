@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterable
 
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
@@ -27,7 +26,6 @@ from swarm.protocol.events import (
     UnitReduced,
     Unobtainable,
 )
-from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     Accept,
@@ -44,10 +42,10 @@ from swarm.protocol.messages import (
     Roster,
 )
 from swarm.protocol.rounds.checks import proposal_problem
-from swarm.protocol.rounds.parts import Parts, made
+from swarm.protocol.rounds.parts import Parts
 from swarm.protocol.rounds.phases import CampaignInfo, Phase, campaign_info, phase_of
-from swarm.protocol.rounds.rules import Randomness, Rules
-from swarm.protocol.rounds.state import Life, Peer, Sign, Work, nowhere, room_for_all, unsigned
+from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.rounds.state import Heights, Life, LocalPeer, Work
 from swarm.protocol.trust import Chain, Foothold
 
 
@@ -61,78 +59,66 @@ class RoundMachine:
     What a shell may use besides is public and listed under "for the shell".
     """
 
-    parts: ClassVar[Parts] = Parts()
-
     def __init__(
         self,
-        me: PeerId,
-        capacity: float,
-        rules: Rules,
-        timers: Timers,
+        peer: LocalPeer,
         record: Record,
         *,
         stored: Iterable[Digest],
-        now: float,
-        random: Randomness,
-        sign: Sign = unsigned,
-        is_dialable: bool = True,
-        uplink_of: Callable[[], int] = int,
-        room_of: Callable[[], int] = room_for_all,
-        fetches_ahead: bool = False,
         chain: Chain | None = None,
-        network_of: Callable[[PeerId], str | None] = nowhere,
-        credential: Credential | None = None,
+        parts: Parts | None = None,
     ) -> None:
-        self._peer = Peer(
-            me=me,
-            capacity=capacity,
-            rules=rules,
-            timers=timers,
-            now=now,
-            random=random,
-            sign=sign,
-            is_dialable=is_dialable,
-            uplink_of=uplink_of,
-            room_of=room_of,
-            fetches_ahead=fetches_ahead,
-            network_of=network_of,
-            credential=credential,
-        )
-        self._life = Life(now, now, now)
-        self._work = Work()
-        self._standing = self.parts.standing(self._peer, record, chain)
-        self._out = self._standing.out
-        self._put_together(set(stored))
+        """Gives each part the records and the parts that it uses.
 
-    def _put_together(self, stored: set[Digest]) -> None:
-        """Makes every part with the records and roles below it that its fields name."""
-        parts = self.parts
-        known: dict[str, Any] = {
-            "standing": self._standing,
-            "life": self._life,
-            "work": self._work,
-            "stored": stored,
-            "forget_height": self._forget_height,
-            "begin_height": self._begin_height,
-        }
-        known["contacts"] = self._contacts = made(parts.contacts, known)
-        known["blobs"] = self._blobs = made(parts.blobs, known)
-        known["succession"] = self._succession = made(parts.succession, known)
-        known["withholding"] = self._withholding = made(parts.withholding, known)
-        known["merger"] = self._merger = made(parts.merger, known)
-        known["contributor"] = self._contributor = made(parts.contributor, known)
-        known["acceptor"] = self._acceptor = made(parts.acceptor, known)
-        self._reducer = made(parts.reducer, known)
-        known["collector"] = self._collector = made(parts.collector, known)
-        known["averaging"] = made(parts.averaging, known)
-        known["proposer"] = self._proposer = made(parts.proposer, known)
-        known["convener"] = self._convener = made(parts.convener, known)
-        self._takeover = made(parts.takeover, known)
-        known["gossip"] = self._gossip = made(parts.gossip, known)
-        known["forks"] = self._forks = made(parts.forks, known)
-        known["adopter"] = self._adopter = made(parts.adopter, known)
-        self._listener = made(parts.listener, known)
-        self._reformer = made(parts.reformer, known)
+        Args:
+            peer: this peer, its rules and its clock.
+            record: what outlasted the last crash.
+            stored: blobs that are durable here.
+            chain: heads behind the tip; None: those that follow from the record.
+            parts: the class of each part; None: with all rules.
+        """
+        parts, now = parts or Parts(), peer.now
+        self._peer = peer
+        life = self._life = Life(now, now, now)
+        work = self._work = Work()
+        standing = self._standing = parts.standing(peer, record, chain)
+        self._out = standing.out
+        contacts = self._contacts = parts.contacts(standing)
+        blobs = self._blobs = parts.blobs(standing, set(stored))
+        succession = self._succession = parts.succession(standing, blobs)
+        withholding = self._withholding = parts.withholding(standing, contacts)
+        merger = self._merger = parts.merger(standing, blobs)
+        contributor = self._contributor = parts.contributor(standing, life, blobs, work, succession)
+        acceptor = self._acceptor = parts.acceptor(standing, blobs, succession, contributor, merger)
+        self._reducer = parts.reducer(standing, blobs, work, contributor, acceptor, withholding)
+        phase1 = self._phase1 = parts.phase1(standing, succession, acceptor)
+        collector = parts.collector(standing, contacts, work, contributor)
+        averaging = parts.averaging(standing, contacts)
+        proposer = self._proposer = parts.proposer(standing, contacts, blobs, succession)
+        convener = self._convener = parts.convener(
+            standing,
+            contacts,
+            succession,
+            contributor,
+            acceptor,
+            merger,
+            phase1,
+            collector,
+            averaging,
+            proposer,
+            withholding,
+        )
+        self._takeover = parts.takeover(standing, life, contacts, blobs, succession, convener)
+        gossip = self._gossip = parts.gossip(standing, contacts)
+        forks = self._forks = parts.forks(standing, life, contacts, blobs)
+        heights = Heights(self._forget_height, self._begin_height)
+        adopter = self._adopter = parts.adopter(
+            standing, life, contacts, blobs, work, merger, contributor, gossip, forks, heights
+        )
+        self._listener = parts.listener(
+            standing, life, contacts, blobs, succession, gossip, forks, heights
+        )
+        self._reformer = parts.reformer(standing, life, contacts, blobs, work, forks, adopter)
 
     # ------------------------------------------------------------ events
 
@@ -298,7 +284,7 @@ class RoundMachine:
         if standing.is_alone and standing.abstains():
             # It may have decided this height already, and others may hold that.
             self._reformer.reform("the only member has lost its record and casts no vote")
-        elif standing.may_vote() and self._collector.may_use_ballot_zero():
+        elif standing.may_vote() and self._phase1.may_use_ballot_zero():
             self._convener.start(Ballot(0, self.me), {})
         elif standing.decides_alone and standing.may_vote() and self._succession.campaign is None:
             self._takeover.take_over("this peer is the only voter")

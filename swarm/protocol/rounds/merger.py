@@ -8,10 +8,12 @@ from swarm.protocol.events import ComputeMerge, MergeComputed, Topic
 from swarm.protocol.manifest import Digest, Kind, Unit
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.rounds.blobs import Blobs, Pursuit
+from swarm.protocol.rounds.campaign import Value
+from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.standing import Role
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Merger(Role):
     """Computes the merge of a due tip."""
 
@@ -42,6 +44,14 @@ class Merger(Role):
             return False
         self.merged = dict(event.units)
         return True
+
+    def composed(self) -> Value | None:
+        """The manifest that follows, once the merge is computed [M2]."""
+        if self.merged is None:
+            return None
+        holders = dict.fromkeys(self.rules.expert_units, self.me)
+        manifest = compose_merge(self.tip, self.merged, holders, self.rules)
+        return Value(manifest, None, "merge computed")
 
     def awaits_own_merge(self, pursuit: Pursuit) -> bool:
         """Whether to wait for the own result, up to 2 T_red, before fetching others' bits [M6]."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.adopter import Adopter
@@ -18,15 +16,14 @@ from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.gossip import Gossip
 from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.merger import Merger
+from swarm.protocol.rounds.phase1 import Phase1
 from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.reformer import Reformer
-from swarm.protocol.rounds.standing import Role, Standing
+from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.rounds.takeover import Takeover
 from swarm.protocol.rounds.withholding import Withholding
-
-R = TypeVar("R", bound=Role)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +43,10 @@ class Parts:
     adopter: type[Adopter] = Adopter
     listener: type[Listener] = Listener
     contributor: type[Contributor] = Contributor
+    phase1: type[Phase1] = Phase1
     collector: type[Collector] = Collector
     averaging: type[Averaging] = Averaging
     proposer: type[Proposer] = Proposer
     convener: type[Convener] = Convener
     takeover: type[Takeover] = Takeover
     reformer: type[Reformer] = Reformer
-
-
-def made(part: type[R], known: Mapping[str, Any]) -> R:
-    """An instance of a part, given what its fields name."""
-    return part(**{each.name: known[each.name] for each in fields(part) if each.init})

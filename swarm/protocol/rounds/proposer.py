@@ -16,7 +16,7 @@ from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.schemas import MAX_HOLDERS
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Proposer(Role):
     """Has a manifest voted on."""
 

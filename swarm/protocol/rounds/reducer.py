@@ -33,7 +33,7 @@ RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Reducer(Role):
     """Averages the units that fall to this peer."""
 

@@ -19,7 +19,7 @@ from swarm.protocol.rounds.state import Life, Work
 from swarm.protocol.trust import reform_electors
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Reformer(Role):
     """Reforms, or follows the reform of others, once the own generation has stalled."""
 

@@ -11,7 +11,7 @@ from swarm.protocol.events import Persist, Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Accept, Accepted, Ballot, Header, Link, accept_statement
-from swarm.protocol.rounds.state import Outbox, Peer
+from swarm.protocol.rounds.state import LocalPeer, Outbox
 from swarm.protocol.trust import Chain
 
 NO_GENERATION = "00"
@@ -24,7 +24,7 @@ class Standing:
     Persistent is `record`, with `chain`; everything else is lost in a crash, by design.
     """
 
-    def __init__(self, peer: Peer, record: Record, chain: Chain | None) -> None:
+    def __init__(self, peer: LocalPeer, record: Record, chain: Chain | None) -> None:
         self.peer, self.me, self.rules = peer, peer.me, peer.rules
         self.record = record
         self.chain = chain or Chain.of(record)
@@ -116,7 +116,7 @@ class Standing:
         self.persist(replace(self.record, promised=vote.ballot, accepted=vote))
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Role:
     """What every role knows; its fields name the records and roles that it uses besides."""
 

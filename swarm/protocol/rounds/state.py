@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Effect, Reason, Send, Topic
+from swarm.protocol.events import Effect, Reason, Record, Send, Topic
 from swarm.protocol.invitation import Credential
 from swarm.protocol.manifest import ALL_EXPERTS, PeerId
 from swarm.protocol.messages import UNSIGNED, Declaration, Header, Message, Offer, Signature
@@ -32,8 +32,8 @@ def nowhere(_: PeerId) -> str | None:
     return None
 
 
-@dataclass(kw_only=True, eq=False)
-class Peer:
+@dataclass(eq=False)
+class LocalPeer:
     """What the machine is told from outside; no role writes it."""
 
     me: PeerId
@@ -96,6 +96,16 @@ class Outbox:
         """Hands over all effects since the last time."""
         effects, self.effects = self.effects, []
         return effects
+
+
+@dataclass(frozen=True)
+class Heights:
+    """From one height to the next, for the parts that apply a tip or end the listening."""
+
+    forget: Callable[[Record], None]
+    """Has all parts forget the height after the old record's tip."""
+    begin: Callable[[], None]
+    """Starts what the new tip allows."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ class Reign:
     """What this peer has taken up of them."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Succession(Role):
     """Conveners of this height; all of it is forgotten with the tip."""
 

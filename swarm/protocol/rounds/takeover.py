@@ -15,7 +15,7 @@ from swarm.protocol.rounds.state import Life
 from swarm.protocol.rounds.succession import Succession
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Takeover(Role):
     """Watches the convener and takes its place when it fails."""
 

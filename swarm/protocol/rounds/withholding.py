@@ -37,7 +37,7 @@ def left_out_after(
     return {peer: until[peer] for peer in outside[: (len(tip.members) - 1) // 2]}
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Withholding(Role):
     """What this peer has seen itself of peers that withhold; nobody's word alone adds to it."""
 

@@ -27,7 +27,7 @@ def require_missed(mutant: Mutant, schedule: str) -> None:
         schedule: fault class and seed, as A:0.
     """
     fault_class, _, seed = schedule.partition(":")
-    without = run_schedule(fault_class, int(seed), tested=mutant.tested, mix=mutant.mix)
+    without = run_schedule(fault_class, int(seed), tested=mutant, mix=mutant.mix)
     assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
     assert run_schedule(fault_class, int(seed), mix=mutant.mix).violation is None
 

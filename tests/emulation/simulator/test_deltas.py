@@ -28,7 +28,7 @@ new ones with `scripts/simulate --classes R --mutant NAME`."""
 @pytest.mark.parametrize("name", DELTA_MUTANTS)
 def test_a_removed_rule_of_deltas_breaks_an_invariant(name: str) -> None:
     mutant, (seed, invariant) = DELTA_MUTANTS[name], CAUGHT[name]
-    without = run_schedule("R", seed, tested=mutant.tested, mix=mutant.mix).violation
+    without = run_schedule("R", seed, tested=mutant, mix=mutant.mix).violation
     assert without is not None, f"nothing noticed the lack of {mutant.rule}"
     assert without.startswith(invariant)
 

@@ -24,13 +24,13 @@ from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.simulator.schedules import require_missed, require_sound
 from tests.emulation.simulator.test_scenarios import PEERS, best_tip, run, scenario
 from tests.protocol import (
-    round_pump,
     test_rounds_fetching,
     test_rounds_forks,
     test_rounds_many,
     test_rounds_takeover,
     test_rounds_trainees,
 )
+from tests.protocol.round_pump import Pump
 
 SEEDS = [
     pytest.param(range(12), id="few"),
@@ -113,7 +113,7 @@ BY_DIRECTED_TEST = {
 @pytest.mark.parametrize("name", BY_DIRECTED_TEST)
 def test_a_removed_rule_of_the_extended_model_fails_its_directed_test(name, monkeypatch):
     BY_DIRECTED_TEST[name]()
-    monkeypatch.setattr(round_pump, "RoundMachine", ALL_MUTANTS[name].tested.machine)
+    monkeypatch.setattr(Pump, "parts", ALL_MUTANTS[name])
     with pytest.raises(AssertionError):
         BY_DIRECTED_TEST[name]()
 
@@ -176,7 +176,7 @@ def test_a_peer_without_its_record_does_not_vote_again_where_it_may_have_voted()
 
 def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
     with pytest.raises(Violation, match="I1"):
-        shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"].tested)
+        shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"])
 
 
 class _ShownAnotherReform:
@@ -221,7 +221,7 @@ def test_a_voter_of_a_reform_that_is_shown_another_chain_abstains():
 
 def test_a_voter_of_a_reform_that_passed_for_a_newcomer_would_decide_a_height_twice():
     with pytest.raises(Violation, match="I1"):
-        shown_another_reform(EXTENDED_MUTANTS["members_alone_abstain"].tested)
+        shown_another_reform(EXTENDED_MUTANTS["members_alone_abstain"])
 
 
 def lone_member_forgets(tested=None):
@@ -244,7 +244,7 @@ def test_a_lone_member_without_its_record_goes_on_in_a_generation_of_its_own():
 
 def test_a_lone_member_that_voted_without_its_record_would_decide_a_height_twice():
     with pytest.raises(Violation, match="I1"):
-        lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"].tested)
+        lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"])
 
 
 def lone_member_comes_back(tested=None):
@@ -269,7 +269,7 @@ def test_a_vote_regained_in_a_generation_of_its_own_is_none_in_the_one_before():
 
 def test_a_reform_that_gave_back_all_votes_would_decide_a_height_twice():
     with pytest.raises(Violation, match="I1"):
-        lone_member_comes_back(EXTENDED_MUTANTS["reform_ends_abstention"].tested)
+        lone_member_comes_back(EXTENDED_MUTANTS["reform_ends_abstention"])
 
 
 def forget(world, name):

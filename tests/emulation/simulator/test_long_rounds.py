@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from swarm.emulation.simulator.long_rounds import Course, Work, go_through
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol.manifest import Kind
-from swarm.protocol.rounds import RoundMachine
 
-Check = Callable[[type[RoundMachine]], None]
+Check = Callable[[UnderTest], None]
 ALL = {"p0", "p1", "p2", "p3"}
 HOUR = 3600.0
 
@@ -42,41 +42,41 @@ def test_a_peer_that_lives_and_never_offers_does_not_lengthen_rounds_more_and_mo
 # ---------------------------------------------------------------- words
 
 
-def all_who_say_when_are_counted(machine: type[RoundMachine]) -> None:
-    course = go_through(steps(120.0, 122.0, 124.0, 126.0), 2, machine=machine)
+def all_who_say_when_are_counted(tested: UnderTest) -> None:
+    course = go_through(steps(120.0, 122.0, 124.0, 126.0), 2, tested=tested)
     assert course.contributors == [ALL, ALL]
     assert course.durations_s == pytest.approx([2520.0, 2520.0], abs=3.0)
     assert set(attempts(course)) == {0}, "somebody was deposed for waiting"
 
 
-def a_word_that_slips_does_not_bind_for_ever(machine: type[RoundMachine]) -> None:
+def a_word_that_slips_does_not_bind_for_ever(tested: UnderTest) -> None:
     slow = Work(12.0, 100, slip=2.0)
-    course = go_through({**steps(60.0, 60.0), "p2": slow}, 1, machine=machine)
+    course = go_through({**steps(60.0, 60.0), "p2": slow}, 1, tested=tested)
     assert course.durations_s[0] < 2300.0  # it would need 2,388
     assert course.contributors == [{"p0", "p1"}]
 
 
-def who_hangs_is_waited_for_in_vain_once(machine: type[RoundMachine]) -> None:
+def who_hangs_is_waited_for_in_vain_once(tested: UnderTest) -> None:
     works = steps(60.0, 60.0, 60.0) | {"p3": Work(60.0, 20, stuck_from=2)}
-    course = go_through(works, 4, machine=machine)
+    course = go_through(works, 4, tested=tested)
     assert course.contributors == [ALL, *[ALL - {"p3"}] * 3]
     assert max(course.durations_s[2:]) < 1.05 * 1200.0
 
 
-def who_is_cut_off_while_it_works_is_counted(machine: type[RoundMachine]) -> None:
+def who_is_cut_off_while_it_works_is_counted(tested: UnderTest) -> None:
     def cut(course: Course) -> None:
         course.world.split((("p0", "p1", "p2"), ("p3",)))
         course.world.at(1200.0, course.world.split, ())
 
     works = {peer: Work(120.0, 20) for peer in ALL}
-    course = go_through(works, 2, at=[(700.0, cut)], machine=machine)
+    course = go_through(works, 2, at=[(700.0, cut)], tested=tested)
     assert course.contributors == [ALL, ALL]
     assert not any(
         manifest.kind is Kind.REFORM for manifest in course.world.invariants.manifests.values()
     )
 
 
-def a_thin_line_holds_nobody_up(machine: type[RoundMachine]) -> None:
+def a_thin_line_holds_nobody_up(tested: UnderTest) -> None:
     """1 Mbit/s beside three of 20: its expert alone, 9 MB to three, takes 72 s. A peer without its
     expert is counted: its shared tensors take no longer than its work is worth."""
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
@@ -85,7 +85,7 @@ def a_thin_line_holds_nobody_up(machine: type[RoundMachine]) -> None:
         4,
         uplinks=uplinks,
         unit_bytes=3_000_000,
-        machine=machine,
+        tested=tested,
     )
     assert max(course.durations_s[:3]) < 60.0 + 15.0  # 68 to 73 s, by who convenes
     assert not any("p3" in contributors for contributors in course.contributors[:3])
@@ -93,7 +93,7 @@ def a_thin_line_holds_nobody_up(machine: type[RoundMachine]) -> None:
     assert course.contributors[3] == ALL and course.durations_s[3] < 60.0 + 35.0
 
 
-def a_thin_line_is_not_waited_for(machine: type[RoundMachine]) -> None:
+def a_thin_line_is_not_waited_for(tested: UnderTest) -> None:
     """Its peer is 10 s late, which its work would be worth; but its line would have it left out."""
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
     course = go_through(
@@ -101,7 +101,7 @@ def a_thin_line_is_not_waited_for(machine: type[RoundMachine]) -> None:
         2,
         uplinks=uplinks,
         unit_bytes=3_000_000,
-        machine=machine,
+        tested=tested,
     )
     assert max(course.durations_s) < 60.0 + 12.0
     assert course.contributors == [ALL - {"p3"}] * 2
@@ -121,13 +121,13 @@ CAUGHT: dict[str, Check] = {
 
 @pytest.mark.parametrize("check", dict.fromkeys(CAUGHT.values()), ids=lambda check: check.__name__)
 def test_of_a_long_round(check: Check) -> None:
-    check(RoundMachine)
+    check(UnderTest())
 
 
 @pytest.mark.parametrize("name", WAITING_MUTANTS)
 def test_a_removed_rule_of_waiting_is_caught(name: str) -> None:
     with pytest.raises(AssertionError):
-        CAUGHT[name](WAITING_MUTANTS[name].tested.machine)
+        CAUGHT[name](WAITING_MUTANTS[name])
 
 
 # ---------------------------------------------------------------- rounds of an hour

@@ -13,7 +13,7 @@ from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.schedule import build, run_schedule
 from tests.emulation.simulator.schedules import require_sound
 from tests.hostile import test_m02_members_of_one
-from tests.protocol import round_pump
+from tests.protocol.round_pump import Pump
 
 CAUGHT_BY_SCHEDULE = {
     "nothing_is_shown": "P:5",
@@ -64,7 +64,7 @@ def test_a_rule_that_is_removed_fails_its_directed_test(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BY_DIRECTED_TEST[name]()
-    monkeypatch.setattr(round_pump, "RoundMachine", LYING_MUTANTS[name].tested.machine)
+    monkeypatch.setattr(Pump, "parts", LYING_MUTANTS[name])
     with pytest.raises(AssertionError):
         BY_DIRECTED_TEST[name]()
 
@@ -78,7 +78,7 @@ def test_every_rule_has_a_test_that_shows_its_absence() -> None:
 def test_a_rule_that_is_removed_is_missed(name: str) -> None:
     fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
     mutant = LYING_MUTANTS[name]
-    outcome = run_schedule(fault_class, int(seed), tested=mutant.tested, mix=mutant.mix)
+    outcome = run_schedule(fault_class, int(seed), tested=mutant, mix=mutant.mix)
     assert outcome.violation, f"{mutant.rule}: nothing broke"
     if name == "pruned_by_count":
         assert outcome.violation.startswith("L3: ")

@@ -10,14 +10,14 @@ from functools import partial
 import pytest
 
 from swarm.emulation.simulator.mutants import MUTANTS
-from swarm.protocol.rounds import RoundMachine
 from tests.emulation.simulator.schedules import require_missed
 from tests.hostile import test_m03_garbage
 from tests.hostile.test_m02_members_of_one import alone
 from tests.hostile.test_m02_members_of_one import (
     test_nobody_votes_for_members_and_owners_that_do_not_follow as nobody_votes_for,
 )
-from tests.protocol import round_pump, test_rounds_takeover
+from tests.protocol import test_rounds_takeover
+from tests.protocol.round_pump import Pump
 
 CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
@@ -89,7 +89,6 @@ def test_a_removed_rule_breaks_an_invariant(name: str) -> None:
 def test_a_removed_rule_fails_its_directed_test(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = CAUGHT_BY_DIRECTED_TEST[name]
     check()
-    monkeypatch.setattr(round_pump, "RoundMachine", MUTANTS[name].tested.machine)
-    assert round_pump.RoundMachine is not RoundMachine
+    monkeypatch.setattr(Pump, "parts", MUTANTS[name])
     with pytest.raises((AssertionError, ValueError)):
         check()

@@ -55,6 +55,6 @@ def test_a_removed_rule_of_overlap_fails_its_directed_test(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BY_DIRECTED_TEST[name]()
-    monkeypatch.setattr(test_training, "Training", OVERLAP_MUTANTS[name].tested.training)
+    monkeypatch.setattr(test_training, "Training", OVERLAP_MUTANTS[name].training)
     with pytest.raises(AssertionError):
         BY_DIRECTED_TEST[name]()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import FOUNDING_GENERATION
@@ -50,9 +50,9 @@ def test_a_spared_majority_goes_on_beside_a_victim_that_goes_on_alone():
 
 def test_the_rounds_of_a_victim_are_no_progress_of_the_majority():
     with pytest.raises(Violation, match=r"I3: .* most of"):
-        run(ISOLATED, UnderTest(machine_of(_WaitsForAll)))
+        run(ISOLATED, UnderTest(collector=_WaitsForAll))
 
 
 def test_a_single_spared_peer_that_stands_still_is_noticed():
     with pytest.raises(Violation, match=rf"I3: .* at {SPARED[0]}"):
-        run(ISOLATED, UnderTest(machine_of(_FirstNeverApplies)))
+        run(ISOLATED, UnderTest(adopter=_FirstNeverApplies))

@@ -10,7 +10,7 @@ from swarm.emulation.simulator.faults import CALM_TIMERS, Scenario
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.schedule import build, play
-from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest, machine_of
+from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import FOUNDING_GENERATION
@@ -86,7 +86,7 @@ def test_fork_choice_by_tokens_would_never_bring_them_together():
     # The majority is not stalled, so it does not follow the richer reform [F2]; the minority sees
     # nothing better than its own.
     with pytest.raises(Violation, match="I5"):
-        run(FAST_MINORITY, MUTANTS["most_tokens_win"].tested)
+        run(FAST_MINORITY, MUTANTS["most_tokens_win"])
 
 
 MAJORITY_RETURNS = scenario(
@@ -124,7 +124,7 @@ def test_a_majority_that_comes_back_goes_on_with_the_survivors_chain(seed):
 
 def test_a_majority_that_does_not_listen_first_drops_the_survivors_work():
     kept = [
-        len(survivors_rounds(run(MAJORITY_RETURNS, UnderTest(machine_of(DeafAtBoot)), seed))[1])
+        len(survivors_rounds(run(MAJORITY_RETURNS, UnderTest(listener=DeafAtBoot), seed))[1])
         for seed in range(5)
     ]
     assert 0 in kept

@@ -1,0 +1,89 @@
+"""Phase 1 of a ballot: the promises of a quorum, and the value that they bind to [C1, C2, C6]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Accepted, Ballot, Ready
+from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.campaign import Campaign, Value
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.succession import Succession
+
+
+@dataclass(eq=False)
+class Phase1(Role):
+    """Collects promises, and finds what may have been decided under a lower ballot."""
+
+    succession: Succession
+    acceptor: Acceptor
+
+    def may_use_ballot_zero(self) -> bool:
+        """Attempt 0 needs no phase 1, so it is used once, by rank 0 alone [C1, P3]."""
+        is_first = self.tip.order[0] == self.me and self.standing.record.promised is None
+        return is_first and self.succession.top is None
+
+    def _is_required(self, ballot: Ballot) -> bool:
+        """Whether a quorum must promise before anything may be proposed [C2]."""
+        return ballot.attempt >= 1
+
+    def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
+        """Notes a member's READY if it is a voter's of the campaign's very ballot."""
+        if ready.ballot == campaign.ballot and source in self.standing.electorate():
+            campaign.answers[source] = ready
+            campaign.answered_at[source] = self.now
+
+    def num_answers(self, campaign: Campaign, since: float) -> int:
+        """How many voters have answered since then."""
+        return sum(at >= since for at in campaign.answered_at.values())
+
+    def is_answered(self, campaign: Campaign, since: float) -> bool:
+        """Whether a quorum answered lately; an almost deaf convener must not hold an attempt."""
+        recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
+        return self.standing.has_quorum([self.me, *recent])
+
+    def promises(self, campaign: Campaign) -> Mapping[PeerId, Ready] | None:
+        """Those of a quorum, or no one's where none are required; None while a quorum lacks."""
+        if not self._is_required(campaign.ballot):
+            return {}
+        promises = self._promises(campaign)
+        return promises if self.standing.has_quorum(promises) else None
+
+    def _promises(self, campaign: Campaign) -> Mapping[PeerId, Ready]:
+        """The promises to go by, at first without those of excluded peers [C2, C6].
+
+        Any quorum will do. One without the sources of unobtainable blobs does not have to propose
+        these again, only because a source itself has voted for them.
+        """
+        answers = campaign.answers
+        sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}
+        is_over = self.now - campaign.started_at >= self.timers.roster_s
+        return answers if is_over and not self.standing.has_quorum(sound) else sound
+
+    def voted_before(self, campaign: Campaign, promises: Mapping[PeerId, Ready]) -> Value | None:
+        """The value that has to be proposed again, if a promise shows a vote that counts [C2]."""
+        accepted = self._votes_found(promises)
+        if not accepted:
+            return None
+        chosen = self._choose_accepted(accepted)
+        digest = chosen.manifest.digest
+        for peer, ready in campaign.answers.items():
+            if ready.accepted and ready.accepted.manifest.digest == digest:
+                campaign.holders[peer] = None
+        why = f"accepted before under attempt {chosen.ballot.attempt}"
+        return Value(chosen.manifest, chosen.evidence, why)
+
+    def _votes_found(self, promises: Mapping[PeerId, Ready]) -> list[Accepted]:
+        """Votes cast under lower ballots, as far as they could have become a decision."""
+        votes = (ready.accepted for ready in promises.values())
+        return [
+            vote
+            for vote in votes
+            if vote and self.acceptor.proposal_problem(vote.manifest, vote.evidence) is None
+        ]
+
+    def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
+        """The vote with the highest ballot: it may have been decided already [C2]."""
+        return max(accepted, key=lambda vote: vote.ballot)
