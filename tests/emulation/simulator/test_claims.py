@@ -1,4 +1,4 @@
-"""A member that says it did all that it was dealt, in no time, and each rule that holds it."""
+"""What peers claim, of their work, invitations and networks, and each rule that holds them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ CAUGHT_BY_SCHEDULE = {
     "own_clock": "X:0",
     "any_deal": "X:0",
     "copied_invitations": "X:0",
+    "any_number_of_uses": "A:14",
+    "never_expired": "A:20",
+    "any_number_of_guests": "A:16",
+    "any_number_of_trainees": "V:2",
     "votes_are_kept": "A:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
