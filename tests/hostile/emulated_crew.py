@@ -8,6 +8,10 @@ from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
 from swarm.emulation.local_swarm import LocalSwarm
 from tests.scenarios.swarms import write_run
 
+LINE = ["--max-upload", "100mbit"]
+"""Lines of a kind: on loopback some Gbit/s are measured, and the peer with the most averages what
+others would [D3]. A peer that averages nothing does not see that values are withheld [C8]."""
+
 
 @contextmanager
 def crew_with(
@@ -29,6 +33,7 @@ def crew_with(
         folder / "swarm",
         run_file,
         3,
+        options=LINE,
         founder_options=["--wait-for-peers", "4"],
         program="peers.emulated",
     ) as swarm:

@@ -245,7 +245,7 @@ def invented_parents(attack: Attack) -> None:
 def nested_values(attack: Attack) -> None:
     node = attack.liar.node
     for subkey, value in ((DHTProtocol.IS_DICTIONARY, BOMB), (DICTIONARIES, b"")):
-        attack.at_each(lambda h, _, s=subkey, v=value: len(store_raw(node, h, s, v)))
+        attack.at_each(lambda _, peer, s=subkey, v=value: len(store_raw(node, peer, s, v)))
 
 
 def false_figures(attack: Attack) -> None:

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PHandlerError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
@@ -31,6 +32,7 @@ from swarm.network.bounded_msgpack import (
 )
 from swarm.network.node import Node
 from swarm.network.records import fetch_records, publish
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import ValidationRecord
 
 WAIT_S = 60.0
@@ -92,7 +94,7 @@ def stranger(nodes) -> Node:
     return nodes[1]
 
 
-def store(stranger: Node, victim: Node, subkey: bytes, value: bytes) -> list[bool]:
+def store(stranger: Node, victim: PeerId, subkey: bytes, value: bytes) -> list[bool]:
     """One raw `rpc_store` under `KEY`, past all that the sender's own side would check."""
     request = dht_pb2.StoreRequest(
         keys=[DHTID.generate(source=KEY).to_bytes()],
@@ -103,11 +105,8 @@ def store(stranger: Node, victim: Node, subkey: bytes, value: bytes) -> list[boo
     )
 
     async def call() -> list[bool]:
-        p2p, to, name = (
-            stranger._substrate.p2p,
-            victim._substrate.p2p.peer_id,
-            "DHTProtocol.rpc_store",
-        )
+        p2p, to = stranger._substrate.p2p, PeerID.from_base58(victim)
+        name = "DHTProtocol.rpc_store"
         answer = await p2p.call_protobuf_handler(to, name, request, dht_pb2.StoreResponse)
         return list(answer.store_ok)
 
@@ -123,13 +122,13 @@ def assert_it_lives(victim: Node, stranger: Node) -> None:
 @pytest.mark.parametrize("bomb", [BOMB, DICTIONARIES, nested(3000)], ids=["936 B", "0x50", "15 kB"])
 def test_a_nested_dictionary_is_refused_and_counted(victim, stranger, bomb: bytes) -> None:
     with pytest.raises(P2PHandlerError, match="nested more than 16 deep"):
-        store(stranger, victim, b"", bomb)
+        store(stranger, victim.peer_id, b"", bomb)
     assert victim.traffic.refused == {"record_nesting": 1}
     assert_it_lives(victim, stranger)
 
 
 def test_a_nested_subkey_is_never_decoded(victim, stranger) -> None:
-    assert store(stranger, victim, BOMB, MSGPackSerializer.dumps(b"x")) == [False]
+    assert store(stranger, victim.peer_id, BOMB, MSGPackSerializer.dumps(b"x")) == [False]
     assert victim.traffic.refused == {"record_owner": 1}
     assert_it_lives(victim, stranger)
 
@@ -177,7 +176,7 @@ def test_a_nested_answer_blinds_nobody(victim, stranger, monkeypatch) -> None:
 def test_a_dictionary_of_anything_is_refused_and_counted(victim, stranger, content) -> None:
     hostile = msgpack.packb(msgpack.ExtType(0x50, msgpack.packb(content)))
     try:
-        assert store(stranger, victim, b"", hostile) == [False]
+        assert store(stranger, victim.peer_id, b"", hostile) == [False]
     except P2PHandlerError as error:
         assert "record" in str(error)
     assert victim.traffic.refused == {"record_schema": 1}
