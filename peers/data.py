@@ -12,32 +12,22 @@ from typing import Any
 import click
 import numpy as np
 
-from peers.option_values import require_folder
-from peers.options import OPTIONS, Program, option, version_option
-from peers.program_log import configure_logging
+from peers.command_line.command import configure_logging
+from peers.command_line.option_values import require_folder
+from peers.command_line.options import OPTIONS, Program, option, version_option
 from swarm import durable
 from swarm.config import RunConfig, parse_config
-from swarm.data.corpus import listed_corpus, open_corpus
-from swarm.data.datasets_text import DatasetText
+from swarm.data import shard_writer
+from swarm.data.corpus import listed_corpus, open_corpus, open_mixture
+from swarm.data.dataset_rows import DatasetText
 from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, whole_held_out
-from swarm.data.mixture import open_mixture
-from swarm.data.ready import ReadyTokens, ready_tokens
-from swarm.data.shard_writer import (
-    HEADER,
-    SHARD_TOKENS,
-    Contents,
-    Pass,
-    Source,
-    write_shards,
-)
 from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared
-from swarm.data.tokenise import BYTE
-from swarm.data.tokenizer import Tokenizer
-from swarm.data.tokenizer_file import FILE, open_tokenizer
-from swarm.data.training import train_tokenizer
+from swarm.data.token_arrays import ReadyTokens, ready_tokens
+from swarm.data.tokenizer import BYTE, Tokenizer
+from swarm.data.tokenizer_file import FILE, open_tokenizer, train_tokenizer
 from swarm.errors import DataError
-from swarm.protocol.printable import printable
+from swarm.protocol.records.printable import printable
 from swarm.run_files import read_text
 
 MODEL_MAX_LENGTH = 2**20
@@ -99,7 +89,7 @@ def train(
     gigabytes is enough for any vocabulary.
     """
     require_folder(out)
-    one_pass = Pass(open_corpus(corpus, column, follow_links=bool(follow_links)))
+    one_pass = shard_writer.Pass(open_corpus(corpus, column, follow_links=bool(follow_links)))
     made = train_tokenizer(one_pass.training_documents(), vocab_size)
     contents = one_pass.contents()
     if not contents.documents:
@@ -128,7 +118,7 @@ def train(
 @option(
     "--shard-tokens",
     type=click.IntRange(min=1),
-    default=SHARD_TOKENS,
+    default=shard_writer.SHARD_TOKENS,
     show_default=True,
     help="A shard is closed by the first document that reaches this size.",
 )
@@ -185,10 +175,10 @@ def tokenise(
         if dataset
         else _source(run, corpus, column, used, input_end_of_text, follow_links=bool(follow_links))
     )
-    if (out / HEADER).exists():
+    if (out / shard_writer.HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
     durable.make_folder(out)
-    write_shards(
+    shard_writer.write_shards(
         source,
         out,
         used,
@@ -228,11 +218,11 @@ def info(
         raise click.UsageError("name a folder, or --initial-peers ADDRESS (SWARM_INITIAL_PEERS)")
     folder = folder.expanduser().absolute() if folder else None
     if folder is None or (folder / _RUNS).is_dir():
-        from peers.text_coverage import coverage  # loads torch and hivemind: not for --help
+        from peers.actions.text_coverage import coverage  # loads torch and hivemind: not for --help
 
         _say(coverage(folder, initial_peers, run_id), as_json)
         return
-    if not (folder / HEADER).exists() and (folder / FILE).exists():
+    if not (folder / shard_writer.HEADER).exists() and (folder / FILE).exists():
         found = open_tokenizer(folder)
         _say(
             {
@@ -250,7 +240,7 @@ def info(
         _show(prepared, prepared.opened(), as_json=as_json, list_skipped=list_skipped)
         return
     text = listed_corpus(folder, column, follow_links=bool(follow_links))
-    one_pass = Pass(text)
+    one_pass = shard_writer.Pass(text)
     deque(one_pass.training_documents(), maxlen=0)
     contents = one_pass.contents()
     figures = _shown(contents, as_json)
@@ -303,7 +293,7 @@ def _source(
     input_end_of_text: int | None,
     *,
     follow_links: bool,
-) -> Source:
+) -> shard_writer.Source:
     if run:
         config = parse_config(RunConfig, read_text(run, "runs"), source=str(run))
         if config.data.mixture:
@@ -315,7 +305,7 @@ def _source(
     return open_corpus(corpus, column, follow_links=follow_links)
 
 
-def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
+def _held_out(source: shard_writer.Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
     size, is_ready = 0, isinstance(source, ReadyTokens)
     # An id has 4 bytes here, and hardly less than one of text.
@@ -347,7 +337,7 @@ def _show(prepared: Prepared, shards: Shards, *, as_json: bool, list_skipped: bo
         _say_read(shards.contents, list_skipped)
 
 
-def _shown(contents: Contents, as_json: bool) -> dict[str, Any]:
+def _shown(contents: shard_writer.Contents, as_json: bool) -> dict[str, Any]:
     """The figures of a text; for programs also what was not read, by reason and by name."""
     found = asdict(contents)
     if not as_json:
@@ -356,7 +346,7 @@ def _shown(contents: Contents, as_json: bool) -> dict[str, Any]:
     return found
 
 
-def _say_read(contents: Contents, list_skipped: bool | None) -> None:
+def _say_read(contents: shard_writer.Contents, list_skipped: bool | None) -> None:
     """A line on what was read and what was not, and every name of it where it is asked for."""
     for line in (contents.summary(), *(contents.tally.names() if list_skipped else ())):
         click.echo(printable(line))

@@ -9,18 +9,11 @@ from dataclasses import asdict
 
 import click
 
-from peers.findings import (
-    Examined,
-    Finding,
-    Level,
-    findings_of,
-    nat_of,
-    verdict_of,
-)
-from peers.options import Options, options, program
+from peers.actions.findings import Examined, Finding, Level, findings_of, nat_of, verdict_of
+from peers.command_line.options import Options, options, program
 from peers.peer import PEER_OPTIONS, in_effect
 from swarm.errors import NobodyReachable
-from swarm.protocol.printable import printable
+from swarm.protocol.records.printable import printable
 
 VERDICTS = {
     True: "This machine can take part.",
@@ -49,7 +42,7 @@ def main(context: click.Context, given: Options) -> None:
         return
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
-    from peers.examining import examine  # loads torch and hivemind: not for --help
+    from peers.actions.examination import examine  # loads torch and hivemind: not for --help
 
     examined = examine(given)
     findings = findings_of(examined)

@@ -27,34 +27,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from peers.actions.printed import Printed
 from peers.peer import main
-from peers.printed import Printed
 from swarm.background import SYSTEM, SupervisedThread
-from swarm.emulation.controls import (
-    FOLDER_VARIABLE,
-    INDEX_VARIABLE,
-    Caught,
-    ControlFolder,
-    Trap,
-)
-from swarm.network.record_file import RecordFile
-from swarm.network.watching import CarryOut
-from swarm.protocol.events import (
-    Apply,
-    ComputeMerge,
-    Effect,
-    Event,
-    Fetch,
-    Persist,
-    Received,
-    Reduce,
-    Send,
-)
-from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Commit, Propose, Roster
-from swarm.protocol.records import PeerState
+from swarm.emulation import controls
+from swarm.network.rounds.record_file import RecordFile
+from swarm.network.rounds.round_driver import CarryOut
+from swarm.protocol.messages import events
+from swarm.protocol.messages.messages import Commit, Propose, Roster
+from swarm.protocol.records.records import PeerState
 from swarm.protocol.rounds import RoundMachine
-from swarm.train.engine import StepStats
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId
+from swarm.train.engine.engine import StepStats
 
 NO_ROUND = 2**31
 SETTLE_S = 0.1
@@ -73,7 +57,7 @@ class Spot:
 class Emulation(Printed):
     """What this process knows of the drill that it is part of, and its traps."""
 
-    def __init__(self, folder: ControlFolder, peer: int) -> None:
+    def __init__(self, folder: controls.ControlFolder, peer: int) -> None:
         self.folder, self.peer = folder, peer
         self.controls = folder.controls(peer)
         self.machine: RoundMachine | None = None
@@ -85,7 +69,7 @@ class Emulation(Printed):
         """When the local step under way began."""
         self.reduces_on: Digest = ""
         """Tip on which this peer is a reducer."""
-        self.unsent: list[Send] = []
+        self.unsent: list[events.Send] = []
         """COMMITs of a decision that are held back until it is applied here."""
         self.real_time = time.time
 
@@ -118,7 +102,7 @@ class Emulation(Printed):
         for trap in self.folder.armed():
             if not self._is_for_me(trap, phase, spot):
                 continue
-            caught = Caught(trap.name, self.peer, spot.round, self.real_time())
+            caught = controls.Caught(trap.name, self.peer, spot.round, self.real_time())
             if self.folder.take(trap, caught):
                 os.kill(os.getpid(), signal.SIGSTOP)
                 # Another thread may be the one that takes the signal: this one must not go on.
@@ -129,7 +113,7 @@ class Emulation(Printed):
         """Whether a trap for this phase would catch this peer there."""
         return any(self._is_for_me(trap, phase, spot) for trap in self.folder.armed())
 
-    def _is_for_me(self, trap: Trap, phase: str, spot: Spot) -> bool:
+    def _is_for_me(self, trap: controls.Trap, phase: str, spot: Spot) -> bool:
         return trap.catches(phase=phase, number=spot.round, peer=self.peer, roles=spot.roles)
 
     def spot(self) -> Spot:
@@ -192,31 +176,34 @@ class Emulation(Printed):
         """See the table."""
         self.at("leave")
 
-    def before_event(self, event: Event) -> None:
+    def before_event(self, event: events.Event) -> None:
         """A reducer hears of it by the ROSTER."""
-        message, machine = event.message if isinstance(event, Received) else None, self.machine
+        message, machine = (
+            event.message if isinstance(event, events.Received) else None,
+            self.machine,
+        )
         if machine and isinstance(message, Roster) and machine.me in message.reducers:
             self.reduces_on = machine.tip.digest
             self.at("roster")
 
-    async def carry_out(self, effect: Effect, act: CarryOut) -> None:
+    async def carry_out(self, effect: events.Effect, act: CarryOut) -> None:
         """Traps before and after what the round machine has done, one effect after another."""
-        if isinstance(effect, Persist):
+        if isinstance(effect, events.Persist):
             await self._persist(effect, act)
             return
-        if isinstance(effect, Send) and self._holds_back(effect):
+        if isinstance(effect, events.Send) and self._holds_back(effect):
             return
-        if isinstance(effect, Reduce):
+        if isinstance(effect, events.Reduce):
             self.at("reduce")
-        elif isinstance(effect, ComputeMerge):
+        elif isinstance(effect, events.ComputeMerge):
             self.at("merge")
-        elif isinstance(effect, Apply) and self.machine:
+        elif isinstance(effect, events.Apply) and self.machine:
             self.is_joiner &= self.machine.me not in effect.manifest.contributors
         await act(effect)
-        if isinstance(effect, Fetch):
+        if isinstance(effect, events.Fetch):
             self.at("fetch")
 
-    def _holds_back(self, effect: Send) -> bool:
+    def _holds_back(self, effect: events.Send) -> bool:
         """Whether a COMMIT waits until it is applied here, as somebody is to be caught between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
@@ -229,7 +216,7 @@ class Emulation(Printed):
             return True
         return False
 
-    async def _persist(self, effect: Persist, act: CarryOut) -> None:
+    async def _persist(self, effect: events.Persist, act: CarryOut) -> None:
         file = self.record_file
         assert file is not None, "rounds have begun"
         before = file.read() if file.path.exists() else None
@@ -264,11 +251,15 @@ class Emulation(Printed):
 
 def emulate(folder: Path, peer: int) -> Emulation:
     """What makes a peer part of a drill; this process has the wall clock that the drill says."""
-    emulation = Emulation(ControlFolder(folder), peer)
+    emulation = Emulation(controls.ControlFolder(folder), peer)
     time.time = emulation.clock
     emulation.follow()
     return emulation
 
 
 if __name__ == "__main__":
-    main(obj=emulate(Path(os.environ[FOLDER_VARIABLE]), int(os.environ[INDEX_VARIABLE])))
+    main(
+        obj=emulate(
+            Path(os.environ[controls.FOLDER_VARIABLE]), int(os.environ[controls.INDEX_VARIABLE])
+        )
+    )

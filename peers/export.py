@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from peers.option_values import require_folder
-from peers.options import Options, option, options, program
+from peers.command_line.option_values import require_folder
+from peers.command_line.options import Options, option, options, program
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,8 +100,14 @@ def main(
     assert folder is not None
     require_folder(folder)
     # The next load torch and hivemind: not for --help
-    from peers.evaluating import evaluator_of  # as said above
-    from peers.exporting import Plan, export_newest, follow, form_of, pushed_to  # as said above
+    from peers.actions.exports import (  # as said above
+        Plan,
+        evaluator_of,  # as said above
+        export_newest,
+        follow,
+        form_of,
+        pushed_to,
+    )
     from swarm.evaluation.scores import FILE  # as said above
 
     evaluator = evaluator_of(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from peers.options import Options, option, options, program
-from swarm.protocol.printable import printable
+from peers.command_line.options import Options, option, options, program
+from swarm.protocol.records.printable import printable
 
 
 @program("swarm-generate")
@@ -42,7 +42,7 @@ def main(
 ) -> None:
     """Prints a text that the exported model in DIR goes on with, as it comes."""
     # The next loads torch: not for --help
-    from swarm.export.generating import Sampling, generate, require_export  # as said above
+    from swarm.export.generation import Sampling, generate, require_export  # as said above
 
     require_export(folder)
     given = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from peers.options import Options, option, options, program
+from peers.command_line.options import Options, option, options, program
 from swarm import durable
 from swarm.errors import InvitationError, StateError
-from swarm.protocol.invitation import MAX_INVITES, MAX_ROUND, MAX_USES, MAX_WEIGHT, as_text
+from swarm.protocol.values.invitation import MAX_INVITES, MAX_ROUND, MAX_USES, MAX_WEIGHT, as_text
 
 if TYPE_CHECKING:
-    from swarm.peer.state_directory import RunDirectory
-    from swarm.protocol.manifest import Manifest
+    from swarm.peer.machine.state_directory import RunDirectory
+    from swarm.protocol.values.manifest import Manifest
 
 PACE_ROUNDS = 32
 """The present pace is that of so many rounds."""
@@ -65,11 +65,13 @@ def main(
     An invitation ends with a round and not at an hour, since all peers must agree on whether it is
     good; stderr says what that is at the run's present pace.
     """
-    from swarm.network.identity import load_or_create_identity, public_key_of  # not for --help
-    from swarm.network.invitations import invite  # loads hivemind and torch
-    from swarm.network.record_file import RecordFile  # loads hivemind and torch
-    from swarm.peer.kept_settings import identity_path_of  # loads hivemind and torch
-    from swarm.peer.state_directory import current_run_of  # loads hivemind and torch
+    from swarm.network.rounds.record_file import RecordFile  # loads hivemind and torch
+    from swarm.network.runs.signed_invitations import invite  # loads hivemind and torch
+    from swarm.network.wire.identity import load_or_create_identity, public_key_of  # not for --help
+    from swarm.peer.machine.state_directory import (
+        current_run_of,  # loads hivemind and torch
+        identity_path_of,  # loads hivemind and torch
+    )
 
     folder = given.state_dir.expanduser()
     run_id, directory = current_run_of(folder, given.run_id)

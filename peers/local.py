@@ -16,15 +16,14 @@ from typing import Any
 
 import click
 
-from peers.command import ending_as_ctrl_c
-from peers.option_values import file_of, require_folder
-from peers.options import Options, option, options, program
+from peers.command_line.command import ending_as_ctrl_c
+from peers.command_line.option_values import file_of, require_folder
+from peers.command_line.options import Options, option, options, program
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
-from swarm.emulation.link_profiles import LINKS
-from swarm.emulation.links import Links
+from swarm.emulation.links import LINKS, Links
 from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
@@ -186,8 +185,8 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults, "faults"), source=str(faults)) if faults else None
     for_all = peer_settings(options)
-    from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
-    from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+    from swarm.peer.text.run_start import founders_tokenizer, founders_weights  # loads torch, too
+    from swarm.peer.text.run_text import corpus_of  # loads torch: not for --help
 
     # A missing text or an unfit tokenizer or checkpoint ends it before it begins.
     corpus = options.peer_config().corpus

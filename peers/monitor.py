@@ -15,18 +15,18 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from peers.command import for_tables
-from peers.options import Options, option, options, program
+from peers.command_line.command import for_tables
+from peers.command_line.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.health import health_of
 from swarm.monitor.metrics import glossary
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Snapshot
 from swarm.monitor.terminal import render, waiting
-from swarm.protocol.printable import printable
+from swarm.protocol.records.printable import printable
 
 if TYPE_CHECKING:  # loads hivemind and torch
-    from swarm.peer.looking import History
+    from swarm.peer.guest import History
 
 
 class Source(Protocol):
@@ -92,7 +92,7 @@ def main(
         )
     show: Callable[[Source], None] = _live
     if http:
-        from peers.monitor_page import page_at  # starlette and uvicorn: only for the page
+        from peers.actions.monitor_page import page_at  # starlette and uvicorn: only for the page
 
         show = page_at(http)
     elif once:
@@ -116,7 +116,7 @@ def _source(
     to_end: bool,
 ) -> Iterator[Source]:
     if replay:
-        from peers.monitor_files import Replay  # reads state directories: only for this
+        from peers.actions.monitor_files import Replay  # reads state directories: only for this
 
         yield Replay(replay, to_end=to_end)
         return
@@ -128,9 +128,9 @@ def _source(
     # What one look misses the next one sees; lines on stderr would tear the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
-    from swarm.network.blobs import BlobStore  # with the next: not for --help
-    from swarm.network.observer import Observer  # loads hivemind and torch
-    from swarm.peer.looking import START_S, Watch  # loads hivemind and torch
+    from swarm.network.blobs.blob_store import BlobStore  # with the next: not for --help
+    from swarm.network.runs.observer import Observer  # loads hivemind and torch
+    from swarm.peer.guest import START_S, Watch  # loads hivemind and torch
 
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
@@ -143,7 +143,10 @@ def _source(
 def _kept(history: Path | None, events: tuple[Path, ...]) -> History | None:
     if not history and not events:
         return None
-    from peers.monitor_files import Earlier, HistoryFile  # as above: only where it is asked for
+    from peers.actions.monitor_files import (  # as above: only where it is asked for
+        Earlier,
+        HistoryFile,
+    )
 
     file = HistoryFile(history) if history else None
     return Earlier(events, file) if events else file

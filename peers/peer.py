@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from peers.options import Options, flags_of, options, program, require_founder
-from peers.toml_text import as_toml
+from peers.command_line.option_values import as_toml
+from peers.command_line.options import Options, flags_of, options, program, require_founder
 from swarm.config import PeerConfig
 
 if TYPE_CHECKING:
-    from swarm.peer.observing import PeerObserver
+    from swarm.peer.status.observing import PeerObserver
 
 
 PEER_OPTIONS = (
@@ -50,7 +50,7 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     if options.print_config:
         click.echo(in_effect(options, options.print_config))
         return
-    from peers.taking_part import take_part  # loads torch and hivemind: not for --help
+    from peers.actions.participation import take_part  # loads torch and hivemind: not for --help
 
     take_part(config, run, options, observer)
 
@@ -67,8 +67,10 @@ def in_effect(options: Options, kind: str) -> str:
     """
     if kind == "run":
         return as_toml(options.run_config())
-    from swarm.peer.kept_settings import with_kept  # with the next: not for --help
-    from swarm.peer.state_directory import StateDirectory  # loads torch and hivemind
+    from swarm.peer.machine.state_directory import (
+        StateDirectory,  # loads torch and hivemind
+        with_kept,  # with the next: not for --help
+    )
 
     path = StateDirectory.unlocked(options.state_dir).settings_path
     return as_toml(with_kept(options.peer_config(), path))

@@ -11,21 +11,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peers.command import for_tables
-from peers.options import Options, option, options, program
-from peers.toml_text import as_toml
+from peers.command_line.command import for_tables
+from peers.command_line.option_values import as_toml
+from peers.command_line.options import Options, option, options, program
 from swarm.config import NetworkSection, RunConfig
 from swarm.data.tokenizer import require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
-from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, WANTED_UTILISATION, Forecast, forecast
+from swarm.peer.machine.forecast import ASSUMED_MBIT, DAY_S, WANTED_UTILISATION, Forecast, forecast
 from swarm.progress import duration
 
 if TYPE_CHECKING:
     from swarm.model.cost import Cost
-    from swarm.peer.planning import RunPlan
-    from swarm.train.hardware import Machine
-    from swarm.train.ladder import EnginePlan
+    from swarm.peer.machine.engine_plan import RunPlan
+    from swarm.train.engine.hardware import Machine
+    from swarm.train.planning.ladder import EnginePlan
 
 KEYS = (
     "parameters_total",
@@ -126,10 +126,10 @@ def main(
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
-    from peers.link_tables import as_figures, link_named, print_link, table_for  # not for --help
+    from peers.actions.plan_tables import as_figures, link_named, print_link, table_for
 
     line = link_named(link) if link else None
-    from swarm.peer.planning import plan_run  # loads torch: not for --help
+    from swarm.peer.machine.engine_plan import plan_run  # loads torch: not for --help
 
     sizes = {"gpu": given.gpu, "gpus": gpus, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
@@ -169,7 +169,10 @@ def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
     console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
     console.print(losses_table(run, planned))
     if planned.machine.fabric.size > 1:
-        from peers.worker_tables import ways_table, workers_table  # loads torch: not for --help
+        from peers.actions.plan_tables import (  # loads torch: not for --help
+            ways_table,
+            workers_table,
+        )
 
         console.print(workers_table(run, planned))
         console.print(ways_table(run, planned))
@@ -178,13 +181,13 @@ def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
 def _of_workers(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
     if planned.machine.fabric.size == 1:
         return {}
-    from peers.worker_tables import workers_figures  # loads torch: not for --help
+    from peers.actions.plan_tables import workers_figures  # loads torch: not for --help
 
     return {"workers": workers_figures(run, planned)}
 
 
 def _figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
-    from swarm.train.ladder import describe  # loads torch: not for --help
+    from swarm.train.planning.ladder import describe  # loads torch: not for --help
 
     plan = planned.engine
     return asdict(planned.cost) | {

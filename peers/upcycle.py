@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from peers.option_values import require_folder
-from peers.options import OPTIONS, Program, option, version_option
-from peers.program_log import configure_logging
-from peers.toml_text import as_toml
+from peers.command_line.command import configure_logging
+from peers.command_line.option_values import as_toml, require_folder
+from peers.command_line.options import OPTIONS, Program, option, version_option
 from swarm import durable
 from swarm.errors import ConfigError
 from swarm.model.described import run_of_checkpoint
@@ -84,7 +83,7 @@ def main(
     if dense is None or out is None:
         raise ConfigError("--from and --out are both needed", hint="see swarm-upcycle --help")
     require_folder(out)
-    from swarm.model.upcycle import Recipe, Upcycling  # loads torch: not for --help
+    from swarm.model.upcycling import Recipe, Upcycling  # loads torch: not for --help
 
     chosen = Recipe(**recipe, norm_topk_prob=not no_norm_topk_prob)  # type: ignore[arg-type]
     work = Upcycling(dense, chosen)
@@ -109,7 +108,7 @@ def config(folder: Path, out: Path | None) -> None:
     folder = folder.expanduser()
     run = run_of_checkpoint(folder)
     from swarm.data.tokenizer_file import FILE  # loads torch: not for --help
-    from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
+    from swarm.peer.text.run_start import founders_tokenizer, founders_weights  # loads torch, too
 
     founders_weights(run, folder)
     flags = f"--initialise-from {folder}"

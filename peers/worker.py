@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from peers.command import ending_as_ctrl_c
-from peers.options import Options, option, options, program
+from peers.command_line.command import ending_as_ctrl_c
+from peers.command_line.options import Options, option, options, program
 from peers.peer import PASSIVE
 from swarm.errors import ConfigError
-from swarm.train.parallel.roster import Node, address_of, launched_by
+from swarm.train.workers.roster import Node, address_of, launched_by
 
 
 @program("swarm-worker")
@@ -62,9 +62,9 @@ def main(
         os.environ.setdefault(name, value)  # before OpenMP comes with torch
     import torch  # takes seconds: not for --help
 
-    from swarm.train.parallel.agent import Agent  # loads torch: not for --help
-    from swarm.train.parallel.handshake import key_at  # loads torch: not for --help
-    from swarm.train.parallel.nodes import versions  # loads torch: not for --help
+    from swarm.train.workers.agent import Agent  # loads torch: not for --help
+    from swarm.train.workers.controller_wire import key_at  # loads torch: not for --help
+    from swarm.train.workers.nodes import versions  # loads torch: not for --help
 
     launch = launched_by(os.environ)
     gpus = torch.cuda.device_count()

@@ -33,12 +33,12 @@ from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.held_out import HeldOut, held_out_documents, measured_on
 from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.cost import parameters
-from swarm.model.initialise import initial_tensors
-from swarm.train.resident import ResidentEngine
-from swarm.train.schedule import learning_rate
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.local_steps import learning_rate
+from swarm.train.engine.resident import ResidentEngine
 
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 TEXT = ((0, 2**40),)

@@ -20,19 +20,19 @@ from torch import Tensor
 from swarm.codecs import Content, allocate, cut_from, encoded, fill
 from swarm.config import NetworkSection, RunConfig, validate_config
 from swarm.experts import UnitLayout, expert_of_unit, expert_unit
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.founding import founding_manifest
-from swarm.network.node import Handlers, Node
-from swarm.network.record_file import RecordFile
-from swarm.network.round_driver import RoundDriver
-from swarm.network.serve import BlobServer
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Record
-from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Founding, Manifest, run_id
-from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.node.node import Handlers, Node
+from swarm.network.rounds.record_file import RecordFile
+from swarm.network.rounds.round_driver import RoundDriver
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.protocol.messages.events import Record
+from swarm.protocol.messages.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.layout import Layout, layout_of
+from swarm.protocol.values.manifest import Founding, Manifest, run_id
 
 HIDDEN = 128
 DEADLINE_S = 120.0

@@ -35,14 +35,14 @@ from typing import cast
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarm.network.identity import KEY_BYTES, Identity, peer_id_of, verify
-from swarm.network.record_file import RecordFile
-from swarm.protocol import signatures
-from swarm.protocol.events import Record
-from swarm.protocol.manifest import Head, Kind
-from swarm.protocol.messages import UNSIGNED, Ballot, Certificate, Link, accept_statement
-from swarm.protocol.proofs import MAX_PROOF_BYTES, Proof, encode_proof
-from swarm.protocol.trust import RECENT, Chain, Foothold, proof_problem
+from swarm.network.rounds.record_file import RecordFile
+from swarm.network.wire.identity import KEY_BYTES, Identity, peer_id_of, verify
+from swarm.protocol.chain.trust import RECENT, Chain, Foothold, proof_problem
+from swarm.protocol.messages import signatures
+from swarm.protocol.messages.events import Record
+from swarm.protocol.messages.message_bytes import MAX_PROOF_BYTES, Proof, encode_proof
+from swarm.protocol.messages.messages import UNSIGNED, Ballot, Certificate, Link, accept_statement
+from swarm.protocol.values.manifest import Head, Kind
 
 RUN = "spes-7b-0123456789abcdef"
 ROUNDS_A_DAY = 1440

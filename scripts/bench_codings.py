@@ -25,7 +25,7 @@ import torch
 from swarm.codecs import DTYPES, Content, Read, cut_from, encoded
 from swarm.codings import coded_bytes
 from swarm.config import Codec, Coding
-from swarm.deltas.units import Delta, apply_delta, elements_of, encode_delta
+from swarm.deltas.unit_deltas import Delta, apply_delta, elements_of, encode_delta
 from swarm.experts import Slice, UnitLayout
 
 GB = 1e9

@@ -32,13 +32,13 @@ from blake3 import blake3
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from swarm.config import NetworkSection
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PART_BYTES, PROTOCOL
-from swarm.network.fetch import Downloads, Want
-from swarm.network.node import Handlers, Node
-from swarm.network.serve import BlobServer
-from swarm.protocol.digests import PIECE_BYTES, digest_of_index, piece_index
-from swarm.protocol.sourcing import Limits
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PART_BYTES, PROTOCOL
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.node.node import Handlers, Node
+from swarm.protocol.exchange.sourcing import Limits
+from swarm.protocol.values.digests import PIECE_BYTES, digest_of_index, piece_index
 
 LOOPBACK = NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",))
 MIB = 2**20

@@ -19,7 +19,7 @@ from torch import Tensor
 from swarm.config import RunConfig, parse_config
 from swarm.experts import all_shapes, expert_of
 from swarm.model.cost import step_flops_with
-from swarm.train.engine import Engine
+from swarm.train.engine.engine import Engine
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
 LR = 1e-4

@@ -37,10 +37,10 @@ from bench_gpu_measure import (
 
 from swarm.config import RunConfig
 from swarm.errors import lacks_memory
-from swarm.train.engine import Engine
-from swarm.train.memory import need_of
-from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from swarm.train.stepping import make_engine
+from swarm.train.engine.engine import Engine
+from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.fallback_engine import make_engine
+from swarm.train.planning.memory import need_of
 
 WARM_UP = 2
 Found = dict[str, Any]

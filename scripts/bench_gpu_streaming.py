@@ -51,13 +51,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import Transformer
-from swarm.train.options import EngineKind, EngineOptions
-from swarm.train.stepping import make_engine
-from swarm.train.streaming.engine import StreamingEngine
+from swarm.train.engine.engine_options import EngineKind, EngineOptions
+from swarm.train.fallback_engine import make_engine
+from swarm.train.streaming.streaming_engine import StreamingEngine
 
 VARIANTS = ("streamed", "weights", "resident", "fsdp", "tuned")
 WARM_UP = 2

@@ -51,12 +51,12 @@ from internet_rounds import (
 
 from swarm.config import RunConfig
 from swarm.model.link_plan import ASSUMED, exchange_s, setting_of
-from swarm.network.identity import Identity, load_or_create_identity
-from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import MAX_MANIFEST_BYTES
+from swarm.network.wire.identity import Identity, load_or_create_identity
 from swarm.protocol.rounds import Rules
-from swarm.protocol.rounds.checks import successor_problem
-from swarm.protocol.rounds.rosters import offer_problem, plan_roster
+from swarm.protocol.rounds.policies.checks import successor_problem
+from swarm.protocol.rounds.policies.rosters import offer_problem, plan_roster
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import MAX_MANIFEST_BYTES
 
 HOME = RUN.with_name("spes_7b_home.toml")
 MODES = {

@@ -25,15 +25,15 @@ from pathlib import Path
 
 from rehearsal import RUN_FILE, add_common, folder_of, killing, report, settings, teller, tidy
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
-from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import LINKS
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.networks import open_links
-from swarm.network.record_file import RecordFile
+from swarm.network.rounds.record_file import RecordFile
 
 MODEL = settings(
     "model.hidden_size=256",

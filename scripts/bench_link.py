@@ -24,13 +24,12 @@ from pathlib import Path
 
 from rehearsal import add_common, folder_of, killing, report, settings, teller, tidy
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.config.amounts import link_rates
-from swarm.emulation.link_profiles import LINKS
-from swarm.emulation.links import Link
+from swarm.emulation.links import LINKS, Link
 from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import LocalSwarm, applied
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.errors import ConfigError
 from swarm.run_files import find_file
 

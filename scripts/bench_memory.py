@@ -24,12 +24,12 @@ import torch
 from swarm.config import RunConfig, parse_config
 from swarm.experts import all_shapes
 from swarm.model.cost import full_state_bytes
-from swarm.train.allocations import LiveBytes
-from swarm.train.ladder import describe
-from swarm.train.memory import need_of
-from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from swarm.train.sizes import Need, sizes_of
-from swarm.train.stepping import make_engine
+from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.engine.host_memory import LiveBytes
+from swarm.train.engine.sizes import Need, sizes_of
+from swarm.train.fallback_engine import make_engine
+from swarm.train.planning.ladder import describe
+from swarm.train.planning.memory import need_of
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
 PLANS = (("spes_2b", 1), ("spes_2b", 16), ("spes_7b", 8), ("spes_7b", 2))

@@ -38,11 +38,11 @@ from bench_gpu_measure import LR, SHAPES, batches, fill, reset_peak, run_of, set
 
 from swarm.config import RunConfig
 from swarm.experts import all_shapes, expert_of
-from swarm.train.engine import Engine
-from swarm.train.options import EngineKind, EngineOptions
-from swarm.train.parallel.crew import Crew, Place
-from swarm.train.parallel.engine import ParallelEngine
-from swarm.train.stepping import make_engine
+from swarm.train.engine.engine import Engine
+from swarm.train.engine.engine_options import EngineKind, EngineOptions
+from swarm.train.fallback_engine import make_engine
+from swarm.train.workers.crew import Crew, Place
+from swarm.train.workers.parallel_engine import ParallelEngine
 
 WARM_UP = 2
 RESIDENT = "resident"

@@ -32,13 +32,13 @@ from bench_gpu_measure import SHAPES, run_of
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.train.checkpoint import PrivateState, load_private, save_private
-from swarm.train.engine import EngineState
-from swarm.train.options import EngineOptions
-from swarm.train.parallel.crew import Crew, Place
-from swarm.train.parallel.engine import ParallelEngine
-from swarm.train.parallel.parts import num_bytes_of
-from swarm.train.tensor_file import Form, LazyTensors, forms_of
+from swarm.train.engine.engine import EngineState
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.tensor_file import Form, LazyTensors, forms_of
+from swarm.train.saving.checkpoint import PrivateState, load_private, save_private
+from swarm.train.workers.command_history import num_bytes_of
+from swarm.train.workers.crew import Crew, Place
+from swarm.train.workers.parallel_engine import ParallelEngine
 
 
 class OneByOne(LazyTensors):

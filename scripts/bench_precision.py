@@ -25,13 +25,13 @@ from swarm.data.corpus import open_corpus
 from swarm.data.held_out import HeldOut, held_out_documents, measured_on
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.experts import all_shapes
-from swarm.model.initialise import initial_tensors
-from swarm.train.memory import need_of
-from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from swarm.train.schedule import learning_rate
-from swarm.train.stepping import make_engine
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.engine.local_steps import learning_rate
+from swarm.train.fallback_engine import make_engine
+from swarm.train.planning.memory import need_of
 
 TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"

@@ -30,9 +30,9 @@ from blake3 import blake3
 
 from swarm.config import RunConfig, parse_config
 from swarm.model.cost import PRIVATE_BYTES, trained_per_peer
-from swarm.network.blobs import BlobStore
-from swarm.train.checkpoint import PrivateState, Saving, load_private, save_private
-from swarm.train.engine import EngineState
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.train.engine.engine import EngineState
+from swarm.train.saving.checkpoint import PrivateState, Saving, load_private, save_private
 
 SEVEN_B = Path(__file__).resolve().parent.parent / "configs/runs/spes_7b.toml"
 NUM_UNITS = 8

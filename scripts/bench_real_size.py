@@ -30,7 +30,7 @@ from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, teller, tidy
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.durable import bytes_on_disk
 from swarm.emulation.local_peer import LocalPeer
@@ -44,8 +44,8 @@ from swarm.model.cost import (
     shared_wire_bytes,
     trained_per_peer,
 )
-from swarm.train.options import EngineOptions
-from swarm.train.round_memory import host_peaks
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.planning.memory import host_peaks
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = 1.10

@@ -30,13 +30,14 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.config import MergingConfig, RunConfig, parse_config
-from swarm.emulation.simulator.surroundings import Packet, Payload
-from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest
-from swarm.emulation.simulator.world import World
+from swarm.emulation.simulator.faults.world import World
+from swarm.emulation.simulator.peers.participant import Character, Setup, UnderTest
+from swarm.emulation.simulator.peers.surroundings import Packet, Payload
 from swarm.errors import StateError
 from swarm.experts import expert_unit, shared_unit
-from swarm.network.costs import LARGE_BYTES
-from swarm.network.identity import (
+from swarm.network.fetch.bulk import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
+from swarm.network.rounds.inbound import MANY
+from swarm.network.wire.identity import (
     KEY_BYTES,
     SIGNATURE_BYTES,
     Identity,
@@ -44,26 +45,12 @@ from swarm.network.identity import (
     peer_id_of,
     verify,
 )
-from swarm.network.inbound import MANY
-from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
-from swarm.protocol import wire
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
-from swarm.protocol.events import Received, Record
-from swarm.protocol.figures import routing_figures
-from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import (
-    FOUNDING_GENERATION,
-    MAX_MANIFEST_BYTES,
-    Entry,
-    Founding,
-    Kind,
-    Manifest,
-    Member,
-    PeerId,
-    decode_manifest,
-)
-from swarm.protocol.messages import (
+from swarm.network.wire.ledger import LARGE_BYTES
+from swarm.protocol.exchange.sourcing import Sourcing
+from swarm.protocol.membership.ownership import assign
+from swarm.protocol.messages import message_bytes
+from swarm.protocol.messages.events import Received, Record
+from swarm.protocol.messages.messages import (
     Accept,
     Ballot,
     Certificate,
@@ -82,9 +69,8 @@ from swarm.protocol.messages import (
     Signature,
     accept_statement,
 )
-from swarm.protocol.ownership import assign
-from swarm.protocol.presence import look_every_s, shards_at_once
-from swarm.protocol.records import (
+from swarm.protocol.messages.schemas import MAX_HOLDERS
+from swarm.protocol.records.records import (
     HEARTBEAT_S,
     NUM_SHARDS,
     PeerRecord,
@@ -92,15 +78,28 @@ from swarm.protocol.records import (
     RunRecord,
     RunState,
     encode_record,
+    routing_figures,
 )
 from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
-from swarm.protocol.rounds.checks import successor_problem
-from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
-from swarm.protocol.rounds.composition import Attendance, compose_round
-from swarm.protocol.rounds.relays import relays_of_body
-from swarm.protocol.rounds.rosters import Plan, assign_reducers, offer_problem, plan_roster
-from swarm.protocol.schemas import MAX_HOLDERS
-from swarm.protocol.sourcing import Sourcing
+from swarm.protocol.rounds.policies.checks import successor_problem
+from swarm.protocol.rounds.policies.composition import Attendance, compose_round
+from swarm.protocol.rounds.policies.roster_deadline import Absent, OpenRoster, why_close
+from swarm.protocol.rounds.policies.rosters import Plan, assign_reducers, offer_problem, plan_roster
+from swarm.protocol.rounds.policies.slow_links import relays_of_body
+from swarm.protocol.timing.deadlines import Timers, look_every_s, shards_at_once
+from swarm.protocol.values.digests import PIECE_BYTES, digest_of, num_pieces
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import (
+    FOUNDING_GENERATION,
+    MAX_MANIFEST_BYTES,
+    Entry,
+    Founding,
+    Kind,
+    Manifest,
+    Member,
+    PeerId,
+    decode_manifest,
+)
 
 RUN = Path(__file__).parents[1] / "configs" / "runs" / "spes_7b.toml"
 SIMULATED = 64
@@ -305,7 +304,7 @@ def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
     for message in swarm.messages():
         row: dict[str, Any] = {"peers": swarm.num_peers, "message": kind_of(message)}
         try:
-            payload, attached = wire.encode(swarm.header, message)
+            payload, attached = message_bytes.encode(swarm.header, message)
         except StateError as error:
             rows.append(row | {"over_the_limit": str(error)})
             continue
@@ -313,13 +312,13 @@ def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
             "bytes": len(payload),
             "attached_bytes": sum(map(len, attached.values())),
             "attachments": len(attached),
-            "encode_ms": best_ms(partial(wire.encode, swarm.header, message)),
+            "encode_ms": best_ms(partial(message_bytes.encode, swarm.header, message)),
         }
         if max(map(len, attached.values()), default=0) > MAX_MANIFEST_BYTES:
             rows.append(row | {"over_the_limit": "the manifest is over 8 MiB"})
             continue
         forget_decoded()
-        decode = partial(wire.decode, payload, attached)
+        decode = partial(message_bytes.decode, payload, attached)
         row["decode_ms"] = once_ms(decode)
         row["decode_again_ms"] = best_ms(decode)
         rows.append(row)
@@ -328,7 +327,7 @@ def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 def forget_decoded() -> None:
     """Empties the caches of decoded offers and manifests."""
-    for cached in vars(wire).values():
+    for cached in vars(message_bytes).values():
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
 
@@ -596,7 +595,7 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
     few).
     """
     others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
-    sizes = {row["message"]: row.get("bytes", wire.MAX_MESSAGE_BYTES) for row in messages}
+    sizes = {row["message"]: row.get("bytes", message_bytes.MAX_MESSAGE_BYTES) for row in messages}
     told, answered, gossip = 0.0, 0.0, 0.0
     for kind, count in counted(simulated).items():
         num_bytes = sizes[kind] * count / ROUNDS
@@ -668,7 +667,7 @@ def summary(
         if "decode_ms" in row and row["attached_bytes"] <= LARGE_BYTES
     ]
     longest_ms, what = max(on_loop)
-    largest = max(messages, key=lambda row: row.get("bytes", wire.MAX_MESSAGE_BYTES + 1))
+    largest = max(messages, key=lambda row: row.get("bytes", message_bytes.MAX_MESSAGE_BYTES + 1))
     return {
         "peers": swarm.num_peers,
         "control_bytes_of_a_peer": sum(

@@ -35,21 +35,19 @@ from swarm.config import RunConfig, parse_config
 from swarm.experts import expert_of_unit
 from swarm.model.cost import parameters
 from swarm.model.link_plan import setting_of
-from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content, write
-from swarm.network.founding import founding_manifest
-from swarm.peer.agreed_model import Agreed, initial_contents
-from swarm.peer.live_model import LiveModel
-from swarm.peer.offering import Offering
-from swarm.peer.rounds import Rounds
-from swarm.peer.status import PeerStatus
-from swarm.peer.unit_threads import UnitThreads
-from swarm.protocol.adoption import Action, adopt
-from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Digest, Founding, Kind, Manifest, Unit
-from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.rounds.rules import Rules
-from swarm.train.resident import ResidentEngine
+from swarm.network.blobs.blob_store import BlobStore, store_content, write
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.peer.machine.cpu_threads import UnitThreads
+from swarm.peer.status.status import PeerStatus
+from swarm.peer.text.agreed_model import Agreed, initial_contents
+from swarm.peer.training.live_model import LiveModel
+from swarm.peer.training.offering import Offering, Rounds
+from swarm.protocol.messages.messages import Offer, OfferedUnit
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.training.adoption import Action, adopt
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import Digest, Founding, Kind, Manifest, Unit
+from swarm.train.engine.resident import ResidentEngine
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "runs" / "spes_7b_home.toml"
 SMALLER = (

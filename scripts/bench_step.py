@@ -39,10 +39,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from swarm.config import RunConfig, validate_config
 from swarm.experts import expert_of, expert_tensor, shared_shapes
 from swarm.model.huggingface import config_dict
-from swarm.model.initialise import initial_tensors
-from swarm.train.allocations import LiveBytes
-from swarm.train.options import EngineOptions
-from swarm.train.resident import ResidentEngine
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.host_memory import LiveBytes
+from swarm.train.engine.resident import ResidentEngine
 
 VARIANTS = ("ours", "plist", "stock")
 VOCABULARIES = {"byte": 260, "32k": 32_000}

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from peers.peer import PASSIVE
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import SwarmError

@@ -26,8 +26,7 @@ import tokenizers
 from swarm.data.corpus import Corpus, folder_corpus, standard_library_corpus
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
 from swarm.data.shard_writer import write_shards
-from swarm.data.tokenizer_file import FileTokenizer, open_tokenizer
-from swarm.data.training import train_tokenizer
+from swarm.data.tokenizer_file import FileTokenizer, open_tokenizer, train_tokenizer
 
 BATCH = 1000
 """Documents that `encode_batch_fast` gets at once."""

@@ -31,9 +31,8 @@ from swarm.data.corpus import Split, standard_library_corpus
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
 from swarm.data.shard_writer import write_shards
 from swarm.data.shards import open_folder
-from swarm.data.tokenise import BYTE
-from swarm.data.tokenizer import Tokenizer
-from swarm.data.training import train_tokenizer
+from swarm.data.tokenizer import BYTE, Tokenizer
+from swarm.data.tokenizer_file import train_tokenizer
 from swarm.experts import all_shapes
 
 BYTES = "bytes"

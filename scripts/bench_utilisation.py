@@ -80,12 +80,11 @@ from utilisation_rows import (
     table,
 )
 
-from peers.command import ending_as_ctrl_c
-from peers.link_tables import link_named
-from swarm.emulation.link_profiles import LINKS
-from swarm.emulation.links import Link, Links
+from peers.actions.plan_tables import link_named
+from peers.command_line.command import ending_as_ctrl_c
+from swarm.emulation.links import LINKS, Link, Links
 from swarm.emulation.local_swarm import LocalSwarm, applied
-from swarm.emulation.namespaces import (
+from swarm.emulation.networks import (
     FAST_MTU_BYTES,
     MTU_BYTES,
     NamespaceLinks,
@@ -94,8 +93,8 @@ from swarm.emulation.namespaces import (
 )
 from swarm.errors import ConfigError, SwarmError
 from swarm.model.cost import disk_bytes, owned_per_peer
-from swarm.train.options import EngineOptions
-from swarm.train.round_memory import host_peaks
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.planning.memory import host_peaks
 
 SCRIPTS = Path(__file__).resolve().parent
 MOST_TAKEN = 0.9

@@ -44,7 +44,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.emulation.local_swarm import LocalSwarm, applied
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"

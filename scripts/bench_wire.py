@@ -37,12 +37,12 @@ from typing import Any
 
 from rehearsal import RUN_FILE, add_common, folder_of, killing, settings, teller
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.links import Link
 from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import LocalSwarm, applied
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.errors import SwarmError
 from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
 from swarm.model.link_plan import Setting, cycle_bytes

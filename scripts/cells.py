@@ -27,7 +27,7 @@ from swarm.data.corpus import open_corpus
 from swarm.data.held_out import HeldOut, held_out_documents, measured_on
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 
 MEASURED = 2
 """The held-out loss is measured so often, the last time at the end."""

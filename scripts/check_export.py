@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.data.held_out import HeldOut
-from swarm.network.blobs import BlobStore
-from swarm.network.record_file import RecordFile
-from swarm.peer.held_out_text import held_out_of
-from swarm.peer.state_directory import RunDirectory
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.machine.state_directory import RunDirectory
+from swarm.peer.text.agreed_model import held_out_of
 
 TOLERANCE = 1e-3
 """Nats per token; both sides compute in fp32."""

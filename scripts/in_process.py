@@ -29,19 +29,18 @@ from swarm.codecs import (
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
-from swarm.deltas.means import reduced
-from swarm.deltas.units import Delta, apply_delta, difference, follow, rebase
+from swarm.deltas.unit_deltas import Delta, apply_delta, difference, follow, rebase, reduced
 from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
 from swarm.model.merge import donors_of, merged_part
-from swarm.peer.agreed_model import initial_contents
-from swarm.protocol.layout import layout_of
-from swarm.protocol.merging import alpha_at, merge_due, merged_until
-from swarm.protocol.ownership import assign
-from swarm.protocol.rounds.rules import Rules
-from swarm.protocol.weights import weights
-from swarm.train.engine import Engine
-from swarm.train.local_steps import Task, train_local_steps
-from swarm.train.resident import ResidentEngine
+from swarm.peer.text.agreed_model import initial_contents
+from swarm.protocol.membership.ownership import assign
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.schedule import alpha_at, merge_due, merged_until
+from swarm.protocol.values.work import weights
+from swarm.train.engine.engine import Engine
+from swarm.train.engine.local_steps import Task, train_local_steps
+from swarm.train.engine.resident import ResidentEngine
 
 
 class Entry(NamedTuple):

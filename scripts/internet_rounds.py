@@ -15,14 +15,14 @@ from math import exp, log
 from random import Random
 from statistics import median
 
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.digests import digest_of
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.messages.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import Rules
-from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, why_close
-from swarm.protocol.rounds.relays import relays_among, relays_of_body
-from swarm.protocol.rounds.rosters import assign_reducers
+from swarm.protocol.rounds.policies.roster_deadline import Absent, OpenRoster, Word, why_close
+from swarm.protocol.rounds.policies.rosters import assign_reducers
+from swarm.protocol.rounds.policies.slow_links import relays_among, relays_of_body
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.manifest import Manifest, PeerId
 
 ROUND = "a round figure of ours"
 OOKLA_US = "Ookla, USA, fixed lines, end of 2022 (potsandpansbyccg.com, Final 2022 Statistics)"
@@ -66,7 +66,7 @@ DOWN = (
 """Downlinks, likewise. A line has the same rank in both: the fast ones are of fibre."""
 RTT_S = 0.118
 """14 ms to a server nearby (median, as OOKLA_US) of both lines, and 90 ms from New York to London
-(Verizon's service level), as in swarm/emulation/link_profiles.py."""
+(Verizon's service level), as in swarm/emulation/links.py."""
 EXCHANGES = 20
 """Messages and asks of a round that follow each other: 4 until an offer is at the convener, 5 until
 the offers are at the reducers, 2 for values, 1 REDUCED, 3 for PROPOSE and body, 2 for means, 1

@@ -6,9 +6,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 
-from swarm.emulation.longevity.mutants import MUTANTS
-from swarm.emulation.longevity.runner import Job, Outcome, run_job
-from swarm.emulation.longevity.scale import Scale
+from swarm.emulation.longevity.audit import Scale
+from swarm.emulation.longevity.runner import MUTANTS, Job, Outcome, run_job
 from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from swarm.emulation.local_swarm import LocalSwarm
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/rehearsal.toml"

@@ -6,11 +6,11 @@ import sys
 import time
 
 from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
-from swarm.emulation.simulator.extended import EXTENDED
-from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
-from swarm.emulation.simulator.faults import CLASSES
-from swarm.emulation.simulator.hostile import ALL_CLASSES
-from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.emulation.simulator.fault_schedule import Outcome, run_schedule
+from swarm.emulation.simulator.faults.extended import EXTENDED
+from swarm.emulation.simulator.faults.faults import CLASSES
+from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
+from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 
 PROGRESS_EVERY_S = 10.0
 

@@ -13,7 +13,7 @@ from swarm import load_run
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import fault_reports, goodput, quiet_rounds, rounds_of, spread
-from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import LINKS
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.emulation.networks import open_links
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import swarm.peer.peer
+import swarm.peer.session
+from peers.actions.printed import Printed
 from peers.peer import main
-from peers.printed import Printed
 from swarm.config import RunConfig
 from swarm.emulation.controls import INDEX_VARIABLE
-from swarm.peer.observing import RoundReport
-from swarm.train.engine import StepStats
-from swarm.train.options import EngineOptions
-from swarm.train.resident import ResidentEngine
+from swarm.peer.status.observing import RoundReport
+from swarm.train.engine.engine import StepStats
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.resident import ResidentEngine
 
 STEP_VARIABLE = "SWARM_TIMED_STEP_S"
 """Seconds of a local step."""
@@ -143,7 +143,7 @@ def run_timed() -> None:
     def timed_engine(run: RunConfig, *_of_this_machine: object) -> TimedEngine:
         return TimedEngine(run, step_s, seed=index)
 
-    module: Any = swarm.peer.peer
+    module: Any = swarm.peer.session
     module.engine_for = timed_engine
     main(obj=Timed(Path(os.environ[FOLDER_VARIABLE]) / f"peer-{index}.jsonl"))
 

@@ -12,7 +12,7 @@ from bench_wire import EVERYBODY, exchanging, model_like, run_of
 from parameter_server import Sizes
 from rehearsal import RUN_FILE
 
-from peers.link_tables import link_named
+from peers.actions.plan_tables import link_named
 from swarm.config import RunConfig, parse_config
 from swarm.config.amounts import LinkRates
 from swarm.emulation.links import Link

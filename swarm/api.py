@@ -16,20 +16,20 @@ from torch import Tensor
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.errors import BadBlob, SwarmError
 from swarm.experts import all_shapes, lacking
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 from swarm.monitor.snapshot import Snapshot
-from swarm.network.invitations import read_invitation
-from swarm.peer.agreed_model import open_state
-from swarm.peer.looking import look
-from swarm.peer.observing import PeerObserver, RoundReport
-from swarm.peer.peer import Peer
-from swarm.peer.planning import RunPlan, plan_run
-from swarm.peer.wanted import Wanted
-from swarm.protocol.manifest import Manifest
+from swarm.network.runs.signed_invitations import read_invitation
+from swarm.peer.guest import look
+from swarm.peer.machine.engine_plan import RunPlan, plan_run
+from swarm.peer.session import Peer
+from swarm.peer.status.observing import PeerObserver, RoundReport
+from swarm.peer.text.agreed_model import open_state
+from swarm.peer.text.run_request import Wanted
+from swarm.protocol.values.manifest import Manifest
 from swarm.run_files import find_file, read_text
-from swarm.train.engine import StepStats
+from swarm.train.engine.engine import StepStats
 
 __all__ = [
     "Manifest",

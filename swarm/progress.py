@@ -1,7 +1,8 @@
 """How far long work is, said to people: a line every 15 s, and every change to who draws it.
 
 Each change is a record of the logger `swarm.progress` that carries a `Progress`; of those at the
-level INFO one comes in 15 s, the others are at DEBUG. `peers/program_log.py` draws them as a bar.
+level INFO one comes in 15 s, the others are at DEBUG. `peers/command_line/command.py` draws them
+as a bar.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def loggers_as_before() -> Iterator[None]:
     """What programs set up for their process goes at the end: tests share one.
 
-    `peers/program_log.py` `configure_logging` names the loggers; monitor and doctor set a level.
+    `peers/command_line/command.py` `configure_logging` names the loggers; monitor and doctor set a
+    level.
     """
     root, theirs = logging.getLogger(), logging.getLogger("hivemind")
     ours = logging.getLogger("swarm.progress")

@@ -1,7 +1,7 @@
 """Where the tensors of a model are in its layout."""
 
 from swarm.experts import Slice
-from swarm.protocol.layout import Layout
+from swarm.protocol.values.layout import Layout
 
 
 def places_of(layout: Layout) -> dict[str, list[tuple[str, Slice]]]:

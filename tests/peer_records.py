@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from swarm.protocol.records import PeerRecord, PeerState
+from swarm.protocol.records.records import PeerRecord, PeerState
 
 DIGEST = "ab12cd34" * 8
 

@@ -11,7 +11,7 @@ import swarm
 from swarm.errors import BadBlob, ConfigError, CorruptState, StateError
 from swarm.experts import all_shapes
 from swarm.model.huggingface import save_model
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 from swarm.run_files import find_file
 
 DEMO = swarm.load_run("demo")

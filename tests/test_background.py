@@ -21,33 +21,36 @@ from typing import Any
 
 import pytest
 
-from peers import emulated, exporting, monitor_page, tensorboard
+from peers import emulated
+from peers.actions import exports, monitor_page, tensorboard
 from swarm import background
 from swarm.background import SupervisedThread, System, Tasks, supervised, supervised_async
 from swarm.codecs import Content
 from swarm.config import NetworkSection
-from swarm.emulation import namespaces, proxies
+from swarm.emulation import networks
 from swarm.emulation.controls import ControlFolder, Controls
 from swarm.emulation.links import Link
 from swarm.errors import ConfigError, NobodyReachable, OutOfMemory, SwarmError
-from swarm.network import heads, moments_exchange, observer
-from swarm.network import node as node_module
-from swarm.network.blobs import BlobStore
-from swarm.network.direct_door import Door
-from swarm.network.identity import load_or_create_identity
-from swarm.network.ledger import Ledger
-from swarm.network.loop_thread import LoopThread
-from swarm.network.node import Handlers, Node
-from swarm.network.sent_rate import SentRate
-from swarm.network.traffic import Traffic
-from swarm.peer import founding, local_faults, quota
-from swarm.peer.leaving import Stop
-from swarm.peer.publisher import Publisher
-from swarm.peer.state_directory import StateDirectory
-from swarm.train.parallel import nodes, worker
-from swarm.train.parallel.roster import Wanted
-from swarm.train.streaming.host import HostOptimizer
-from tests.network.test_round_driver import LAYOUT, TIP, Bench
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.node import node as node_module
+from swarm.network.node.node import Handlers, Node
+from swarm.network.rounds import chain_gaps, moments_exchange
+from swarm.network.runs import observer
+from swarm.network.wire.identity import load_or_create_identity
+from swarm.network.wire.ledger import Ledger
+from swarm.network.wire.loop_thread import LoopThread
+from swarm.network.wire.tcp_listener import TcpListener
+from swarm.network.wire.traffic import Traffic
+from swarm.network.wire.upload_rate import UploadRate
+from swarm.peer.machine import local_faults
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.start import founding, quota
+from swarm.peer.status.publisher import Publisher
+from swarm.peer.training.leaving import Stop
+from swarm.train.streaming.gradients import HostOptimizer
+from swarm.train.workers import nodes, worker_process
+from swarm.train.workers.roster import Wanted
+from tests.network.rounds.test_round_driver import LAYOUT, TIP, Bench
 from tests.test_imports import FUNCTION, Module, modules
 
 WAIT_S = 30.0
@@ -263,57 +266,67 @@ SHORT = {
         "_Process._within": "it only kills a process that is late; a start that fails is raised",
     },
     "swarm/data/loader.py": {"Loader.__init__": "each batch is waited for"},
-    "swarm/emulation/proxies.py": {
+    "swarm/emulation/networks.py": {
         "ProxyLinks.place": HEARD,
         "ProxyLinks.close": HEARD,
         "ProxyLinks._join": "ends with its connection, as which a fault shows",
         "ProxyLinks._carry": "a group of tasks, whose first failure ends its connection",
     },
     "swarm/emulation/longevity/kernel.py": {"VirtualLoopThread.run": HEARD},
-    "swarm/emulation/longevity/mutants.py": {"_leaks_a_task": "the audit has to see it"},
-    "swarm/emulation/longevity/network.py": {
+    "swarm/emulation/longevity/runner.py": {"_leaks_a_task": "the audit has to see it"},
+    "swarm/emulation/longevity/virtual_dht.py": {
         "VirtualP2P.__init__": "a child that waits for its end alone",
         "VirtualP2P.call_protobuf_handler": HEARD,
         "VirtualP2P.open_stream": "serves until its stream ends, as which a fault shows",
     },
-    "swarm/network/direct.py": {
+    "swarm/network/wire/tcp_dialer.py": {
         "Direct._looked_for": "any failure is logged and a pause: the way is not there"
     },
-    "swarm/network/fetch.py": {
+    "swarm/network/fetch/fetcher.py": {
         "Downloads.__init__": "a flow waits for each piece",
         "Downloads._serve_queue": "any failure is logged, and its source's",
     },
-    "swarm/network/finding.py": {"_heard_of": HEARD, "_open_first": HEARD},
-    "swarm/network/joining.py": {
+    "swarm/network/runs/run_search.py": {"_heard_of": HEARD, "_open_first": HEARD},
+    "swarm/network/runs/joiner.py": {
         "_comes": HEARD,
         "_Keeping.arrived": "what it has not synced the sync of everything does, or raises",
     },
-    "swarm/network/loop_thread.py": {"LoopThread.run": HEARD, "started_pool": HEARD},
-    "swarm/network/moments_client.py": {"MomentsClient._download": HEARD},
-    "swarm/network/probing.py": {"_transmit": "the other side then acknowledges nothing in time"},
-    "swarm/network/relay.py": {"Relay._splice": "ends with its streams, as which a fault shows"},
-    "swarm/network/round_driver.py": {
+    "swarm/network/wire/loop_thread.py": {"LoopThread.run": HEARD, "started_pool": HEARD},
+    "swarm/network/rounds/moments_exchange.py": {"MomentsClient._download": HEARD},
+    "swarm/network/node/peer_probe.py": {
+        "_transmit": "the other side then acknowledges nothing in time"
+    },
+    "swarm/network/wire/relay.py": {
+        "Relay._splice": "ends with its streams, as which a fault shows"
+    },
+    "swarm/network/rounds/round_driver.py": {
         "RoundDriver.start": "the coroutine itself tells the trainer what it raises"
     },
-    "swarm/network/substrate.py": {"Substrate.ended": HEARD},
-    "swarm/network/tips.py": {"first_and_soon": HEARD},
-    "swarm/network/transfers.py": {
+    "swarm/network/node/substrate.py": {"Substrate.ended": HEARD},
+    "swarm/network/runs/tips.py": {"first_and_soon": HEARD},
+    "swarm/network/rounds/transfers.py": {
         "Transfers.start": "any failure is logged; the machine fetches again",
         "Transfers._bring": HEARD,
     },
-    "swarm/peer/beside.py": {"Beside.begin": HEARD},
-    "swarm/peer/entering.py": {"Starter.wait_for.watched": HEARD},
-    "swarm/peer/founding.py": {"_gathering_on": "runs a supervised body until it is cancelled"},
-    "swarm/peer/unit_threads.py": {"_started": HEARD},
-    "swarm/train/hashed_file.py": {"HashedFile.__init__": "both halves are waited for"},
-    "swarm/train/parallel/begun.py": {"BegunStep.__init__": HEARD},
-    "swarm/train/parallel/nodes.py": {
+    "swarm/peer/training/offering.py": {"Beside.begin": HEARD},
+    "swarm/peer/start/entry.py": {"Starter.wait_for.watched": HEARD},
+    "swarm/peer/start/founding.py": {
+        "_gathering_on": "runs a supervised body until it is cancelled"
+    },
+    "swarm/peer/machine/cpu_threads.py": {"_started": HEARD},
+    "swarm/train/saving/hashed_file.py": {"HashedFile.__init__": "both halves are waited for"},
+    "swarm/train/workers/nodes.py": {
         "Nodes._begin_to_let_in": "any failure is logged, and costs one connection"
     },
-    "swarm/train/parallel/parts.py": {"PartSaving.__init__": "asked for until it is done"},
-    "swarm/train/parallel/worker.py": {"serve": "any failure ends the process with its traceback"},
-    "swarm/train/streaming/host.py": {"HostOptimizer.__init__": "each update waits for its pieces"},
-    "swarm/train/streaming/places.py": {"Places.__init__": "each unit is waited for"},
+    "swarm/train/workers/command_history.py": {"PartSaving.__init__": "asked for until it is done"},
+    "swarm/train/workers/worker_process.py": {
+        "BegunStep.__init__": HEARD,
+        "serve": "any failure ends the process with its traceback",
+    },
+    "swarm/train/streaming/gradients.py": {
+        "HostOptimizer.__init__": "each update waits for its pieces"
+    },
+    "swarm/train/streaming/device.py": {"Places.__init__": "each unit is waited for"},
 }
 """Where threads and tasks with an end are started without supervision, and who hears of a fault."""
 
@@ -470,9 +483,9 @@ def shaper_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
         next_s = property(lambda _: arrives())
 
     arrives = Once(fault, time.monotonic)
-    patch.setattr(namespaces, "Shaper", Shaper)
-    patch.setattr(namespaces, "_remove_leftovers", lambda: None)
-    links = namespaces.NamespaceLinks(Link(8.0, 8.0, 0.0))
+    patch.setattr(networks, "Shaper", Shaper)
+    patch.setattr(networks, "_remove_leftovers", lambda: None)
+    links = networks.NamespaceLinks(Link(8.0, 8.0, 0.0))
     assert arrives.has_gone_on()
     links.close()
     assert not links._thread.is_alive
@@ -488,7 +501,7 @@ def fail_in_select(loop: asyncio.AbstractEventLoop, fault: BaseException) -> Onc
 
 
 def proxies_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    links = proxies.ProxyLinks(Link(8.0, 8.0, 0.0))
+    links = networks.ProxyLinks(Link(8.0, 8.0, 0.0))
     assert fail_in_select(links._loop, fault).has_gone_on(2)
     links.place(0)
     links.close()
@@ -598,7 +611,7 @@ def door_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) ->
 
     async def work() -> None:
         identity = load_or_create_identity(folder / "me.key")
-        door = Door(identity, Traffic(), Ledger(), {})
+        door = TcpListener(identity, Traffic(), Ledger(), {})
         patch.setattr(door, "_enter", enter)
         door.open(["127.0.0.1"], 0)
         with socket.create_connection(("127.0.0.1", door.port)):
@@ -668,8 +681,8 @@ def taking_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
 def heads_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
     lacks = Once(fault, lambda _: [])
     for name in ("FIRST_S", "AGAIN_S"):
-        patch.setattr(heads, name, 0.001)
-    patch.setattr(heads, "gaps", lacks)
+        patch.setattr(chain_gaps, name, 0.001)
+    patch.setattr(chain_gaps, "gaps", lacks)
     bench = Bench()
     try:
         bench.start()
@@ -709,32 +722,32 @@ def export_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
         "Follower": lambda *_: SimpleNamespace(follow=follows),
     }
     for name, fake in fakes.items():
-        patch.setattr(exporting, name, fake)
+        patch.setattr(exports, name, fake)
     given: Any = SimpleNamespace(initial_peers=("/one",), corpus=None)
-    exporting.follow(given, exporting.Plan(folder, 1, None), None, Any)
+    exports.follow(given, exports.Plan(folder, 1, None), None, Any)
     assert follows.num_calls == 2
 
 
 LIVE: dict[tuple[str, str], Fails] = {
     ("peers/emulated.py", "Emulation.follow"): emulation_fails,
-    ("peers/exporting.py", "follow"): export_fails,
-    ("peers/monitor_page.py", "_show_page"): monitor_page_fails,
-    ("peers/tensorboard.py", "Drawn.__init__"): tensorboard_fails,
-    ("swarm/emulation/namespaces.py", "NamespaceLinks.__init__"): shaper_fails,
-    ("swarm/emulation/proxies.py", "ProxyLinks.__init__"): proxies_fail,
-    ("swarm/network/direct_door.py", "Door.open"): door_fails,
-    ("swarm/network/loop_thread.py", "LoopThread.__init__"): network_thread_fails,
-    ("swarm/network/moments_exchange.py", "MomentsExchange.give"): giving_fails,
-    ("swarm/network/moments_exchange.py", "MomentsExchange._take_up"): taking_fails,
-    ("swarm/network/node.py", "Node._open"): node_fails,
-    ("swarm/network/observer.py", "Observer.publish_scores.store"): scores_fail,
-    ("swarm/network/round_driver.py", "RoundDriver._start"): heads_fail,
-    ("swarm/peer/founding.py", "_gathering_on"): gathering_fails,
-    ("swarm/peer/local_faults.py", "watch_for_unborn_threads"): local_faults_fail,
-    ("swarm/peer/publisher.py", "Publisher.__init__"): publisher_fails,
-    ("swarm/peer/quota.py", "QuotaWatch.__init__"): quota_fails,
-    ("swarm/train/parallel/nodes.py", "Nodes.__init__"): nodes_fail,
-    ("swarm/train/streaming/host.py", "HostOptimizer.__init__"): host_fails,
+    ("peers/actions/exports.py", "follow"): export_fails,
+    ("peers/actions/monitor_page.py", "_show_page"): monitor_page_fails,
+    ("peers/actions/tensorboard.py", "Drawn.__init__"): tensorboard_fails,
+    ("swarm/emulation/networks.py", "NamespaceLinks.__init__"): shaper_fails,
+    ("swarm/emulation/networks.py", "ProxyLinks.__init__"): proxies_fail,
+    ("swarm/network/wire/tcp_listener.py", "Door.open"): door_fails,
+    ("swarm/network/wire/loop_thread.py", "LoopThread.__init__"): network_thread_fails,
+    ("swarm/network/rounds/moments_exchange.py", "MomentsExchange.give"): giving_fails,
+    ("swarm/network/rounds/moments_exchange.py", "MomentsExchange._take_up"): taking_fails,
+    ("swarm/network/node/node.py", "Node._open"): node_fails,
+    ("swarm/network/runs/observer.py", "Observer.publish_scores.store"): scores_fail,
+    ("swarm/network/rounds/round_driver.py", "RoundDriver._start"): heads_fail,
+    ("swarm/peer/start/founding.py", "_gathering_on"): gathering_fails,
+    ("swarm/peer/machine/local_faults.py", "watch_for_unborn_threads"): local_faults_fail,
+    ("swarm/peer/status/publisher.py", "Publisher.__init__"): publisher_fails,
+    ("swarm/peer/start/quota.py", "QuotaWatch.__init__"): quota_fails,
+    ("swarm/train/workers/nodes.py", "Nodes.__init__"): nodes_fail,
+    ("swarm/train/streaming/gradients.py", "HostOptimizer.__init__"): host_fails,
 }
 """Where work begins that lives as long as the process, and what makes it fail once."""
 
@@ -754,7 +767,7 @@ def test_one_foreign_exception_ends_none_of_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     LIVE[place](fault, monkeypatch, tmp_path)
-    if place[0] != "swarm/train/streaming/host.py":  # the update's own waiter hears of that
+    if place[0] != "swarm/train/streaming/gradients.py":  # the update's own waiter hears of that
         assert "failed; it begins again in" in caplog.text
         assert f"{type(fault).__name__}" in caplog.text, "with its traceback"
 
@@ -795,10 +808,10 @@ def test_a_worker_that_cannot_read_on_ends_with_its_traceback(
     def end(code: int) -> None:
         raise Ended(code)
 
-    monkeypatch.setattr(worker.os, "_exit", end)
+    monkeypatch.setattr(worker_process.os, "_exit", end)
     channel: Any = SimpleNamespace(take=Once(MemoryError("no room")))
     with pytest.raises(Ended) as ended:
-        worker._listen(channel, Any)
+        worker_process._listen(channel, Any)
     assert ended.value.args == (1,)
     assert "MemoryError: no room" in capsys.readouterr().err
 
@@ -822,7 +835,7 @@ def test_a_thread_of_a_pool_that_fails_between_two_calls_does_those_that_wait(
 def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
-        rate = SentRate()
+        rate = UploadRate()
         samples = Once(RuntimeError("a bug"))
         monkeypatch.setattr(rate, "sample", samples)
         ours, theirs = await connected()
@@ -835,6 +848,6 @@ def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) ->
             return ours, server.accept()[0]
 
     heard: list[Any] = []
-    monkeypatch.setattr("swarm.network.sent_rate.SAMPLE_S", 0.001)
+    monkeypatch.setattr("swarm.network.wire.upload_rate.LINE_SAMPLE_S", 0.001)
     asyncio.run(work())
     assert len(heard) == 1

@@ -246,7 +246,10 @@ BREAKS = {
     "a heading here": (link_offences, Text("swarm/a.md", "# Here\n[there](#nowhere)")),
     "a file": (file_offences, Text("a.md", "`protocol/nowhere.py` decides")),
     "a file of a docstring": (file_offences, Text("swarm/a.py", "as scripts/nowhere.py does")),
-    "a name in a file": (symbol_offences, Text("a.md", "`protocol/trust.py`\n`nowhere` decides")),
+    "a name in a file": (
+        symbol_offences,
+        Text("a.md", "`protocol/chain/trust.py`\n`nowhere` decides"),
+    ),
     "a program": (program_offences, Text("a.md", "`swarm-nothing --help`")),
     "a script": (program_offences, Text("a.md", "./scripts/nothing --fast")),
     "a package": (package_offences, Text("swarm/a.py", "pip install 'swarm[hf]'")),
@@ -266,8 +269,8 @@ def test_each_check_finds_what_is_not_there(what):
 def test_what_is_there_is_no_offence():
     text = Text(
         "swarm/a.md",
-        "`protocol/manifest.py` `Manifest.seed` "
-        "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 F32 "
+        "`protocol/values/manifest.py` `Manifest.seed` "
+        "[map](README.md#33-rules) `rounds/` `protocol/chain/trust.py` [A1, C1-C3] section 3.3 F32 "
         "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1; "
         "pip install 'moe-swarm[hf]'",
     )

@@ -17,7 +17,7 @@ from swarm.errors import OutOfMemory
 HANGING_PROCESS = """
 import logging, sys, threading
 from swarm import background
-from swarm.network.loop_thread import started_pool
+from swarm.network.wire.loop_thread import started_pool
 
 logging.basicConfig(format="%(message)s")
 background.END_S = 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.options import OPTIONS, Options
+from peers.command_line.options import OPTIONS, Options
 from swarm import errors
 from swarm.config import PeerConfig
 from swarm.errors import SwarmError

@@ -4,7 +4,6 @@ Both are frozen values. Nothing here reads a file, the environment or a global: 
 `peers/` collect text and overrides and hand them in.
 """
 
-from swarm.config.model import ModelConfig
 from swarm.config.parse import (
     COMMAND_LINE,
     parse_config,
@@ -12,11 +11,18 @@ from swarm.config.parse import (
     valid_keys,
     validate_config,
 )
-from swarm.config.peer import ComputeSection, CorpusSection, NetworkSection, PeerConfig, PeerSection
-from swarm.config.run import (
+from swarm.config.peer_settings import (
+    ComputeSection,
+    CorpusSection,
+    NetworkSection,
+    PeerConfig,
+    PeerSection,
+)
+from swarm.config.run_settings import (
     DataConfig,
     LossConfig,
     MergingConfig,
+    ModelConfig,
     OptimizerConfig,
     OwnershipConfig,
     PhaseConfig,

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from swarm.config.explaining import explained, first_problem, key_of
-from swarm.config.peer import PeerConfig
-from swarm.config.run import RunConfig
+from swarm.config.peer_settings import PeerConfig
+from swarm.config.run_settings import RunConfig
+from swarm.config.section import explained, first_problem, key_of
 from swarm.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)

@@ -1,9 +1,6 @@
-"""The documents of a corpus: which files, in which order, and which of them are held out.
+"""The documents of a corpus: which files, in which order, and which are held out.
 
-A corpus is the Python standard library of this machine (real text that is always there) or a
-folder of files whose names say that they are text. Files are taken in the order of their relative
-paths, by bytes; beyond this order their names do not matter, nor does where the folder lies. So
-equal files give equal corpora.
+A mixture is several folders of text as one stream, each with its share of the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import platform
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -23,8 +20,7 @@ from typing import ClassVar, NamedTuple
 from blake3 import blake3
 
 from swarm.data.documents import TEXT, file_documents
-from swarm.data.file_digests import FileDigests
-from swarm.data.input_files import SUFFIXES, kind_of, suffix_of
+from swarm.data.input_files import SUFFIXES, FileDigests, kind_of, suffix_of
 from swarm.data.tally import HIDDEN, NO_SUFFIX, Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
@@ -306,3 +302,102 @@ def _no_file(path: str, real_root: str | None) -> str:
         return ""
     is_within = os.path.commonpath([real_root, os.path.realpath(path)]) == real_root
     return "" if is_within else "a link that leaves the folder, followed with --follow-links"
+
+
+Shares = tuple[tuple[str, float], ...]
+"""Folders and their weights, see `data.mixture`."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Documents of several folders, in turn; see `swarm.data.shard_writer.Source`.
+
+    The next document comes from the folder that has the fewest bytes by its weight so far, and of
+    equal ones from the first. The mixture ends where that folder has no more, so nothing is in it
+    twice and the shares hold up to a document; what the others still have is not read.
+
+    Attributes:
+        name: for people.
+        root: the folder that holds the others.
+        mixture: their names and weights.
+        parts: their documents.
+    """
+
+    name: str
+    root: Path
+    mixture: Shares
+    parts: tuple[Corpus, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths below `root`."""
+        pairs = zip(self.mixture, self.parts, strict=True)
+        return tuple(f"{folder}/{file}" for (folder, _), part in pairs for file in part.files)
+
+    @property
+    def unread(self) -> tuple[tuple[str, str], ...]:
+        """Paths below `root` that are not read for their names, each with the suffix."""
+        pairs = zip(self.mixture, self.parts, strict=True)
+        return tuple((f"{f}/{path}", kind) for (f, _), part in pairs for path, kind in part.unread)
+
+    def fingerprint(self, digests: FileDigests | None = None) -> str:
+        """See `Source`."""
+        digests = digests or FileDigests()
+        said = [self.mixture, [part.fingerprint(digests) for part in self.parts]]
+        return blake3(json.dumps(said).encode()).hexdigest()
+
+    def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
+        """See `Source`; the tally names folders that were not read to their end.
+
+        Raises:
+            DataError: see `Corpus.documents`.
+        """
+        tally = tally or Tally()
+        streams = [part.documents(tally) for part in self.parts]
+        weights = [weight for _, weight in self.mixture]
+        taken = [0] * len(streams)
+        while True:
+            turn = min(range(len(streams)), key=lambda part: (taken[part] / weights[part], part))
+            content = next(streams[turn], None)
+            if content is None:
+                break
+            taken[turn] += len(content)
+            yield content
+        ended = self.mixture[turn][0]
+        for (folder, _), stream in zip(self.mixture, streams, strict=True):
+            if next(stream, None) is not None:
+                tally.add(folder, f"not read to its end, since {ended} ended first")
+
+    def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """See `Source`."""
+        return tokenizer.encoded(documents)
+
+
+def open_mixture(
+    folder: str | None,
+    shares: Sequence[tuple[str, float]],
+    column: str = TEXT,
+    *,
+    follow_links: bool = False,
+) -> Mixture:
+    """The mixture of folders that lie in one.
+
+    Raises:
+        DataError: there is no such folder, or it holds no text.
+    """
+    if folder is None:
+        names = ", ".join(name for name, _ in shares)
+        raise DataError(
+            f"the run mixes the folders {names}, and none was named that holds them",
+            hint="--corpus DIR",
+        )
+    root = Path(folder).expanduser().absolute()
+    parts = tuple(
+        folder_corpus(root / name, column, follow_links=follow_links) for name, _ in shares
+    )
+    return Mixture(
+        printable_name(root.name) or TEXT,
+        root,
+        tuple((name, weight) for name, weight in shares),
+        parts,
+    )

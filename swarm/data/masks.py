@@ -1,23 +1,37 @@
-"""What of a batch is not attended to, or not in the loss: pure functions of its tokens.
-
-A document is stored with the end-of-text token behind it. As a label that token belongs to the
-document that it closes; as an input it begins the next one, as it does in evaluation and in
-generation. So with `data.attention = "document"` each token is predicted from its own document
-alone, the first one from the end-of-text token, and no prediction has to be left out of the loss
-but padding: end-of-text tokens that follow another one.
-
-Legend: B sequences, T tokens that a sequence predicts.
-"""
+"""What of a batch is not attended to, or not in the loss; texts that repeat themselves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.data.repetition import is_repetitive
+from swarm.data.tokenizer import Tokens
+
+MAX_PERIOD = 13
+TIMES = 32
+
+
+def is_repetitive(tokens: Tokens) -> bool:
+    """Whether 1 to 13 tokens stand 32 times in a row somewhere.
+
+    Source: SPES (arXiv 2602.11543) and OLMo 2 (arXiv 2501.00656; `instance_filter` of its code),
+    with the same numbers: a training sequence with such a stretch carries no loss there, and here
+    with `data.mask_repetition`; `swarm-data tokenize --drop-repetition` leaves documents out.
+    """
+    return any(_repeats(tokens, period) for period in range(1, MAX_PERIOD + 1))
+
+
+def _repeats(tokens: Tokens, period: int) -> bool:
+    needed = (TIMES - 1) * period
+    if len(tokens) < needed + period:
+        return False
+    differs = np.flatnonzero(tokens[period:] != tokens[:-period])
+    edges = np.concatenate([[-1], differs, [len(tokens) - period]])
+    return bool((np.diff(edges) - 1 >= needed).any())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ tokenise them again. `header.json` is written last; with it the folder is finish
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
@@ -21,13 +22,61 @@ from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Split, size_of
-from swarm.data.file_digests import FileDigests
-from swarm.data.packing import GROUP_TOKENS, packed
-from swarm.data.repetition import is_repetitive
+from swarm.data.input_files import FileDigests
+from swarm.data.masks import is_repetitive
 from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 from swarm.progress import reading
+
+GROUP_TOKENS = 2**22
+"""Documents are moved within so many tokens, which are in memory at once."""
+
+
+def packed(
+    documents: Iterable[Tokens], length: int, end_of_text: int, group_tokens: int = GROUP_TOKENS
+) -> Iterator[Tokens]:
+    """The tokens of documents group by group, each a multiple of `length`.
+
+    A document begins with the end-of-text token before it. What is left of a sequence is filled
+    with more of these: one that follows another is padding.
+
+    Args:
+        documents: each closed by `end_of_text`, of at least one other token.
+        length: tokens of a sequence.
+        end_of_text: this token's id.
+        group_tokens: a group ends with the document that reaches this size.
+    """
+    group: list[Tokens] = []
+    size = 0
+    for document in documents:
+        group.append(np.roll(document, 1))
+        size += len(document)
+        if size >= group_tokens:
+            yield _in_bins(group, length, end_of_text)
+            group, size = [], 0
+    if group:
+        yield _in_bins(group, length, end_of_text)
+
+
+def _in_bins(group: list[Tokens], length: int, end_of_text: int) -> Tokens:
+    bins: list[list[Tokens]] = []
+    room: list[tuple[int, int]] = []
+    """Free places and bin, ascending."""
+    for document in sorted(group, key=len, reverse=True):
+        place = bisect.bisect_left(room, (len(document), 0))
+        if place < len(room):
+            free, index = room.pop(place)
+        else:
+            free, index = -(-len(document) // length) * length, len(bins)
+            bins.append([])
+        bins[index].append(document)
+        if free > len(document):
+            bisect.insort(room, (free - len(document), index))
+    for free, index in room:
+        bins[index].append(np.full(free, end_of_text, group[0].dtype))
+    return np.concatenate([part for parts in bins for part in parts])
+
 
 FORMAT = "swarm-shards-2"
 HEADER = "header.json"
@@ -208,7 +257,8 @@ def write_shards(
         shard_tokens: a shard is closed by the first document that reaches this size.
         drop_copies: whether only the first of equal documents is kept.
         drop_repetition: whether documents are left out that `is_repetitive` finds.
-        pack: tokens of the sequences into which whole documents are put, see `swarm.data.packing`;
+        pack: tokens of the sequences into which whole documents are put, see
+        `swarm.data.shard_writer`;
             None leaves them in their order.
         held_out: held-out documents to keep as text; None where the text stays at hand.
         digests: of the source's files, as far as they are known.

@@ -22,20 +22,10 @@ import numpy as np
 from blake3 import blake3
 
 from swarm import durable
-from swarm.data.corpus import Corpus, printable_name
+from swarm.data import shard_writer
+from swarm.data.corpus import Corpus, Mixture, Shares, printable_name
 from swarm.data.documents import file_documents
-from swarm.data.file_digests import FileDigests
-from swarm.data.mixture import Mixture, Shares
-from swarm.data.shard_writer import (
-    FORMAT,
-    HEADER,
-    HELD_OUT,
-    PROGRESS,
-    SHARD_TOKENS,
-    Contents,
-    digest_of_header,
-    write_shards,
-)
+from swarm.data.input_files import FileDigests
 from swarm.data.tally import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
@@ -54,7 +44,7 @@ class Shards:
     """The training tokens of a corpus: memory-mapped arrays [number of tokens], read-only."""
 
     arrays: tuple[Tokens, ...]
-    contents: Contents = field(default_factory=Contents)
+    contents: shard_writer.Contents = field(default_factory=shard_writer.Contents)
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +65,11 @@ class Torn(Exception):
 
 
 def open_shards(
-    corpus: Corpus | Mixture, cache: Path, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS
+    corpus: Corpus | Mixture,
+    cache: Path,
+    tokenizer: Tokenizer,
+    *,
+    shard_tokens: int = shard_writer.SHARD_TOKENS,
 ) -> Shards:
     """The training documents of a corpus (held-out ones are left out) as shards.
 
@@ -100,7 +94,9 @@ def open_shards(
     """
     with _locked(cache):
         digests = FileDigests(cache.with_name(f"{cache.name}.digests"))
-        named = json.dumps([FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint(digests)])
+        named = json.dumps(
+            [shard_writer.FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint(digests)]
+        )
         folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
         new, origin = durable.beside(folder), [str(corpus.root), tokenizer.name, shard_tokens]
         for unfinished in cache.glob("corpus-*.*"):
@@ -116,7 +112,9 @@ def open_shards(
                 shutil.rmtree(folder)
         new.mkdir(exist_ok=True)
         try:
-            write_shards(corpus, new, tokenizer, shard_tokens=shard_tokens, digests=digests)
+            shard_writer.write_shards(
+                corpus, new, tokenizer, shard_tokens=shard_tokens, digests=digests
+            )
         except DataError:
             shutil.rmtree(new)
             raise
@@ -245,10 +243,12 @@ class Prepared:
             DataError: they are damaged.
         """
         try:
-            _checked(self.root / HELD_OUT, *_header_of(self.root)["held_out"])
+            _checked(self.root / shard_writer.HELD_OUT, *_header_of(self.root)["held_out"])
         except (Torn, OSError, LookupError, TypeError) as error:
             raise self._damaged(error) from error
-        yield from file_documents(self.root / HELD_OUT, HELD_OUT, Tally()) or ()
+        yield from (
+            file_documents(self.root / shard_writer.HELD_OUT, shard_writer.HELD_OUT, Tally()) or ()
+        )
 
     def _damaged(self, why: Exception) -> DataError:
         return DataError(
@@ -259,7 +259,7 @@ class Prepared:
 
 def is_prepared(folder: Path) -> bool:
     """Whether a folder holds shards, perhaps half-made ones, instead of text."""
-    return (folder / HEADER).is_file() or (folder / PROGRESS).is_file()
+    return (folder / shard_writer.HEADER).is_file() or (folder / shard_writer.PROGRESS).is_file()
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -268,7 +268,7 @@ def open_prepared(folder: Path) -> Prepared:
     Raises:
         DataError: it is damaged, of another version, or not finished.
     """
-    if not (folder / HEADER).is_file():
+    if not (folder / shard_writer.HEADER).is_file():
         raise DataError(
             f"{folder}: its shards are not finished",
             hint="run swarm-data tokenize with the same options again: it goes on",
@@ -281,7 +281,8 @@ def open_prepared(folder: Path) -> Prepared:
         return Prepared(name, folder, str(header["tokenizer"]), mixture, pack)
     except (Torn, LookupError, TypeError, ValueError) as error:
         raise DataError(
-            f"{folder / HEADER}: {error}", hint="make the folder anew with swarm-data tokenize"
+            f"{folder / shard_writer.HEADER}: {error}",
+            hint="make the folder anew with swarm-data tokenize",
         ) from error
 
 
@@ -300,19 +301,21 @@ def open_folder(folder: Path) -> Shards:
         named = header["shards"]
         checked = Reporter(f"checking {folder.name}", "shard").each(named, len(named))
         arrays = tuple(_map(folder / name, dtype, *of) for name, *of in checked)
-        return Shards(arrays, Contents(**contents))
+        return Shards(arrays, shard_writer.Contents(**contents))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise Torn(f"{type(error).__name__}: {error}") from error
 
 
 def _header_of(folder: Path) -> dict[str, Any]:
     try:
-        header: dict[str, Any] = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        header: dict[str, Any] = json.loads(
+            (folder / shard_writer.HEADER).read_text(encoding="utf-8")
+        )
         stated = header.pop("digest")
-        if stated != digest_of_header(header):
+        if stated != shard_writer.digest_of_header(header):
             raise Torn("the header was changed")
-        if header["format"] != FORMAT:
-            raise Torn(f"it has the format {header['format']}, not {FORMAT}")
+        if header["format"] != shard_writer.FORMAT:
+            raise Torn(f"it has the format {header['format']}, not {shard_writer.FORMAT}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise Torn(f"no header of shards: {type(error).__name__}: {error}") from error
     return header

@@ -20,15 +20,54 @@ equal steps for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
+from swarm.codecs import DTYPES
 from swarm.codings import BLOCK
-from swarm.config import Coding
+from swarm.config import Codec, Coding
 from swarm.errors import BadBlob
+
+_BELOW_SMALLEST = 2.0**-100 * (1 - 2.0**-24)
+"""The next number of fp32 below 2^-100."""
+
+
+def canonical(values: Tensor) -> Tensor:
+    """Magnitudes below 2^-100 as +0, a negative zero too; the others as they are. fp32, a copy.
+
+    A NaN may become +0: look for it first.
+    """
+    return hardshrink(values.float(), _BELOW_SMALLEST)
+
+
+def moved(before: Tensor, by: Tensor, codec: Codec) -> Tensor:
+    """The values v' = can(v + p), rounded to the agreed type: the same bits on every processor.
+
+    Args:
+        before: agreed values v, fp32 or bf16 [n].
+        by: decoded elements p of a delta, fp32 [n]; what is in it is lost.
+        codec: of the unit.
+
+    Returns:
+        [n] of the codec's type; `codecs.check_chunk` has still to look at their range.
+
+    Raises:
+        BadBlob: reason `non_finite`, if `before` was not finite.
+    """
+    after = by.add_(before)
+    _require_finite(after)
+    return canonical(after).to(DTYPES[codec])
+
+
+def _require_finite(values: Tensor) -> None:
+    if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
+        raise BadBlob("non_finite", "the value that is to be moved has a number that is not finite")
+
 
 MIN_SCALE, MAX_SCALE = 2.0**-96, 2.0**40
 

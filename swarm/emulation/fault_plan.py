@@ -30,8 +30,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from swarm.config.explaining import explained, first_problem, key_of
-from swarm.config.section import NonNegative, Positive, PositiveReal, Section
+from swarm.config import section
 from swarm.errors import ConfigError
 
 FaultPhase = Literal[
@@ -51,27 +50,27 @@ FaultPhase = Literal[
 """Where in a round a peer is; `peers/emulated.py` says at which place of the program."""
 Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
 """What a peer is at that moment; `bootstrap` is the peer that founded the run."""
-Victim = NonNegative | Role | Literal["random", "any"]
+Victim = section.NonNegative | Role | Literal["random", "any"]
 """A number, who has a role, one drawn at random, or who comes first to the fault's phase."""
-Seconds = PositiveReal | tuple[PositiveReal, PositiveReal]
+Seconds = section.PositiveReal | tuple[section.PositiveReal, section.PositiveReal]
 """A duration, or two between which it is drawn."""
 
 ROLES: tuple[str, ...] = get_args(Role)
 
 
-class At(Section):
+class At(section.Section):
     """When a fault happens: in a round, some seconds after the start, or again and again."""
 
-    round: Positive | None = None
+    round: section.Positive | None = None
     """The round, counted from 1."""
     phase: FaultPhase | None = None
     """Phase of that round, or of the first later one that has it; without it the fault comes as
     soon as the round begins."""
     after_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds after all peers have started."""
-    every_s: PositiveReal | None = None
+    every_s: section.PositiveReal | None = None
     """Mean interval; the intervals are drawn from an exponential distribution."""
-    times: Positive | None = None
+    times: section.Positive | None = None
     """How often at most; with `every_s` only."""
 
     @model_validator(mode="after")
@@ -88,7 +87,7 @@ class At(Section):
         return self
 
 
-class _OfOnePeer(Section):
+class _OfOnePeer(section.Section):
     at: At
     peer: Victim
 
@@ -144,32 +143,32 @@ class Leave(_OfOnePeer):
     """Started again so long after it was asked to leave, if it has ended by then."""
 
 
-class Join(Section):
+class Join(section.Section):
     """A newcomer joins through a living peer."""
 
     at: At
     kind: Literal["join"]
 
 
-class Cut(Section):
+class Cut(section.Section):
     """The link between two peers, or between one and all others, is dead; needs `--link`."""
 
     at: At
     kind: Literal["cut"]
     peer: Victim
-    to: NonNegative | Literal["random"] | None = None
+    to: section.NonNegative | Literal["random"] | None = None
     """Number of the other peer; without it all others."""
     one_way: bool = False
     """Only what `peer` sends is lost."""
     for_s: Seconds | None = None
 
 
-class Partition(Section):
+class Partition(section.Section):
     """Only peers of the same group reach each other; needs `--link`."""
 
     at: At
     kind: Literal["partition"]
-    groups: tuple[tuple[NonNegative, ...], ...]
+    groups: tuple[tuple[section.NonNegative, ...], ...]
     for_s: Seconds | None = None
 
     @model_validator(mode="after")
@@ -180,7 +179,7 @@ class Partition(Section):
         return self
 
 
-class Heal(Section):
+class Heal(section.Section):
     """All cuts and partitions end."""
 
     at: At
@@ -192,12 +191,12 @@ NEEDS_LINKS = (Cut, Partition, Heal)
 KINDS = {get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(Fault)}
 
 
-class FaultPlan(Section):
+class FaultPlan(section.Section):
     """Everything that goes wrong."""
 
-    seed: NonNegative = 0
+    seed: section.NonNegative = 0
     """Decides all that is drawn at random."""
-    max_down: Positive | None = None
+    max_down: section.Positive | None = None
     """Random faults wait while so many peers are away or not back; default: a minority."""
     in_order: bool = False
     """Faults of rounds come in the plan's order, each when fewer than `max_down` are away."""
@@ -236,14 +235,16 @@ def parse_plan(text: str, *, source: str) -> FaultPlan:
 
 
 def _explain(error: ValidationError) -> str:
-    problem = first_problem(error)
+    problem = section.first_problem(error)
     # The tag of the chosen kind is part of the location; people wrote no such key.
     is_kind = len(problem["loc"]) > 2 and problem["loc"][0] == "fault"
     kind = KINDS.get(str(problem["loc"][2])) if is_kind else None
     where = (*problem["loc"][:2], *problem["loc"][3:]) if is_kind else problem["loc"]
     # Of a union the location names the tried types as well.
     is_unknown = problem["type"] == "extra_forbidden"
-    key = key_of(part for part in where if isinstance(part, int) or part in KEYS or is_unknown)
+    key = section.key_of(
+        part for part in where if isinstance(part, int) or part in KEYS or is_unknown
+    )
     if is_unknown:
         owner = At if "at" in where[2:-1] else kind or FaultPlan
         return f"unknown key {key}; allowed: {', '.join(owner.model_fields)}"
@@ -254,7 +255,7 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "value_error":
         key = key.removesuffix(".at")
     peers = f"a number of a peer, {', '.join(ROLES)}, random or any" if key.endswith("peer") else ""
-    return explained(key, problem, peers)
+    return section.explained(key, problem, peers)
 
 
 def drawn_s(span: Seconds, draw: random.Random) -> float:

@@ -1,24 +1,223 @@
-"""Carries a fault plan out on a local swarm, each fault when the plan says so."""
+"""Carries out a fault plan on a local swarm: what each kind of fault does, and its end."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from swarm.emulation import fault_plan
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls, Trap
-from swarm.emulation.fault_actions import FaultActions
-from swarm.emulation.fault_plan import Fault, FaultPlan, Join, Kill, Partition, Pause, moments
 from swarm.emulation.fault_verdict import Happened
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, SwarmError
+
+RETRY_S = 1.0
+"""A peer that is to be started again but still leaves is looked at so often."""
+OLD_ADDRESS_SHARE = 0.25
+"""So many restarts are given the founder's first address, whether it lives or not."""
+
+
+@dataclass
+class FaultActions:
+    """Carries faults out, and takes them back when their time is over.
+
+    Attributes:
+        swarm: whom they meet.
+        folder: through which peers are told.
+        draw: of durations, other ends and addresses.
+        happened: faults carried out so far.
+        away: peer that is away -> when it was brought back, seconds since 1970; None before.
+        gone: peers that left, were asked to, or are dead for good.
+    """
+
+    swarm: LocalSwarm
+    folder: ControlFolder
+    draw: random.Random
+    happened: list[Happened] = field(default_factory=list)
+    away: dict[int, float | None] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    """Heap of (monotonic time, order, what to do)."""
+    _order: itertools.count[int] = field(default_factory=itertools.count)
+
+    # ------------------------------------------------ time
+
+    def at(self, at_s: float, action: Callable[[], None]) -> None:
+        """Does something at a moment of the monotonic clock."""
+        heapq.heappush(self._due, (at_s, next(self._order), action))
+
+    def do_what_is_due(self) -> None:
+        """Call it several times a second."""
+        while self._due and self._due[0][0] <= time.monotonic():
+            heapq.heappop(self._due)[2]()
+
+    def _later(
+        self, span: fault_plan.Seconds | None, position: int, undo: Callable[[], None]
+    ) -> None:
+        """Takes a fault back after its time, if it has one."""
+        if span is None:
+            return
+
+        def take_back() -> None:
+            self.happened[position] = replace(self.happened[position], until_s=time.time())
+            undo()
+
+        self.at(time.monotonic() + fault_plan.drawn_s(span, self.draw), take_back)
+
+    def _away_until(
+        self,
+        peer: LocalPeer,
+        span: fault_plan.Seconds | None,
+        position: int,
+        undo: Callable[[], None],
+    ) -> None:
+        if span is None:
+            self.gone.add(peer.index)
+            return
+        self.away[peer.index] = None
+
+        def return_it() -> None:
+            # An emptied entry means that it went away for good meanwhile.
+            if peer.index in self.away:
+                self.away[peer.index] = time.time()
+            undo()
+
+        self._later(span, position, return_it)
+
+    # ------------------------------------------------ faults
+
+    def carry_out(self, fault: fault_plan.Fault, peer: LocalPeer | None) -> Happened:
+        """Does it; returns what is noted of it.
+
+        Args:
+            fault: of a plan.
+            peer: whom it meets; None for the kinds that meet nobody in particular.
+        """
+        wanted = getattr(fault, "peer", None)
+        noted = Happened(
+            fault.kind,
+            self._met(fault, peer),
+            time.time(),
+            role=wanted if isinstance(wanted, str) and wanted not in ("random", "any") else None,
+            phase=fault.at.phase,
+        )
+        self.happened.append(noted)
+        position = len(self.happened) - 1
+        if isinstance(fault, (fault_plan.Partition, fault_plan.Heal, fault_plan.Join)):
+            self._act_on_all(fault, position)
+        elif peer is not None:
+            self._act_on_one(fault, peer, position)
+        return noted
+
+    def _met(self, fault: fault_plan.Fault, peer: LocalPeer | None) -> tuple[int, ...]:
+        if isinstance(fault, fault_plan.Partition):
+            return tuple(peer for group in fault.groups for peer in group)
+        if isinstance(fault, fault_plan.Join):
+            return (len(self.swarm.peers),)
+        if peer is None:
+            return ()
+        if isinstance(fault, fault_plan.Cut) and fault.to is not None:
+            others = [other.index for other in self.swarm.peers if other is not peer]
+            return (peer.index, fault.to if isinstance(fault.to, int) else self.draw.choice(others))
+        return (peer.index,)
+
+    def _act_on_one(self, fault: fault_plan.Fault, peer: LocalPeer, position: int) -> None:
+        tell, index = self.folder.tell, peer.index
+        if isinstance(fault, fault_plan.Kill):
+            peer.kill()
+            self._away_until(peer, fault.for_s, position, lambda: self.start_again(peer))
+        elif isinstance(fault, fault_plan.Pause):
+            peer.pause()
+            self._away_until(peer, fault.for_s, position, peer.resume)
+        elif isinstance(fault, fault_plan.Restart):
+            peer.kill()
+            self.away[index] = time.time()
+            self.start_again(peer)
+        elif isinstance(fault, fault_plan.Leave):
+            self._leave(peer, fault.for_s, position)
+        elif isinstance(fault, fault_plan.Slow):
+            tell(index, slow=fault.factor)
+            self._later(fault.for_s, position, lambda: tell(index, slow=1.0))
+        elif isinstance(fault, fault_plan.Skew):
+            tell(index, skew_s=fault.by_s)
+            self._later(fault.for_s, position, lambda: tell(index, skew_s=0.0))
+        elif isinstance(fault, fault_plan.Cut):
+            self._cut(fault, peer, position)
+
+    def _leave(self, peer: LocalPeer, span: fault_plan.Seconds | None, position: int) -> None:
+        self.gone.add(peer.index)
+        self.away.pop(peer.index, None)
+        peer.send(signal.SIGINT)
+
+        def return_it() -> None:
+            if peer.index not in self.gone:  # it was killed on its way out, and started again
+                return
+            if peer.alive:
+                self.at(time.monotonic() + RETRY_S, return_it)
+                return
+            self.away[peer.index] = time.time()
+            self.start_again(peer)
+
+        self._later(span, position, return_it)
+
+    def _act_on_all(
+        self, fault: fault_plan.Partition | fault_plan.Heal | fault_plan.Join, position: int
+    ) -> None:
+        if isinstance(fault, fault_plan.Join):
+            self.away[len(self.swarm.peers)] = time.time()
+            self.swarm.add(["--initial-peers", self._address()])
+            return
+        links = self.swarm.links
+        assert links is not None, "a plan that cuts links is refused without them"
+        if isinstance(fault, fault_plan.Heal):
+            links.heal()
+            return
+        links.partition(fault.groups)
+        self._later(fault.for_s, position, links.heal)
+
+    def _cut(self, fault: fault_plan.Cut, peer: LocalPeer, position: int) -> None:
+        links, index = self.swarm.links, peer.index
+        assert links is not None, "a plan that cuts links is refused without them"
+        ends = list(self.happened[position].peers[1:])
+        ends = ends or [p.index for p in self.swarm.peers if p.index != index]
+        pairs = [(index, end) for end in ends]
+        pairs += [] if fault.one_way else [(end, index) for end in ends]
+        links.cut(pairs)
+        if fault.to is None and not fault.one_way:
+            self._away_until(peer, fault.for_s, position, lambda: links.mend(pairs))
+        else:
+            self._later(fault.for_s, position, lambda: links.mend(pairs))
+
+    # ------------------------------------------------ peers
+
+    def start_again(self, peer: LocalPeer) -> None:
+        """Starts a peer on its state, through an address that may be dead."""
+        if peer.alive:
+            return
+        self.gone.discard(peer.index)
+        self.swarm.restart(peer, ["--initial-peers", self._address()])
+
+    def _address(self) -> str:
+        """Of a living peer or, now and then, the founder's, whether it lives or not."""
+        there = [p for p in self.swarm.peers if p.alive and p.index not in self.gone]
+        known = [p.last_address for p in there if p.last_address]
+        first = self.swarm.peers[0].last_address
+        if first and (not known or self.draw.random() < OLD_ADDRESS_SHARE):
+            return first
+        if not known:
+            raise SwarmError("no peer has printed its address")
+        return self.draw.choice(known)
+
 
 PROGRAM = "peers.emulated"
 """What the peers of a swarm under faults run."""
-RETRY_S = 1.0
 """A random fault that finds too many peers away is tried again so soon."""
 POLL_S = 0.1
 LONGEST_S = 30 * 86400.0
@@ -50,14 +249,14 @@ class FaultRunner:
     """
 
     swarm: LocalSwarm
-    plan: FaultPlan
+    plan: fault_plan.FaultPlan
     say: Callable[[str], None] = lambda _: None
     bounds: Bounds = Bounds()
     hangs: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     _by_round: list[int] = field(default_factory=list)
     """Numbers of the faults that wait for a round, in the plan's order."""
-    _trapped: dict[str, tuple[Fault, float]] = field(default_factory=dict)
+    _trapped: dict[str, tuple[fault_plan.Fault, float]] = field(default_factory=dict)
     """Name of a trap that waits -> its fault, and since when."""
     _seen: tuple[int, float] = (-1, 0.0)
     """Greatest height anywhere, and when it was first seen."""
@@ -72,7 +271,7 @@ class FaultRunner:
         self.folder = ControlFolder(self.swarm.folder / "emulation")
         self.draw = random.Random(self.plan.seed)
         self.actions = FaultActions(self.swarm, self.folder, self.draw)
-        joins = sum(isinstance(fault, Join) for fault in self.plan.fault)
+        joins = sum(isinstance(fault, fault_plan.Join) for fault in self.plan.fault)
         for number, fault in enumerate(self.plan.fault):
             for peer in _named(fault):
                 if peer >= self.swarm.num_peers + joins:
@@ -107,7 +306,7 @@ class FaultRunner:
                 self._by_round.append(number)
             # Each fault has a generator of its own: one more line in a plan moves no other.
             draw = random.Random(f"{self.plan.seed}/{number}")
-            for after_s in moments(fault.at, draw, run_s):
+            for after_s in fault_plan.moments(fault.at, draw, run_s):
                 self.actions.at(now_s + after_s, partial(self._meet, fault))
 
     def poll(self, _: LocalSwarm | None = None) -> None:
@@ -171,12 +370,12 @@ class FaultRunner:
             elif self.plan.in_order:
                 return
 
-    def _arm(self, number: int, fault: Fault) -> None:
+    def _arm(self, number: int, fault: fault_plan.Fault) -> None:
         name = f"fault-{number:04}"
         self._trapped[name] = (fault, time.monotonic())
         self.folder.arm(_trap_of(name, fault, self.draw, self.swarm.num_peers))
 
-    def _look_into(self, name: str, fault: Fault) -> None:
+    def _look_into(self, name: str, fault: fault_plan.Fault) -> None:
         caught = self.folder.caught(name)
         if caught is None:
             return
@@ -189,10 +388,10 @@ class FaultRunner:
         del self._trapped[name]
         peer = self.swarm.peers[caught.peer]
         self._carry_out(fault, peer)
-        if not isinstance(fault, (Kill, Pause)):
+        if not isinstance(fault, (fault_plan.Kill, fault_plan.Pause)):
             peer.resume()
 
-    def _meet(self, fault: Fault) -> None:
+    def _meet(self, fault: fault_plan.Fault) -> None:
         """A fault without a trap is due; a random one waits while too many are away."""
         wanted = getattr(fault, "peer", None)
         if self._is_stopped:
@@ -207,7 +406,7 @@ class FaultRunner:
             return
         self._carry_out(fault, self.draw.choice(free))
 
-    def _carry_out(self, fault: Fault, peer: LocalPeer | None) -> None:
+    def _carry_out(self, fault: fault_plan.Fault, peer: LocalPeer | None) -> None:
         noted = self.actions.carry_out(fault, peer)
         names = ", ".join(f"peer-{p}" for p in noted.peers)
         where = " ".join(word for word in (noted.role, noted.phase) if word)
@@ -250,7 +449,7 @@ class FaultRunner:
         return max((chain[-1]["round"] for chain in chains if chain), default=0)
 
 
-def _trap_of(name: str, fault: Fault, draw: random.Random, num_peers: int) -> Trap:
+def _trap_of(name: str, fault: fault_plan.Fault, draw: random.Random, num_peers: int) -> Trap:
     """Where a fault is to meet its peer."""
     assert fault.at.phase and fault.at.round
     wanted = getattr(fault, "peer", None)
@@ -261,9 +460,9 @@ def _trap_of(name: str, fault: Fault, draw: random.Random, num_peers: int) -> Tr
     return Trap(name, fault.at.phase, fault.at.round, peer, role)
 
 
-def _named(fault: Fault) -> Sequence[int]:
+def _named(fault: fault_plan.Fault) -> Sequence[int]:
     """Numbers of the peers that a fault names."""
-    if isinstance(fault, Partition):
+    if isinstance(fault, fault_plan.Partition):
         return [peer for group in fault.groups for peer in group]
     wanted = [getattr(fault, name, None) for name in ("peer", "to")]
     return [peer for peer in wanted if isinstance(peer, int)]

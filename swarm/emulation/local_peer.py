@@ -15,7 +15,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any, BinaryIO
 
 from swarm.errors import SwarmError
-from swarm.protocol.life_events import EventReader
+from swarm.protocol.records.life_events import EventReader
 
 JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)(?: --invitation (\S+))?$", re.MULTILINE)
 START_DEADLINE_S = 60.0

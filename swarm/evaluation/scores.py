@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm import durable
-from swarm.protocol.figures import MAX_REAL
-from swarm.protocol.manifest import Digest
-from swarm.protocol.records import MAX_SCORES, Score, ScoreRecord
+from swarm.protocol.records.records import MAX_REAL, MAX_SCORES, Score, ScoreRecord
+from swarm.protocol.values.manifest import Digest
 
 FILE = "scores.jsonl"
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.,-]+")

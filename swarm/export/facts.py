@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from swarm import durable
 from swarm.model.huggingface import MAX_SHARD_BYTES, Dtype
-from swarm.peer.agreed_model import AgreedModel
-from swarm.protocol.losses import Losses
-from swarm.protocol.manifest import PeerId, run_id
+from swarm.peer.text.agreed_model import AgreedModel
+from swarm.protocol.records.life_events import EventReader, Validation
+from swarm.protocol.records.records import Losses
+from swarm.protocol.values.manifest import Digest, PeerId, run_id
 
 
 @dataclass(frozen=True)
@@ -83,3 +86,23 @@ class ExportFacts:
             "dtype": self.form.dtype,
             "val_loss": self.val_loss,
         }
+
+
+def kept_losses(events: Path) -> Losses:
+    """What the history of one peer says, which has only measured some of the rounds itself.
+
+    A file that is missing says nothing; a line that a kill has torn is passed over.
+    """
+    found: dict[int, float] = {}
+    exactly: dict[Digest, float] = {}
+    nat: float | None = None
+    reader = EventReader()
+    for line in durable.read_lines(events):
+        try:
+            _, _, event = reader.parse(line)
+        except ValueError:
+            continue
+        if isinstance(event, Validation):
+            found[event.round] = exactly[event.digest] = event.val_loss
+            nat = event.bits_per_byte / event.val_loss if event.val_loss else nat
+    return Losses(found, exactly, nat)

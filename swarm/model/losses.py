@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import LossConfig
+from swarm.model.masking import Tokens
 from swarm.model.moe import Routing
-from swarm.model.tokens import Tokens
 
 SLICE_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits that exist at once, at most (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU

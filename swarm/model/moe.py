@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from swarm.config import ModelConfig
 from swarm.model.attention import Attention
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
+from swarm.model.masking import ALL, Tokens
 from swarm.model.routing import RoutingControls, expert_capacity, gaussian, within_capacity
-from swarm.model.rows import Plan, plan_rows
 from swarm.model.similarity import Pair, shared_tokens, similarity
-from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
-from swarm.model.tokens import ALL, Tokens
+from swarm.model.swiglu import PAD_ROWS_BF16, Plan, Setting, mix_experts, plan_rows
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Here = tuple[tuple[int, ...], tuple[int, ...]]

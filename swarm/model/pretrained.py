@@ -17,7 +17,7 @@ from swarm.errors import ConfigError, CorruptState
 from swarm.experts import LAYOUTS, Shape, Stored, all_shapes, exported, misfit
 from swarm.model.described import require_same_model
 from swarm.model.huggingface import tensor_files, unused_shapes
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 
 TYPES = ("bf16", "f16", "f32")
 _IGNORED = "rotary_emb.inv_freq"

@@ -17,20 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
 from swarm.experts import EMBEDDING, all_shapes, misfit, place_of, unknown
+from swarm.model import moe
 from swarm.model.attention import Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import LayerTerms, Losses, combine, of_all, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
-from swarm.model.moe import (
-    WHOLE,
-    ExpertBank,
-    Pieces,
-    Recall,
-    Router,
-    Routing,
-    SparseMLP,
-    Storage,
-)
 from swarm.model.routing import RoutingControls, bias_update
 from swarm.model.stage import Stage
 
@@ -43,21 +34,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DecoderLayer(nn.Module):
     """Attention and experts, each behind a norm and around a residual."""
 
-    def __init__(self, model: ModelConfig, storage: Storage) -> None:
+    def __init__(self, model: ModelConfig, storage: moe.Storage) -> None:
         super().__init__()
         device = storage.device
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.self_attn = storage.pieces.attention(model, storage.compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.mlp = SparseMLP(model, storage)
+        self.mlp = moe.SparseMLP(model, storage)
 
     def forward(
         self,
         x_BTD: Tensor,
         positions: Positions,
-        recall: Recall | None = None,
+        recall: moe.Recall | None = None,
         controls: RoutingControls | None = None,
-    ) -> tuple[Tensor, Routing]:
+    ) -> tuple[Tensor, moe.Routing]:
         """Returns the next residual stream, fp32 [B, T, D], and the router's decision.
 
         With `recall` the routing is kept there the first time and taken from there afterwards.
@@ -78,7 +69,7 @@ class Decoder(nn.Module):
         tokens: those of which it has the residual stream.
     """
 
-    def __init__(self, model: ModelConfig, storage: Storage, stage: Stage) -> None:
+    def __init__(self, model: ModelConfig, storage: moe.Storage, stage: Stage) -> None:
         super().__init__()
         device, self.stage, self.tokens = storage.device, stage, storage.pieces.tokens
         if stage.holds(EMBEDDING, tied=model.tie_word_embeddings):
@@ -101,7 +92,7 @@ class Decoder(nn.Module):
         input_ids_BT: Tensor,
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
-    ) -> tuple[Tensor, list[Routing]]:
+    ) -> tuple[Tensor, list[moe.Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
         x_BTD = self.embedded(input_ids_BT)
         length = input_ids_BT.shape[1]
@@ -120,7 +111,7 @@ class Decoder(nn.Module):
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
         layers: Sequence[int] | None = None,
-    ) -> tuple[Tensor, list[Routing]]:
+    ) -> tuple[Tensor, list[moe.Routing]]:
         """Takes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
 
         `length` is T, also where processes share the tokens.
@@ -153,17 +144,17 @@ class Decoder(nn.Module):
 
     def _run(
         self,
-        layer: Callable[..., tuple[Tensor, Routing]],
+        layer: Callable[..., tuple[Tensor, moe.Routing]],
         x_BTD: Tensor,
         controls: RoutingControls | None,
-    ) -> tuple[Tensor, Routing]:
+    ) -> tuple[Tensor, moe.Routing]:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return layer(x_BTD, controls=controls)
         # Noise comes from a seed, so there is no state of a generator to keep.
-        out: tuple[Tensor, Routing] = checkpoint(
+        out: tuple[Tensor, moe.Routing] = checkpoint(
             layer,
             x_BTD,
-            recall=Recall() if self.recompute == "routing" else None,
+            recall=moe.Recall() if self.recompute == "routing" else None,
             controls=controls,
             use_reentrant=False,
             preserve_rng_state=False,
@@ -202,19 +193,19 @@ class Transformer(nn.Module):
         compute: ComputeType = "fp32",
         recompute: Recompute = "none",
         device: torch.device | str = "cpu",
-        pieces: Pieces = WHOLE,
+        pieces: moe.Pieces = moe.WHOLE,
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
         self.stage = stage or Stage.whole(model)
-        storage = Storage(frozen, self.compute, device, pieces)
+        storage = moe.Storage(frozen, self.compute, device, pieces)
         self.model = Decoder(model, storage, self.stage)
         self.model.recompute = recompute
         if self.stage.is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
-        found = (module for module in self.modules() if isinstance(module, ExpertBank))
+        found = (module for module in self.modules() if isinstance(module, moe.ExpertBank))
         self.banks = dict(zip(self.stage.layers, found, strict=True))
         here = {name: tuple(each.shape) for name, each in self.named_parameters()}
         self._shapes = {name: here.get(name, shape) for name, shape in all_shapes(model).items()}
@@ -333,13 +324,13 @@ class Transformer(nn.Module):
 
     def balance(self, tokens_LE: Tensor, rate: float) -> None:
         """Moves the routers' selection biases by the loads of all layers; see `bias_update`."""
-        routers = [module for module in self.modules() if isinstance(module, Router)]
+        routers = [module for module in self.modules() if isinstance(module, moe.Router)]
         updates_lE = bias_update(tokens_LE, rate)[list(self.stage.layers)]
         for router, update_E in zip(routers, updates_lE, strict=True):
             router.shift(update_E)
 
     @property
-    def _bank(self) -> ExpertBank:
+    def _bank(self) -> moe.ExpertBank:
         """Any of them: all own the same experts."""
         return self.banks[self.stage.layers[0]]
 

@@ -1,14 +1,33 @@
-"""What records forget: losses, merges, rounds and happenings of earlier looks at the same run."""
+"""What records forget: losses, merges, rounds and happenings of earlier looks.
+
+A peer's history adds rounds before the first look; a file keeps all over the monitor's restarts.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
-from swarm.monitor.causes import Fault, causes_of
+from pydantic import TypeAdapter, ValidationError
+
+from swarm.monitor.health import Fault, causes_of
 from swarm.monitor.metrics import swarm_tokens_per_s
-from swarm.monitor.scores import in_order
-from swarm.monitor.snapshot import Agreement, Happening, PeerRow, RoundPoint, Snapshot, Topic
+from swarm.monitor.snapshot import (
+    Agreement,
+    Happening,
+    Merge,
+    PeerRow,
+    RoundPoint,
+    ScoreRow,
+    Snapshot,
+    Topic,
+    in_order,
+)
+from swarm.protocol.records.life_events import Applied, EventReader, Started, Validation
+from swarm.protocol.records.records import Real
 
 MAX_POINTS = 2000
 """Of losses and rounds: older ones are left out."""
@@ -132,3 +151,137 @@ def _decided(now: Snapshot) -> str:
     if now.left_out:
         parts.append("without " + ", ".join(map(now.called, now.left_out[:4])))
     return ", ".join(parts)
+
+
+_TOPICS = {"quorum": Topic.ROUND, "merge": Topic.MERGE, "reform": Topic.CHAIN}
+_TOLD = {
+    "quorum": "round {round} decided, with {count} of {members} members",
+    "merge": "similar experts were merged at step {step}",
+    "reform": "generation {generation} begins, with {members} members",
+}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Of one run.
+
+    Attributes:
+        run: its id; None if no line says it.
+        losses: (round, held-out loss in nats per token), ascending.
+        events: rounds, merges and reforms, oldest first; each manifest once.
+    """
+
+    run: str | None
+    losses: tuple[tuple[int, float], ...]
+    events: tuple[Happening, ...]
+
+
+def earlier_of(lines: Iterable[str]) -> Earlier:
+    """Reads histories of peers of one run, one after the other; lines torn off are left out.
+
+    Raises:
+        ValueError: a whole line is no event of this version, or the runs differ.
+    """
+    runs: set[str] = set()
+    losses: dict[int, float] = {}
+    events: dict[str, Happening] = {}
+    reader = EventReader()
+    for line in lines:
+        if not line.endswith("}"):
+            continue
+        _, time, event = reader.parse(line)
+        if isinstance(event, Started):
+            runs.add(event.run)
+        elif isinstance(event, Validation) and math.isfinite(event.val_loss):
+            losses[event.round] = event.val_loss
+        elif isinstance(event, Applied) and event.kind in _TOLD:
+            events.setdefault(event.digest, _happening(time, event))
+    if len(runs) > 1:
+        raise ValueError(f"they are of several runs: {', '.join(sorted(runs))}")
+    told = sorted(events.values(), key=lambda happening: happening.at)
+    return Earlier(next(iter(runs), None), tuple(sorted(losses.items())), tuple(told))
+
+
+def with_earlier(first: Snapshot, before: Snapshot | None, earlier: Earlier) -> Snapshot:
+    """The look before the first one, with what histories tell and records forget."""
+    known = before or replace(first, rounds=(), events=())
+    seen = known.events[0].at if known.events else first.at
+    older = tuple(event for event in earlier.events if event.at < seen)
+    losses = dict(earlier.losses) | dict(known.losses)
+    return replace(
+        known,
+        losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
+        events=(*older, *known.events)[-MAX_EVENTS:],
+    )
+
+
+def _happening(time: float, event: Applied) -> Happening:
+    text = _TOLD[event.kind].format(
+        round=event.round,
+        count=len(event.contributors),
+        members=len(event.members),
+        step=event.step,
+        generation=event.generation[:12],
+    )
+    return Happening(time, _TOPICS[event.kind], text)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The history in a snapshot; see there."""
+
+    run_id: str | None
+    losses: tuple[tuple[int, Real], ...]
+    merges: tuple[Merge, ...]
+    rounds: tuple[RoundPoint, ...]
+    events: tuple[Happening, ...]
+    scores: tuple[ScoreRow, ...]
+
+
+_SCHEMA = TypeAdapter(Kept)
+
+
+def kept_of(snapshot: Snapshot) -> Kept:
+    """What is worth keeping of a snapshot."""
+    return Kept(*(getattr(snapshot, each.name) for each in fields(Kept)))
+
+
+def encode_kept(kept: Kept) -> bytes:
+    """As JSON."""
+    return _SCHEMA.dump_json(kept)
+
+
+def decode_kept(encoded: bytes) -> Kept:
+    """Reads what `encode_kept` wrote; entries that cannot be read are passed over with a warning.
+
+    An earlier version kept what strangers said: losses beyond all measure, and sums that were
+    infinite, as null.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return _SCHEMA.validate_json(encoded)
+    except ValidationError as error:
+        wrong = {fault["loc"][:2] for fault in error.errors()}
+        if not all(len(place) == 2 and isinstance(place[1], int) for place in wrong):
+            raise
+    found = json.loads(encoded)
+    for name, position in sorted(wrong, reverse=True):
+        del found[name][position]
+    told = ", ".join(sorted({str(name) for name, _ in wrong}))
+    logger.warning("%d entries of the history (%s) cannot be read: left out", len(wrong), told)
+    return _SCHEMA.validate_json(json.dumps(found))
+
+
+def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
+    """The look before the first one, as if the monitor had never ended; None of another run.
+
+    What changed while it was away is told of losses, rounds and merges, not of peers.
+    """
+    if kept.run_id != snapshot.run_id:
+        return None
+    return replace(snapshot, **vars(kept))

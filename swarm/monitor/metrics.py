@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.monitor.snapshot import Snapshot
-from swarm.protocol.records import PeerState
+from swarm.protocol.records.records import PeerState
 
 
 @dataclass(frozen=True)

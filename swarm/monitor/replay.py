@@ -9,15 +9,8 @@ from typing import Any
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Agreement, ExpertRow, Happening, PeerRow, Snapshot, Topic
-from swarm.protocol.figures import (
-    MAX_BRIEF,
-    RoundFigures,
-    WorkersFigures,
-    routing_figures,
-    workers_figures,
-)
-from swarm.protocol.manifest import ALL_EXPERTS
-from swarm.protocol.records import PeerRecord, PeerState, shortened
+from swarm.protocol.records import records
+from swarm.protocol.values.manifest import ALL_EXPERTS
 
 Event = Mapping[str, Any]
 
@@ -112,11 +105,11 @@ def _frame(
 
 
 def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow:
-    record = PeerRecord(
+    record = records.PeerRecord(
         peer_id=peer_id,
         name=name,
         addresses=(),
-        state=PeerState.TRAINING,
+        state=records.PeerState.TRAINING,
         capacity=1.0,
         room=ALL_EXPERTS,
         generation=own["generation"],
@@ -138,16 +131,16 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         control_bytes_received=0,
         steps_skipped=0,
         refused={},
-        reason=shortened(own["reason"]),
+        reason=records.shortened(own["reason"]),
         version="",
         moments_bytes_sent=own["moments_bytes_sent"],
         moments_bytes_received=0,
         zero_moments=0,
         moments_reason="",
-        routing=routing_figures(own["routing"]) if own["routing"] else None,
+        routing=records.routing_figures(own["routing"]) if own["routing"] else None,
         grad_norm=own["grad_norm"],
         grad_spikes=own["grad_spikes"],
-        last_round=RoundFigures(
+        last_round=records.RoundFigures(
             own["round"],
             own["counted"],
             own["seconds"],
@@ -171,12 +164,12 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
     )
 
 
-def _workers(found: Event | None) -> WorkersFigures | None:
+def _workers(found: Event | None) -> records.WorkersFigures | None:
     if found is None:
         return None
     kept = {name: value for name, value in found.items() if name != "ranks"}
-    why = shortened(found["why"], MAX_BRIEF)
-    return workers_figures({**kept, "idle": tuple(found["idle"]), "why": why})
+    why = records.shortened(found["why"], records.MAX_BRIEF)
+    return records.workers_figures({**kept, "idle": tuple(found["idle"]), "why": why})
 
 
 def _agreement(own: Event, tip: Event) -> Agreement:

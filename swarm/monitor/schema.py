@@ -1,7 +1,7 @@
 """The one schema of what a monitor says: `--json`, `/snapshot.json`, the page's events, `/metrics`.
 
 Each field is described in swarm/monitor/README.md. Figures in `peers` that are not described here
-are those of `PeerRecord` (swarm/protocol/records.py), under the same names.
+are those of `PeerRecord` (swarm/protocol/records/records.py), under the same names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict, cast
 
-from swarm.monitor.causes import causes_of
-from swarm.monitor.health import health_of, pace_of
+from swarm.monitor.health import causes_of, health_of, pace_of
 from swarm.monitor.metrics import swarm_tokens_per_s
 from swarm.monitor.snapshot import Coverage, ExpertRow, Merge, PeerRow, Snapshot
 

@@ -14,7 +14,7 @@ from swarm.data.held_out import (
     measured_on,
     whole_held_out,
 )
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.errors import DataError
 
 END = 1000

@@ -2,16 +2,18 @@
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from swarm.data import documents
 from swarm.data.corpus import folder_corpus
-from swarm.data.input_files import Kind, kind_of
+from swarm.data.input_files import SETTLED_S, FileDigests, Kind, kind_of
 from swarm.data.tally import Tally
 from swarm.errors import DataError
 
@@ -225,3 +227,59 @@ def test_a_file_that_is_in_memory_as_a_whole_is_named_where_it_is_too_large(
     skipped = Tally()
     assert read(tmp_path, skipped=skipped) == []
     assert skipped.named[0].startswith(f"{name}: longer than 1 MiB")
+
+
+def later(path: Path) -> float:
+    return path.stat().st_ctime + SETTLED_S + 1
+
+
+def digest(path: Path, kept: Path | None, now_s: float) -> str:
+    (found,) = FileDigests(kept, lambda: now_s).of(path.parent, [path.name])
+    return found
+
+
+def test_a_file_that_has_not_changed_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = tmp_path / "a.txt", tmp_path / "kept"
+    path.write_bytes(b"text")
+    expected = blake3(b"text").hexdigest()
+    assert digest(path, kept, later(path)) == expected
+    monkeypatch.setattr("swarm.data.input_files._digest_of", None)
+    assert digest(path, kept, later(path)) == expected
+
+
+def test_an_edit_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
+    path, kept = tmp_path / "a.txt", tmp_path / "kept"
+    path.write_bytes(b"text")
+    status = path.stat()
+    digest(path, kept, later(path))
+    path.write_bytes(b"TEXT")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    assert digest(path, kept, later(path)) == blake3(b"TEXT").hexdigest()
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
+    path, kept = tmp_path / "a.txt", tmp_path / "kept"
+    path.write_bytes(b"text")
+    digest(path, kept, path.stat().st_ctime + SETTLED_S / 2)
+    assert not kept.exists() or kept.read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b'{"a": 1}'])
+def test_what_is_remembered_may_be_damaged_and_does_not_grow(
+    tmp_path: Path, content: bytes
+) -> None:
+    path, kept = tmp_path / "a.txt", tmp_path / "kept"
+    path.write_bytes(b"text")
+    kept.write_bytes(content)
+    for _ in range(3):
+        assert digest(path, kept, later(path)) == blake3(b"text").hexdigest()
+        path.write_bytes(b"text")
+    assert kept.read_bytes().count(b":") == 1
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.txt: No such file"):
+        FileDigests().of(tmp_path, ["a.txt"])

@@ -14,11 +14,9 @@ from blake3 import blake3
 
 from swarm.data.corpus import Corpus, folder_corpus, is_held_out
 from swarm.data.held_out import split_documents
-from swarm.data.packing import packed
-from swarm.data.shard_writer import FORMAT, HEADER, PROGRESS, write_shards
+from swarm.data.shard_writer import FORMAT, HEADER, PROGRESS, packed, write_shards
 from swarm.data.shards import Torn, open_folder, open_prepared
-from swarm.data.tokenise import BYTE, ByteTokenizer, document_tokens
-from swarm.data.tokenizer import Tokens
+from swarm.data.tokenizer import BYTE, ByteTokenizer, Tokens, document_tokens
 from swarm.errors import DataError
 
 SHARD_TOKENS = 500
@@ -66,7 +64,7 @@ import os, signal, sys
 from pathlib import Path
 from swarm.data.corpus import folder_corpus
 from swarm.data.shard_writer import write_shards
-from swarm.data.tokenise import ByteTokenizer
+from swarm.data.tokenizer import ByteTokenizer
 
 class Fatal(ByteTokenizer):
     def encoded(self, documents):

@@ -13,8 +13,7 @@ from swarm.data import shard_writer
 from swarm.data.corpus import folder_corpus, is_held_out
 from swarm.data.held_out import held_out_documents
 from swarm.data.shards import KEPT_CACHES, open_shards
-from swarm.data.tokenise import BYTE, ByteTokenizer, document_tokens
-from swarm.data.tokenizer import token_dtype
+from swarm.data.tokenizer import BYTE, ByteTokenizer, document_tokens, token_dtype
 from swarm.errors import DataError
 
 

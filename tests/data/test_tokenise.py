@@ -3,7 +3,7 @@ import pytest
 import transformers
 from hypothesis import given
 
-from swarm.data.tokenise import BYTE, END_OF_TEXT, PAD, document_tokens
+from swarm.data.tokenizer import BYTE, END_OF_TEXT, PAD, document_tokens
 
 AWKWARD = (
     "".join(map(chr, range(0x200)))

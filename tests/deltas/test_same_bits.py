@@ -12,8 +12,8 @@ import torch
 
 from swarm.codecs import values_in
 from swarm.config import Codec, Coding
-from swarm.deltas.arithmetic import moved
-from swarm.deltas.units import decode_delta
+from swarm.deltas.blocks import moved
+from swarm.deltas.unit_deltas import decode_delta
 from tests.deltas.hostile_deltas import CODECS, SIZE, base_bits, delta_bits, digest, digests
 from tests.deltas.units import CODINGS, applied, delta_of, unit
 

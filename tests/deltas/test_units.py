@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 
 from swarm.codecs import Content, bytes_of, values_in
 from swarm.codings import BLOCK, coded_bytes
-from swarm.deltas.arithmetic import canonical
-from swarm.deltas.means import Reduced, mean_of_deltas, reduced
-from swarm.deltas.units import (
+from swarm.deltas.blocks import canonical
+from swarm.deltas.unit_deltas import (
     GROUP_ELEMENTS,
     RUN_ELEMENTS,
+    Reduced,
     check_delta,
     decode_delta,
     elements_of,
     encode_delta,
     in_order,
     in_parts,
+    mean_of_deltas,
+    reduced,
 )
 from swarm.errors import BadBlob
 from tests.deltas.units import (

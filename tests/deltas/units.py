@@ -5,7 +5,7 @@ import torch
 from swarm.codecs import DTYPES, Buffer, Read
 from swarm.codings import CODE_BYTES
 from swarm.config import Codec, Coding
-from swarm.deltas.units import Delta, apply_delta, encode_delta
+from swarm.deltas.unit_deltas import Delta, apply_delta, encode_delta
 from swarm.experts import Slice, UnitLayout
 from tests.blobs import blob_of
 

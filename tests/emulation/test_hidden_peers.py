@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from swarm.emulation.namespaces import ACK, SYN, TCP, _opens
+from swarm.emulation.networks import ACK, SYN, TCP, _opens
 
 FIN, UDP = 0x01, 17
 

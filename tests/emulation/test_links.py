@@ -10,9 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from peers.local import main as local
-from swarm.emulation.link_profiles import LINKS, PROFILES
-from swarm.emulation.links import MOST_QUEUED_S, Bursts, Cuts, Link, Losses, Shaper
-from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
+from swarm.emulation.links import LINKS, MOST_QUEUED_S, PROFILES, Bursts, Cuts, Link, Losses, Shaper
+from swarm.emulation.networks import NamespaceLinks, address_of, why_not_here
 from swarm.errors import SwarmError
 from tests.processes import running
 

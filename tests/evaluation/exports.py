@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from swarm.config import RunConfig
-from swarm.data.tokenise import BYTE
-from swarm.data.tokenizer import Tokenizer
-from swarm.data.training import train_tokenizer
-from swarm.evaluation.harness import write_task
+from swarm.data.tokenizer import BYTE, Tokenizer
+from swarm.data.tokenizer_file import train_tokenizer
+from swarm.evaluation.tasks import write_task
 from swarm.model.huggingface import save_model
 from tests.model.samples import random_weights, tiny_run
 

@@ -12,8 +12,8 @@ import pytest
 
 from swarm.data.held_out import HeldOut, held_out_windows, measured_on
 from swarm.data.tokenizer import Tokenizer
-from swarm.evaluation.harness import command, write_task
-from swarm.evaluation.streamed import StreamedModel
+from swarm.evaluation.measure import StreamedModel
+from swarm.evaluation.tasks import command, write_task
 from tests.evaluation.exports import DOCUMENTS, TOKENIZERS, make_export
 
 HARNESS_S = 900

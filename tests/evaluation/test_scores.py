@@ -11,7 +11,7 @@ from swarm.errors import ConfigError
 from swarm.evaluation import tasks
 from swarm.evaluation.scores import FILE, Measured, append_scores, newest_scores, score_record
 from swarm.evaluation.tasks import SPES, TaskFailed, measured_of, run_task, shots_of
-from swarm.protocol.records import MAX_SCORES, ScoreRecord, decode_record, encode_record
+from swarm.protocol.records.records import MAX_SCORES, ScoreRecord, decode_record, encode_record
 
 DIGEST = "ab" * 32
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarm.data.held_out import measured_on
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.errors import ConfigError, CorruptState
-from swarm.evaluation import streamed
-from swarm.evaluation.streamed import StreamedModel
+from swarm.evaluation import measure
+from swarm.evaluation.measure import StreamedModel
 from swarm.experts import all_shapes
 from swarm.model.huggingface import SINGLE_FILE, save_model
 from swarm.model.masking import Masked
@@ -45,8 +45,8 @@ def test_its_loss_is_that_of_the_whole_model(
             )
         )
     # Small enough that windows and logits go in several parts.
-    monkeypatch.setattr(streamed, "BATCH_TOKENS", 96)
-    monkeypatch.setattr(streamed, "LOGITS_BYTES", 4 * 260 * 7)
+    monkeypatch.setattr(measure, "BATCH_TOKENS", 96)
+    monkeypatch.setattr(measure, "LOGITS_BYTES", 4 * 260 * 7)
     found = StreamedModel(tmp_path, run)
     assert found.nats_per_token(held_out) == pytest.approx(wanted, rel=1e-5)
     with torch.no_grad():

@@ -7,9 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from swarm.export.folder import write_export
-from swarm.export.manager import ExportManager
-from swarm.network.blobs import BlobStore
+from swarm.export.manager import ExportManager, write_export
+from swarm.network.blobs.blob_store import BlobStore
 from tests.export.models import after, facts_of, found, toy_run
 
 

@@ -9,13 +9,12 @@ import torch
 from swarm.config import RunConfig, parse_config
 from swarm.errors import NobodyReachable
 from swarm.export.facts import ExportFacts, Form
-from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
-from swarm.network.founding import founding_manifest
-from swarm.peer.agreed_model import AgreedModel, initial_contents
-from swarm.protocol.layout import layout_of
-from swarm.protocol.losses import Losses
-from swarm.protocol.manifest import Founding, Manifest, run_id
+from swarm.network.blobs.blob_store import BlobStore, store_content
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.peer.text.agreed_model import AgreedModel, initial_contents
+from swarm.protocol.records.records import Losses
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import Founding, Manifest, run_id
 from tests.blobs import blob_of
 from tests.scenarios.swarms import EXACT
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from peers.exporting import FETCHING, _fetched_beside
+from peers.actions.exports import FETCHING, _fetched_beside
 from swarm.config import RunConfig
 from swarm.errors import NobodyReachable
 from swarm.export.facts import Form
-from swarm.export.fetching import EMPTY_TURNS, MAX_NAMES, FromPeers
-from swarm.network.blobs import BlobStore
-from swarm.network.finding import Announced
-from swarm.network.observer import Seen
-from swarm.protocol.digests import PIECE_BYTES, piece_index
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
+from swarm.export.model_fetch import EMPTY_TURNS, MAX_NAMES, FromPeers
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.runs.observer import Seen
+from swarm.network.runs.run_search import Announced
+from swarm.protocol.records.records import PeerState, RunRecord, RunState, ValidationRecord
+from swarm.protocol.values.digests import PIECE_BYTES, piece_index
+from swarm.protocol.values.manifest import Manifest
 from tests.export.models import after, found, toy_run
 from tests.fake_time import Time
 from tests.peer_records import peer_record

@@ -11,7 +11,7 @@ from peers.export import main
 from swarm.errors import ConfigError, SwarmError
 from swarm.export.facts import ExportFacts
 from swarm.export.hub import Hub, open_hub
-from swarm.network.blobs import BlobStore
+from swarm.network.blobs.blob_store import BlobStore
 from tests.export.models import after, facts_of, found, toy_run
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="of the extra hf")

@@ -20,10 +20,9 @@ import torch
 from swarm import durable
 from swarm.errors import ConfigError, StateError, StateLocked
 from swarm.export.card import card
-from swarm.export.folder import FACTS_FILE
-from swarm.export.manager import LATEST, PARTIAL, REMOVED, ExportManager
+from swarm.export.manager import FACTS_FILE, LATEST, PARTIAL, REMOVED, ExportManager
 from swarm.model.pretrained import open_checkpoint
-from swarm.network.blobs import BlobStore
+from swarm.network.blobs.blob_store import BlobStore
 from tests.export.models import facts_of, found, toy_run
 
 RUN = toy_run()

@@ -7,10 +7,10 @@ import torch
 
 from peers.peer import main
 from swarm.codecs import Content, encoded
-from swarm.peer.offering import Offering
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import MAX_ATTEMPT, Ballot, Message, Prepare
+from swarm.peer.training.offering import Offering
+from swarm.protocol.messages.messages import MAX_ATTEMPT, Ballot, Message, Prepare
 from swarm.protocol.rounds.state import Outbox
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 
 ATTACK_VARIABLE = "SWARM_TEST_ATTACK"
 GARBAGE = 1e18

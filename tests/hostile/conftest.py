@@ -3,7 +3,7 @@
 import pytest
 
 from tests.network.conftest import Peers, lasting_peers, peers
-from tests.network.test_observer import Lonely
+from tests.network.runs.test_observer import Lonely
 
 __all__ = ["lasting_peers", "lonely", "peers"]
 

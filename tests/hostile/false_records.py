@@ -12,9 +12,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from swarm.network.identity import Identity
-from swarm.network.node import Node
-from swarm.network.signed_records import SignedRecords, owner_of
+from swarm.network.dht.signed_records import SignedRecords, owner_of
+from swarm.network.node.node import Node
+from swarm.network.wire.identity import Identity
 
 WAIT_S = 60.0
 IN_ONE_CALL = 16

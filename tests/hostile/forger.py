@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from swarm.config import NetworkSection
 from swarm.errors import NobodyReachable, Unreachable
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.fetch import Downloads
-from swarm.network.finding import announced_runs
-from swarm.network.joining import present_peers
-from swarm.network.node import Handlers, Node
-from swarm.network.serve import BlobServer
-from swarm.network.tips import newest_tip
-from swarm.protocol.manifest import Kind, Manifest, PeerId
-from swarm.protocol.messages import (
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.node.node import Handlers, Node
+from swarm.network.runs.joiner import present_peers
+from swarm.network.runs.run_search import announced_runs
+from swarm.network.runs.tips import newest_tip
+from swarm.protocol.messages.message_bytes import encode
+from swarm.protocol.messages.messages import (
     Ballot,
     Certificate,
     Commit,
@@ -29,8 +29,8 @@ from swarm.protocol.messages import (
     Message,
     accept_statement,
 )
-from swarm.protocol.records import RunRecord
-from swarm.protocol.wire import encode
+from swarm.protocol.records.records import RunRecord
+from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
 WAIT_S = 60.0
 AGAIN_S = 0.25

@@ -4,8 +4,8 @@ import torch
 
 from peers.peer import main
 from swarm.codecs import Content, encoded
-from swarm.peer.offering import Offering
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.peer.training.offering import Offering
+from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 GARBAGE = 1e18
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import swarm.peer.trainer
+import swarm.peer.training.trainer
 from peers.peer import main
-from swarm.train.local_steps import LocalStats
+from swarm.train.engine.local_steps import LocalStats
 
 LOOK_S = 0.2
 
@@ -18,6 +18,6 @@ def idle(*given: Any, stop: Callable[[], bool], **more: Any) -> LocalStats:
 
 
 if __name__ == "__main__":
-    work = swarm.peer.trainer.train_local_steps
-    swarm.peer.trainer.train_local_steps = idle
+    work = swarm.peer.training.trainer.train_local_steps
+    swarm.peer.training.trainer.train_local_steps = idle
     main()

@@ -7,10 +7,10 @@ from pathlib import Path
 from peers.emulated import emulate
 from peers.peer import main
 from swarm.emulation.controls import FOLDER_VARIABLE, INDEX_VARIABLE
-from swarm.peer.trainer import Trainer
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.messages import Offer
-from swarm.protocol.rounds.deals import most_samples
+from swarm.peer.training.trainer import Trainer
+from swarm.protocol.messages.messages import Offer
+from swarm.protocol.rounds.policies.deals import most_samples
+from swarm.protocol.values.manifest import Manifest
 
 honest_submit = Trainer.submit
 

@@ -22,50 +22,50 @@ from hypothesis import HealthCheck, Phase, given, settings
 from swarm.codecs import check_finite
 from swarm.codings import coded_bytes
 from swarm.config import PeerConfig, RunConfig, parse_config
-from swarm.data.tokenizer_file import FileTokenizer
-from swarm.data.training import train_tokenizer
-from swarm.deltas.units import apply_delta, check_delta
+from swarm.data.tokenizer_file import FileTokenizer, train_tokenizer
+from swarm.deltas.unit_deltas import apply_delta, check_delta
 from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch, TokenizerError
-from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
-from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
-from swarm.network.daemon import Address
-from swarm.network.envelope import EnvelopeKind, open_sealed, seal
-from swarm.network.finding import check_run_id
-from swarm.network.foreign import check_announcement, check_state, decode_config
-from swarm.network.identity import Identity, load_or_create_identity, verify
-from swarm.network.inbound import verified
-from swarm.network.letters import Letters, split
-from swarm.network.preparing import decode_preparing, encode_preparing
-from swarm.network.relay import _addressed
-from swarm.network.signed_records import SignedRecords, owner_of
-from swarm.protocol import recording
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.digests import digest_of
-from swarm.protocol.events import Received, Record, Tick
-from swarm.protocol.evidence import decode_evidence, encode_evidence
-from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.gaps import (
-    between,
-    decode_page,
-    encode_page,
-    filled,
-    gaps,
+from swarm.network.dht.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
+from swarm.network.dht.signed_records import SignedRecords, owner_of
+from swarm.network.fetch.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
+from swarm.network.rounds.inbound import verified
+from swarm.network.runs.run_records import check_announcement, check_state, decode_config
+from swarm.network.runs.run_search import check_run_id, decode_preparing, encode_preparing
+from swarm.network.wire.daemon import Address
+from swarm.network.wire.identity import Identity, load_or_create_identity, verify
+from swarm.network.wire.relay import _addressed
+from swarm.network.wire.relayed_messages import (
+    EnvelopeKind,
+    RelayedMessages,
+    open_sealed,
+    seal,
+    split,
 )
-from swarm.protocol.gaps import decode_question as decode_heads_question
-from swarm.protocol.gaps import encode_question as encode_heads_question
-from swarm.protocol.handover import (
+from swarm.protocol.chain import chain_record
+from swarm.protocol.chain.gaps import between, decode_page, encode_page, filled, gaps
+from swarm.protocol.chain.gaps import decode_question as decode_heads_question
+from swarm.protocol.chain.gaps import encode_question as encode_heads_question
+from swarm.protocol.chain.trust import Chain
+from swarm.protocol.exchange.handover import (
     Moments,
     decode_answer,
     decode_question,
     encode_answer,
     encode_question,
 )
-from swarm.protocol.invitation import PrivateInvitation, as_text, from_text
-from swarm.protocol.layout import layout_of
-from swarm.protocol.messages import Ballot, Header, Propose
-from swarm.protocol.offers import decode_offer
-from swarm.protocol.printable import printable
-from swarm.protocol.records import (
+from swarm.protocol.messages.events import Received, Record, Tick
+from swarm.protocol.messages.message_bytes import (
+    BareMessage,
+    decode,
+    decode_evidence,
+    decode_offer,
+    encode,
+    encode_evidence,
+    foreign_manifest,
+)
+from swarm.protocol.messages.messages import Ballot, Header, Propose
+from swarm.protocol.records.printable import printable
+from swarm.protocol.records.records import (
     MergeRecord,
     PeerRecord,
     RunRecord,
@@ -75,25 +75,21 @@ from swarm.protocol.records import (
     encode_record,
 )
 from swarm.protocol.rounds import LocalPeer, RoundMachine
-from swarm.protocol.rounds.checks import proposal_problem, successor_problem
-from swarm.protocol.trust import Chain
-from swarm.protocol.wire import (
-    BareMessage,
-    decode,
-    encode,
-)
-from swarm.train.parallel.handshake import MAX_STRANGER_BYTES
-from swarm.train.parallel.roster import Node, node_of
-from swarm.train.parallel.wire import encoded as encoded_message
-from swarm.train.parallel.wire import first_message
+from swarm.protocol.rounds.policies.checks import proposal_problem, successor_problem
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.invitation import PrivateInvitation, as_text, from_text
+from swarm.protocol.values.layout import layout_of
+from swarm.train.workers.controller_wire import MAX_STRANGER_BYTES, first_message
+from swarm.train.workers.controller_wire import encoded as encoded_message
+from swarm.train.workers.roster import Node, node_of
 from tests.deltas.units import CODINGS, base_of, delta_of, gaussian, reading, unit
 from tests.deltas.units import encoded as encoded_delta
 from tests.hostile.fuzzing import Decoder, spoilt
-from tests.protocol.test_evidence import RULES as SHOWN_RULES
-from tests.protocol.test_evidence import TRUE as SHOWN
-from tests.protocol.test_gaps import long_chain, without
-from tests.protocol.test_records import MERGE, PEER, RUN, SCORES, VALIDATION
-from tests.protocol.test_wire import (
+from tests.protocol.chain.test_gaps import long_chain, without
+from tests.protocol.messages.test_message_bytes import RULES as SHOWN_RULES
+from tests.protocol.messages.test_message_bytes import TRUE as SHOWN
+from tests.protocol.messages.test_wire import (
     EVIDENCE,
     HEADER,
     INVITATION,
@@ -103,6 +99,7 @@ from tests.protocol.test_wire import (
     RULES,
     TIP,
 )
+from tests.protocol.records.test_records import MERGE, PEER, RUN, SCORES, VALIDATION
 from tests.scenarios.swarms import EXACT
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -266,13 +263,13 @@ def read_bulk(encoded: bytes) -> None:
 
 def open_letter(encoded: bytes) -> None:
     stamp, content = split(open_sealed(encoded, "QmDestination").payload)
-    Letters().take("QmA", stamp, SEALED_S)
+    RelayedMessages().take("QmA", stamp, SEALED_S)
     assert encoded == LETTER and content == b"question"
 
 
 def read_stamp(encoded: bytes) -> None:
     """Of a letter that its sender has signed, whatever it says."""
-    known, (stamp, content) = Letters(), split(encoded)
+    known, (stamp, content) = RelayedMessages(), split(encoded)
     assert encoded[16:] == content
     known.take("QmA", stamp, SEALED_S)
     with pytest.raises(HostileInput):
@@ -292,7 +289,7 @@ RUN_OF_CONFIG = RunRecord(
 DICTIONARY = DictionaryDHTValue()
 DICTIONARY.store(identity().public_key, MSGPackSerializer.dumps(b"{}"), 2e9)
 SEALED_S = 1.8e9
-STAMPED = Letters().stamped("QmDestination", b"question", SEALED_S)
+STAMPED = RelayedMessages().stamped("QmDestination", b"question", SEALED_S)
 LETTER = seal(identity(), EnvelopeKind.REQUEST, "QmDestination", STAMPED)
 HEADS = Chain(tuple(long_chain(9)))
 GAPPED = without(HEADS.links, {3, 4, 5})
@@ -309,7 +306,7 @@ DECODERS: dict[str, Decoder] = {
     "shown_manifest": Decoder(judge_shown_manifest, HOSTILE, (SHOWN.manifest().encoded,)),
     "manifest": Decoder(judge_manifest, HOSTILE, (TIP.encoded, NEXT.encoded)),
     "record": Decoder(
-        recording.decode_record, HOSTILE, (recording.encode_record(Record(NEXT, None, TIP)),)
+        chain_record.decode_record, HOSTILE, (chain_record.encode_record(Record(NEXT, None, TIP)),)
     ),
     "run_record": Decoder(
         judge_run_record,

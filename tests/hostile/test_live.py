@@ -38,12 +38,12 @@ from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, digests_by_height
 from swarm.errors import Refused, SwarmError
-from swarm.protocol.digests import digest_of
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Ballot, Header, Hello, Roster
-from swarm.protocol.records import encode_record, peers_key, runs_key, shard_of
-from swarm.protocol.updates import IMPLAUSIBLE
-from swarm.protocol.wire import encode
+from swarm.protocol.messages.message_bytes import encode
+from swarm.protocol.messages.messages import Ballot, Header, Hello, Roster
+from swarm.protocol.records.records import encode_record, peers_key, runs_key, shard_of
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.manifest import Manifest, PeerId
+from swarm.protocol.values.updates import IMPLAUSIBLE
 from tests.hostile.attacking_peer import ATTACK_VARIABLE
 from tests.hostile.false_records import Stranger, store, strangers
 from tests.hostile.forger import Forger, forger

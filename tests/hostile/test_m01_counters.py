@@ -15,11 +15,10 @@ import pytest
 
 from swarm.config.section import MAX_COUNT
 from swarm.errors import BadManifest, BadMessage
-from swarm.network.record_file import RecordFile
-from swarm.protocol.events import Received, Record, Topic
-from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.manifest import Member
-from swarm.protocol.messages import (
+from swarm.network.rounds.record_file import RecordFile
+from swarm.protocol.messages.events import Received, Record, Topic
+from swarm.protocol.messages.message_bytes import decode, decode_offer, encode, foreign_manifest
+from swarm.protocol.messages.messages import (
     MAX_ATTEMPT,
     Accepted,
     Ballot,
@@ -31,9 +30,8 @@ from swarm.protocol.messages import (
     Ready,
     Roster,
 )
-from swarm.protocol.offers import decode_offer
-from swarm.protocol.rounds.attempts import LEAP, attempt_problem
-from swarm.protocol.wire import decode, encode
+from swarm.protocol.rounds.acceptor import LEAP, attempt_problem
+from swarm.protocol.values.manifest import Member
 from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
 
 LAST = 2**31

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import HostileInput
-from swarm.network.identity import Identity, load_or_create_identity
-from swarm.network.inbound import verified
-from swarm.protocol.manifest import Manifest, Wish, leave_statement
-from swarm.protocol.messages import (
+from swarm.network.rounds.inbound import verified
+from swarm.network.wire.identity import Identity, load_or_create_identity
+from swarm.protocol.messages.messages import (
     Accept,
     Accepted,
     Ballot,
@@ -28,11 +27,12 @@ from swarm.protocol.messages import (
     ready_statement,
 )
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.checks import successor_problem
-from swarm.protocol.rounds.composition import Attendance, compose_round
-from swarm.protocol.rounds.deals import book_after
+from swarm.protocol.rounds.policies.checks import successor_problem
+from swarm.protocol.rounds.policies.composition import Attendance, compose_round
+from swarm.protocol.rounds.policies.deals import book_after
+from swarm.protocol.rounds.policies.rosters import plan_roster
 from swarm.protocol.rounds.proposer import Proposer
-from swarm.protocol.rounds.rosters import plan_roster
+from swarm.protocol.values.manifest import Manifest, Wish, leave_statement
 from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
 
 RULES = replace(make_rules(experts=6), round_seconds=3.2)

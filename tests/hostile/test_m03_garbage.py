@@ -16,16 +16,14 @@ import torch
 from swarm import codecs
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.errors import BadBlob
-from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
-from swarm.network.founding import founding_manifest
-from swarm.network.transfers import Transfers
-from swarm.peer.agreed_model import Agreed, initial_contents
-from swarm.peer.live_model import LiveModel
-from swarm.peer.offering import Offering
-from swarm.peer.rounds import Rounds
-from swarm.peer.status import PeerStatus
-from swarm.protocol.events import (
+from swarm.network.blobs.blob_store import BlobStore, store_content
+from swarm.network.rounds.transfers import Transfers
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.peer.status.status import PeerStatus
+from swarm.peer.text.agreed_model import Agreed, initial_contents
+from swarm.peer.training.live_model import LiveModel
+from swarm.peer.training.offering import Offering, Rounds
+from swarm.protocol.messages.events import (
     BlobWanted,
     Effect,
     Event,
@@ -36,12 +34,12 @@ from swarm.protocol.events import (
     Topic,
     Unobtainable,
 )
-from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Founding, Manifest
-from swarm.protocol.messages import Offer
+from swarm.protocol.messages.messages import Offer
 from swarm.protocol.rounds import Rules
-from swarm.protocol.updates import IMPLAUSIBLE, StepBound, UpdateBound
-from swarm.train.resident import ResidentEngine
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import Founding, Manifest
+from swarm.protocol.values.updates import IMPLAUSIBLE, StepBound, UpdateBound
+from swarm.train.engine.resident import ResidentEngine
 from tests.network.conftest import Peers
 from tests.peer.adopting import adopt_into, offered_values
 from tests.protocol.round_pump import Node, Pump, found, make_rules, name

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from swarm.protocol.events import Record
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.voting import TRIAL_ROUNDS
+from swarm.protocol.membership.membership import TRIAL_ROUNDS
+from swarm.protocol.messages.events import Record
+from swarm.protocol.values.manifest import Manifest
 from tests.protocol.round_pump import Pump, make_rules, start_swarm
 
 EXPERTS = 8

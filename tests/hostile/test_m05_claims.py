@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.protocol.dealing import num_samples
-from swarm.protocol.weights import weights
+from swarm.protocol.values.work import num_samples, weights
 from tests.hostile.emulated_crew import crew_with
 from tests.scenarios.swarms import finish, peer_id, read_record, rounds
 

@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 
 from swarm.monitor.snapshot import Sighting, snapshot_of
-from swarm.network.node import Node
-from swarm.network.records import fetch_records
-from swarm.protocol.losses import told_losses
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.records import (
+from swarm.network.node.node import Node
+from swarm.network.runs.run_records import fetch_records
+from swarm.protocol.records.records import (
     ValidationRecord,
     encode_record,
+    told_losses,
     validation_key,
     validation_keys,
 )
+from swarm.protocol.values.manifest import Manifest, PeerId
 from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
 from tests.network.conftest import Peers
-from tests.network.test_observer import Lonely
+from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 from tests.protocol.round_pump import found, make_rules
 

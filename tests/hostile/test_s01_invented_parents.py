@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
-from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.messages import Commit, Header, Link
+from swarm.protocol.messages.messages import Commit, Header, Link
+from swarm.protocol.values.manifest import Kind, Manifest
 from tests.hostile.forger import Forger, forger
 from tests.scenarios.swarms import ROUND_S, finish, has_rounds, write_run
 

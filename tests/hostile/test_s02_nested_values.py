@@ -24,16 +24,16 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.errors import BadRecord
-from swarm.network.bounded_msgpack import (
+from swarm.network.dht.bounded_msgpack import (
     MAX_DEPTH,
     MAX_ELEMENTS,
     BoundedSerializer,
     structure_problem,
 )
-from swarm.network.node import Node
-from swarm.network.records import fetch_records, publish
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.records import ValidationRecord
+from swarm.network.node.node import Node
+from swarm.network.runs.run_records import fetch_records, publish
+from swarm.protocol.records.records import ValidationRecord
+from swarm.protocol.values.manifest import PeerId
 
 WAIT_S = 60.0
 KEY = "run.validation"
@@ -55,7 +55,7 @@ DECODES = """
 import sys
 from hivemind.utils import MSGPackSerializer
 from swarm.errors import BadRecord
-from swarm.network.bounded_msgpack import BoundedSerializer
+from swarm.network.dht.bounded_msgpack import BoundedSerializer
 refused = []
 decoder = BoundedSerializer(refused.append) if sys.argv[1] == "bounded" else MSGPackSerializer
 try:

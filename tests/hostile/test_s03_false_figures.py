@@ -12,14 +12,14 @@ from click.testing import CliRunner
 
 from peers.monitor import main as monitor
 from swarm.errors import BadRecord
-from swarm.network.blobs import BlobStore
-from swarm.network.joining import present_peers
-from swarm.network.node import Node
-from swarm.network.observer import Observer
-from swarm.protocol.records import decode_record, encode_record, peers_key, shard_of
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.node.node import Node
+from swarm.network.runs.joiner import present_peers
+from swarm.network.runs.observer import Observer
+from swarm.protocol.records.records import decode_record, encode_record, peers_key, shard_of
 from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
 from tests.network.conftest import Peers
-from tests.network.test_observer import Lonely
+from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 
 HIGHEST = 2**31 - 1

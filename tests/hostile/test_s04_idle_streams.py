@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import Unreachable
-from swarm.network import relay as relays
-from swarm.network import serve
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.fetch import Downloads, Want
-from swarm.network.ledger import LIMITS, Cost
-from swarm.network.node import Node
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch import blob_server
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.node.node import Node
+from swarm.network.wire import relay as relays
+from swarm.network.wire.ledger import LIMITS, Cost
 from tests.hostile.victim import WAIT_S, Victim, wait_until
 from tests.network.conftest import Peers
 
@@ -87,7 +87,7 @@ def test_a_relay_is_served_while_strangers_hold_all_the_streams_they_get_through
 def test_an_idle_stream_ends_soon_and_gives_back_what_it_held(
     peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relayed: bool
 ) -> None:
-    monkeypatch.setattr(serve, "FIRST_ASK_S", 0.3)
+    monkeypatch.setattr(blob_server, "FIRST_ASK_S", 0.3)
     monkeypatch.setattr(relays, "FIRST_BYTES_S", 0.3)
     victim = Victim(peers, tmp_path / "victim")
     relay = peers.serving() if is_relayed else None

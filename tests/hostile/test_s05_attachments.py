@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm.network.blobs import BlobStore
-from swarm.network.ledger import LIMITS, Cost
-from swarm.protocol.claims import MAX_STRANGER_PROOF_BYTES
-from swarm.protocol.digests import digest_of
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.messages import (
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.wire.ledger import LIMITS, Cost
+from swarm.protocol.messages.message_bytes import encode
+from swarm.protocol.messages.messages import (
     Ballot,
     Commit,
     Header,
@@ -25,7 +23,9 @@ from swarm.protocol.messages import (
     Roster,
     ready_statement,
 )
-from swarm.protocol.wire import encode
+from swarm.protocol.messages.signatures import MAX_STRANGER_PROOF_BYTES
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.manifest import Manifest
 from tests.hostile.victim import RUN, Victim, post
 from tests.network.conftest import Peers
 from tests.protocol.round_pump import found, make_offer, make_rules

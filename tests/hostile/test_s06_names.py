@@ -14,11 +14,17 @@ import pytest
 
 from swarm.config import RunConfig, parse_config
 from swarm.errors import BadManifest, BadRecord, ConfigError, StateError
-from swarm.network.finding import announced_runs, check_run_id
-from swarm.peer.state_directory import StateDirectory
-from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.manifest import run_id
-from swarm.protocol.records import RunRecord, RunState, decode_record, encode_record, runs_key
+from swarm.network.runs.run_search import announced_runs, check_run_id
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.protocol.messages.message_bytes import foreign_manifest
+from swarm.protocol.records.records import (
+    RunRecord,
+    RunState,
+    decode_record,
+    encode_record,
+    runs_key,
+)
+from swarm.protocol.values.manifest import run_id
 from tests.protocol.round_pump import found, make_rules
 from tests.scenarios.swarms import EXACT
 

@@ -17,15 +17,20 @@ import hivemind.p2p.p2p_daemon as hivemind_p2p
 import pytest
 from rich.console import Console
 
+from peers.actions.findings import Finding, Level
+from peers.command_line.command import (
+    JsonFormatter,
+    PlainFormatter,
+    PrintableFormatter,
+    configure_logging,
+)
+from peers.command_line.options import program
 from peers.doctor import line_of
-from peers.findings import Finding, Level
-from peers.options import program
-from peers.program_log import JsonFormatter, PlainFormatter, PrintableFormatter, configure_logging
 from swarm.errors import BadMessage, SwarmError
 from swarm.monitor.snapshot import Sighting, snapshot_of
 from swarm.monitor.terminal import render
-from swarm.protocol.printable import MAX_CHARACTERS, printable
-from swarm.protocol.wire import decode
+from swarm.protocol.messages.message_bytes import decode
+from swarm.protocol.records.printable import MAX_CHARACTERS, printable
 from tests.peer_records import peer_record
 
 WAIT_S = 60.0
@@ -109,7 +114,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 def test_an_unknown_key_in_a_message_shows_as_escapes(log: io.StringIO) -> None:
     with pytest.raises(BadMessage) as raised:
         decode(key_named(EVERYTHING[:-1]), {})
-    logging.getLogger("swarm.network.inbound").warning("from=%s refused: %s", "abc", raised.value)
+    logging.getLogger("swarm.network.rounds.inbound").warning(
+        "from=%s refused: %s", "abc", raised.value
+    )
     assert "\\x1b[2J" in log.getvalue()
     assert_harmless(log.getvalue())
 

@@ -9,14 +9,14 @@ from click.testing import CliRunner
 
 from peers.monitor import main as monitor
 from swarm.config import NetworkSection
-from swarm.network.blobs import BlobStore
-from swarm.network.finding import announced_runs
-from swarm.network.holder import MAX_HELD_BYTES
-from swarm.network.joining import present_peers, publish_peer
-from swarm.network.ledger import LIMITS, Cost
-from swarm.network.node import Node
-from swarm.network.observer import Observer
-from swarm.protocol.records import (
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.dht.local_storage import MAX_HELD_BYTES
+from swarm.network.node.node import Node
+from swarm.network.runs.joiner import present_peers, publish_peer
+from swarm.network.runs.observer import Observer
+from swarm.network.runs.run_search import announced_runs
+from swarm.network.wire.ledger import LIMITS, Cost
+from swarm.protocol.records.records import (
     MAX_RUN_RECORD_BYTES,
     encode_record,
     peers_key,
@@ -27,7 +27,7 @@ from swarm.protocol.records import (
 from tests.hostile.false_records import IN_ONE_CALL, WAIT_S, Stranger, store, strangers
 from tests.hostile.victim import wait_until
 from tests.network.conftest import Peers
-from tests.network.test_observer import Lonely
+from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 
 FLOOD = 165

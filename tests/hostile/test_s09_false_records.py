@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from swarm.errors import RunMismatch
-from swarm.network.blobs import BlobStore
-from swarm.network.fetch import Downloads
-from swarm.network.finding import Opened, announced_runs, find_run
-from swarm.network.founding import await_founding
-from swarm.network.node import Node
-from swarm.network.records import publish
-from swarm.protocol.manifest import run_id
-from swarm.protocol.records import RunRecord, RunState, encode_record, runs_key
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.node.node import Node
+from swarm.network.runs.run_founding import await_founding
+from swarm.network.runs.run_records import publish
+from swarm.network.runs.run_search import Opened, announced_runs, find_run
+from swarm.protocol.records.records import RunRecord, RunState, encode_record, runs_key
+from swarm.protocol.values.manifest import run_id
 from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
 from tests.network.conftest import Peers
-from tests.network.test_observer import Lonely
+from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 
 FALSE = "f" * 64
@@ -92,7 +92,7 @@ def test_a_false_configuration_under_the_right_run_id_is_passed_over(
 def test_without_a_name_what_cannot_be_opened_is_no_second_run(
     joiner: Node, lonely: Lonely, crowd: list[Stranger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm.network.finding.OPEN_S", 3.0)  # all are looked at to the end
+    monkeypatch.setattr("swarm.network.runs.run_search.OPEN_S", 3.0)  # all are looked at to the end
     say(joiner, lonely, [(who, elsewhere(lonely, FALSE)) for who in crowd[:3]])
     assert is_true(find(joiner), lonely)
 
@@ -109,7 +109,9 @@ def test_the_peer_at_the_address_is_believed_before_any_number_of_records(
 def test_two_true_runs_are_still_a_mismatch_until_one_is_named(
     lasting_peers: Peers, joiner: Node, lonely: Lonely, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm.network.finding.OPEN_S", 3.0)  # strangers' records are still there
+    monkeypatch.setattr(
+        "swarm.network.runs.run_search.OPEN_S", 3.0
+    )  # strangers' records are still there
     second = Lonely()
     second.start(lasting_peers)
     second.announce()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
-from swarm.network.fetch import Downloads, Want
-from swarm.network.ledger import LIMITS, Cost
-from swarm.network.node import Node
-from swarm.network.streams import receive_into
-from swarm.protocol.messages import Header, Hello
-from swarm.protocol.wire import encode
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.node.node import Node
+from swarm.network.wire.ledger import LIMITS, Cost
+from swarm.network.wire.streams import receive_into
+from swarm.protocol.messages.message_bytes import encode
+from swarm.protocol.messages.messages import Header, Hello
 from tests.hostile.victim import WAIT_S, Victim, post, wait_until
 from tests.network.conftest import Peers
 from tests.protocol.round_pump import found, make_rules

@@ -15,11 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from swarm.config import RunConfig, parse_config, valid_keys
-from swarm.config.bounds import MAX_ELEMENTS, MAX_TENSORS, MAX_UNITS
+from swarm.config.run_settings import MAX_ELEMENTS, MAX_TENSORS, MAX_UNITS
 from swarm.errors import BadBlob, ConfigError
-from swarm.network.foreign import decode_config
-from swarm.protocol.layout import layout_of
-from swarm.protocol.records import RunRecord, RunState
+from swarm.network.runs.run_records import decode_config
+from swarm.protocol.records.records import RunRecord, RunState
+from swarm.protocol.values.layout import layout_of
 from tests.scenarios.swarms import EXACT
 
 RUN = parse_config(RunConfig, EXACT, source="file")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
-from swarm.emulation.simulator.schedule import run_schedule
-from swarm.protocol.events import Received, Undeliverable
-from swarm.protocol.messages import Ballot, Header, Ready
+from swarm.emulation.simulator.fault_schedule import run_schedule
+from swarm.protocol.messages.events import Received, Undeliverable
+from swarm.protocol.messages.messages import Ballot, Header, Ready
 from swarm.protocol.rounds.contacts import MAX_STRANGERS
+from tests.protocol.messages.test_rounds_membership import join
 from tests.protocol.round_pump import Pump, start_swarm
-from tests.protocol.test_rounds_membership import join
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 KEYS = "WXYZ"

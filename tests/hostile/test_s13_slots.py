@@ -25,15 +25,15 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import BadMessage, NoRoute
-from swarm.network import transport
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
-from swarm.network.fetch import Downloads, Want
-from swarm.network.handshake import introduce
-from swarm.network.identity import Identity
-from swarm.network.ledger import LIMITS, Cost
-from swarm.network.streams import receive_into
-from swarm.protocol.manifest import PeerId
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.wire import transport
+from swarm.network.wire.identity import Identity
+from swarm.network.wire.ledger import LIMITS, Cost
+from swarm.network.wire.streams import receive_into
+from swarm.network.wire.tcp_listener import introduce
+from swarm.protocol.values.manifest import PeerId
 from tests.hostile.false_records import Stranger
 from tests.hostile.victim import WAIT_S, Victim, wait_until
 from tests.network.conftest import Peers
@@ -180,7 +180,7 @@ def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
     assert direct is not None
     member.loop.call_soon_threadsafe(direct.kept.close)
     victim.ledger.admit([member.peer_id])
-    monkeypatch.setattr("swarm.network.direct_door.ADMIT_S", 2 * WAIT_S)
+    monkeypatch.setattr("swarm.network.wire.tcp_listener.ADMIT_S", 2 * WAIT_S)
 
     async def none(*_: object) -> socket.socket:
         raise NoRoute("only direct streams in this test")

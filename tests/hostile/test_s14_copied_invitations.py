@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from peers.invite import main as swarm_invite
 from swarm.emulation.local_swarm import LocalSwarm
-from swarm.network.invitations import credential_for, invite
-from swarm.network.node import Node
-from swarm.protocol.invitation import Credential, PrivateInvitation, credential_of
-from swarm.protocol.messages import Ballot, Header, Ready, ready_statement
-from swarm.protocol.wire import encode
+from swarm.network.node.node import Node
+from swarm.network.runs.signed_invitations import credential_for, invite
+from swarm.protocol.messages.message_bytes import encode
+from swarm.protocol.messages.messages import Ballot, Header, Ready, ready_statement
+from swarm.protocol.values.invitation import Credential, PrivateInvitation, credential_of
 from tests.hostile.forger import Forger, forger
 from tests.hostile.victim import RUN, Victim, post, wait_until
 from tests.network.conftest import Peers

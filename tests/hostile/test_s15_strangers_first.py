@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
-from swarm.protocol.voting import TRIAL_ROUNDS
+from swarm.protocol.membership.membership import TRIAL_ROUNDS
 from tests.scenarios.swarms import ROUND_S, finish, peer_id, read_record, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]  # half a minute of real peers

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.inbound import Inbound
-from swarm.network.ledger import Ledger
-from swarm.network.node import Handlers, Node
-from swarm.network.serve import BlobServer
-from swarm.network.transfers import Transfers
-from swarm.protocol.events import Event, Received, Record
-from swarm.protocol.trust import Chain, Foothold
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.node.node import Handlers, Node
+from swarm.network.rounds.inbound import Inbound
+from swarm.network.rounds.transfers import Transfers
+from swarm.network.wire.ledger import Ledger
+from swarm.protocol.chain.trust import Chain, Foothold
+from swarm.protocol.messages.events import Event, Received, Record
 from tests.network.conftest import LOOPBACK, Peers
-from tests.network.test_round_driver import LAYOUT
+from tests.network.rounds.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
 
 RUN = "run-1"

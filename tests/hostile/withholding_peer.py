@@ -8,8 +8,8 @@ from typing import Any
 from peers.emulated import emulate
 from peers.peer import main
 from swarm.emulation.controls import FOLDER_VARIABLE, INDEX_VARIABLE
-from swarm.network.bulk import Ask
-from swarm.network.serve import ANSWER_S, BlobServer
+from swarm.network.fetch.blob_server import ANSWER_S, BlobServer
+from swarm.network.fetch.bulk import Ask
 
 WITHHOLD = "withhold"
 """In the folder of controls."""

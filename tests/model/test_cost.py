@@ -20,7 +20,7 @@ from swarm.model.cost import (
     step_flops_per_token,
     trained_per_peer,
 )
-from swarm.protocol.layout import layout_of
+from swarm.protocol.values.layout import layout_of
 from tests.model.samples import tiny_run
 
 

@@ -19,7 +19,7 @@ from swarm.experts import expert_of
 from swarm.model.huggingface import INDEX_FILE, SINGLE_FILE, save_model
 from swarm.model.pretrained import TensorFiles
 from swarm.model.transformer import Transformer
-from swarm.peer.local_faults import named_fault
+from swarm.peer.machine.local_faults import named_fault
 from tests.model.samples import random_tokens, random_weights, shapes_of, tiny_run
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.backends import cuda
 
 from swarm.model.attention import attend
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 from swarm.model.losses import output_losses
 from swarm.model.masking import WASTE, Documents, Masked, documents_of
 from swarm.model.transformer import Recompute, Transformer

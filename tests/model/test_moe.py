@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarm.model import rows
+from swarm.model import swiglu
 from swarm.model.moe import DenseStack, Router
-from swarm.model.rows import blocks, plan_rows, times, write_outer
-from swarm.model.swiglu import Setting, mix_experts
+from swarm.model.swiglu import Setting, blocks, mix_experts, plan_rows, times, write_outer
 from tests.model.samples import OnGpu, tiny_run
 
 CPU = torch.device("cpu")
@@ -138,7 +137,7 @@ def test_grouped_products_equal_the_loop_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, most_rows: int, num_blocks: int
 ) -> None:
     """The path of a GPU, run on a CPU, where torch's `grouped_mm` is a loop as well."""
-    monkeypatch.setattr(rows, "GROUPED_ROWS", most_rows)
+    monkeypatch.setattr(swiglu, "GROUPED_ROWS", most_rows)
     case = mixture(num_tokens=200)
     plan = plan_rows(case["expert"], 6, 2, 1)
     rows_MD = case["x"].detach()[plan.token_M]

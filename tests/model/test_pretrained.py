@@ -19,9 +19,9 @@ from swarm.model.described import run_of_checkpoint
 from swarm.model.huggingface import SINGLE_FILE, config_dict, save_model
 from swarm.model.pretrained import TensorFiles, open_checkpoint
 from swarm.model.transformer import Transformer
-from swarm.peer.agreed_model import initial_contents
-from swarm.peer.run_start import founders_weights, rounding_notice
-from swarm.protocol.layout import layout_of
+from swarm.peer.text.agreed_model import initial_contents
+from swarm.peer.text.run_start import founders_weights, rounding_notice
+from swarm.protocol.values.layout import layout_of
 from tests.model.checkpoints import make_checkpoint, tokens_of
 from tests.model.samples import random_weights, tiny_run
 

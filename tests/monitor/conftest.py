@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swarm.monitor.snapshot import Sighting
-from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
-from swarm.protocol.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
+from swarm.protocol.records.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
+from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member
 from tests.peer_records import DIGEST, peer_record
 
 EQUAL, OLD, OTHER = DIGEST, "99" * 32, "cd" * 32

@@ -4,22 +4,20 @@ import random
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
-from swarm.protocol.figures import (
+from swarm.protocol.records.records import (
     TOO_LATE,
     LinkFigures,
-    RoundFigures,
-    RoutingFigures,
-    WorkersFigures,
-)
-from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member, Text
-from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
     PeerState,
+    RoundFigures,
+    RoutingFigures,
     Score,
     ScoreRecord,
     ValidationRecord,
+    WorkersFigures,
 )
+from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member, Text
 from tests.peer_records import DIGEST, peer_record
 
 BEGAN_S = 1_790_000_000.0

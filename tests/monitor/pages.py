@@ -9,8 +9,7 @@ from typing import NamedTuple
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from swarm.monitor.feed import Feed
-from swarm.monitor.server import MAX_LISTENERS, application, listening_socket, server_of
+from swarm.monitor.server import MAX_LISTENERS, Feed, application, listening_socket, server_of
 
 WAIT_S = 60.0
 

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from swarm.monitor.feed import Feed
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
-from swarm.monitor.server import MAX_LISTENERS
+from swarm.monitor.server import MAX_LISTENERS, Feed
 from swarm.monitor.snapshot import PeerRow, snapshot_of
 from tests.monitor.crowds import STRANGER, crowd, sighting
 from tests.monitor.pages import Page, page_of

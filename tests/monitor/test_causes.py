@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
-from swarm.monitor.causes import REMEDIES, SILENT_S, Fault, causes_of
-from swarm.monitor.health import Word, health_of
+from swarm.monitor.health import REMEDIES, SILENT_S, Fault, Word, causes_of, health_of
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
-from swarm.protocol.figures import LinkFigures, RoundFigures, Silence
-from swarm.protocol.manifest import Member
-from swarm.protocol.records import HEARTBEAT_S, PeerRecord, PeerState
+from swarm.protocol.records.records import (
+    HEARTBEAT_S,
+    LinkFigures,
+    PeerRecord,
+    PeerState,
+    RoundFigures,
+    Silence,
+)
+from swarm.protocol.values.manifest import Member
 from tests.monitor.conftest import manifest
 from tests.peer_records import peer_record
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from swarm.monitor import metrics
 from swarm.monitor.snapshot import Sighting, snapshot_of
-from swarm.protocol.records import PeerRecord, PeerState
+from swarm.protocol.records.records import PeerRecord, PeerState
 
 
 def test_every_metric_is_listed_once_and_fully_defined() -> None:

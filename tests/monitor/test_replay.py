@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from peers.actions.monitor_files import HistoryFile, Replay
 from peers.monitor import main
-from peers.monitor_files import HistoryFile, Replay
 from swarm.errors import ConfigError, SwarmError
-from swarm.monitor.causes import REMEDIES, Fault
-from swarm.monitor.history import with_history
-from swarm.monitor.kept import decode_kept, encode_kept, kept_of
+from swarm.monitor.health import REMEDIES, Fault
+from swarm.monitor.history import decode_kept, encode_kept, kept_of, with_history
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Agreement, Snapshot, snapshot_of
 from tests.monitor.crowds import WORKERS, crowd, sighting

@@ -17,9 +17,8 @@ from swarm.monitor import schema
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import PeerJson, SnapshotJson, as_json
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
-from swarm.protocol.figures import RoutingFigures
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord
+from swarm.protocol.records.records import PeerRecord, RoutingFigures
+from swarm.protocol.values.manifest import Manifest
 
 Sightings = Callable[..., Sighting]
 Manifests = Callable[..., Manifest]

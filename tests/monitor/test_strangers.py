@@ -9,26 +9,23 @@ import pytest
 from rich.console import Console
 
 from swarm.errors import BadRecord
-from swarm.monitor import panels
+from swarm.monitor import terminal
 from swarm.monitor.exposition import exposition
-from swarm.monitor.feed import Feed
 from swarm.monitor.health import Word, health_of
-from swarm.monitor.history import with_history
-from swarm.monitor.kept import decode_kept, encode_kept, kept_of
+from swarm.monitor.history import decode_kept, encode_kept, kept_of, with_history
 from swarm.monitor.schema import as_json
+from swarm.monitor.server import Feed
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render
-from swarm.protocol.figures import (
+from swarm.protocol.records.records import (
     MAX_REAL,
     LinkFigures,
-    RoundFigures,
-    RoutingFigures,
-    Silence,
-)
-from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
     PeerState,
+    RoundFigures,
+    RoutingFigures,
+    Silence,
     ValidationRecord,
     decode_record,
     encode_record,
@@ -131,7 +128,7 @@ def test_a_strangers_record_changes_nothing_but_its_own_row(name: str) -> None:
         assert {row["peer_id"]: row for row in sound.pop("peers")}.items() <= mine.items()
         assert said == sound
         assert said["health"]["word"] == Word.HEALTHY.value
-        assert panels.facts(found, 90) == panels.facts(SOUND, 90)
+        assert terminal.fact_lines(found, 90) == terminal.fact_lines(SOUND, 90)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -168,7 +165,9 @@ def test_a_strangers_decision_is_told_after_those_of_members() -> None:
     }
     behind[STRANGER] = peer(reason="look at me")
     found = looks(dataclasses.replace(seen, peers=behind))
-    lines = [line.plain for line in panels.reasons(found, panels.keys_of(found.peers), 90, 9)]
+    lines = [
+        line.plain for line in terminal.reason_lines(found, terminal.keys_of(found.peers), 90, 9)
+    ]
     assert [line for line in lines if "why" in line][-1].endswith("look at me")
 
 

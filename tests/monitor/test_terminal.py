@@ -5,15 +5,16 @@ import io
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from swarm.monitor import panels
+from swarm.monitor import terminal
 from swarm.monitor.snapshot import Coverage, Sighting, Snapshot, snapshot_of
-from swarm.monitor.terminal import render
-from swarm.protocol.figures import RoutingFigures, WorkersFigures
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord, PeerState
+from swarm.monitor.terminal import EMPTY, braille, render
+from swarm.protocol.records.records import PeerRecord, PeerState, RoutingFigures, WorkersFigures
+from swarm.protocol.values.manifest import Manifest
 
 Sightings = Callable[..., Sighting]
 SIZES = [(80, 24), (140, 40), (200, 60)]
@@ -56,8 +57,8 @@ def test_an_expert_without_an_owner_is_shown_to_wait(
 ) -> None:
     found = snapshot_of(make_sighting(tip=make_manifest(owners={0: ("QmA",), 1: (), 2: ()})))
     assert found
-    assert panels.NO_OWNER in shown(found)
-    (line,) = panels.experts_map(found, panels.keys_of(found.peers), 80, 1)
+    assert terminal.NO_OWNER in shown(found)
+    (line,) = terminal.experts_map(found, terminal.keys_of(found.peers), 80, 1)
     assert "wait 1-2" in line.plain
 
 
@@ -172,7 +173,7 @@ def test_a_run_that_has_not_begun_is_shown_too(
 
 
 def test_one_loss_is_a_curve_of_one_point() -> None:
-    lines = panels.loss_plot(((1, 2.5),), 40, 5)
+    lines = terminal.loss_plot(((1, 2.5),), 40, 5)
     assert len(lines) == 5 and "2.500" in lines[0].plain
 
 
@@ -195,16 +196,16 @@ def test_one_loss_is_a_curve_of_one_point() -> None:
     ],
 )
 def test_amounts_have_at_most_five_characters(value: float, text: str) -> None:
-    assert panels.amount(value) == text and len(text) <= 5
+    assert terminal.amount(value) == text and len(text) <= 5
 
 
 def test_ranges_are_short() -> None:
-    assert panels.ranges([]) == ""
-    assert panels.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert terminal.ranges([]) == ""
+    assert terminal.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_keys_stay_distinct_beyond_the_alphabet(crowd: Snapshot) -> None:
-    keys = panels.keys_of(crowd.peers)
+    keys = terminal.keys_of(crowd.peers)
     assert len({key.plain for key in keys.values()}) == 60
     assert isinstance(keys["Qm000"], Text) and keys["Qm000"].plain == "A"
 
@@ -233,7 +234,7 @@ def test_what_the_workers_of_a_peer_wait_for_is_a_line(
     peers = {"QmA": make_peer("QmA", name="node", workers=workers), "QmB": make_peer("QmB")}
     found = snapshot_of(make_sighting(peers=peers))
     assert found
-    lines = [line.plain for line in panels.facts(found, 200) if "workers" in line.plain]
+    lines = [line.plain for line in terminal.fact_lines(found, 200) if "workers" in line.plain]
     told = "workers  node: 4, 3.9 s a step, 6% between workers, bubble 21% (16% with even stages)"
     assert lines == [f"{told}, fewer micro-batches: 3; worker 2\\n is slow"]
     assert "workers  node: 4, 3.9 s a step" in shown(found, 140, 40)
@@ -250,7 +251,7 @@ def test_a_line_says_how_much_of_the_text_was_read(snapshot: Snapshot) -> None:
 
 def test_the_first_rounds_do_not_flatten_the_curve_of_a_long_run() -> None:
     losses = [(k, 5.5 if k < 20 else 2.0 - k / 100) for k in range(100)]
-    lines = [line.plain for line in panels.loss_plot(losses, 80, 8)]
+    lines = [line.plain for line in terminal.loss_plot(losses, 80, 8)]
     assert "rounds 50-99" in lines[0]
     assert float(lines[1].split()[0]) == 1.5, "the top of the axis"
     assert len({line.index(max(line[7:])) for line in lines[1:]}) > 3, "the curve goes down"
@@ -265,3 +266,37 @@ def test_a_decision_that_is_too_long_for_a_line_goes_on_below(
     lines = shown(found).splitlines()
     assert lines[-1].startswith("    ") and lines[-1].rstrip().endswith("word14")
     assert max(map(len, lines)) <= 80 and len(lines) <= 24
+
+
+points = st.lists(
+    st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=30
+).map(sorted)
+
+
+def dots(lines: list[str]) -> int:
+    return sum((ord(cell) - EMPTY).bit_count() for line in lines for cell in line)
+
+
+def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:
+    lines = braille([(0, 1), (1, 0)], 4, 2)
+    assert lines == ["⠑⢄⠀⠀", "⠀⠀⠑⢄"]
+
+
+def test_a_flat_line_is_at_the_top_and_as_wide_as_the_plot() -> None:
+    assert braille([(0, 3), (9, 3)], 3, 1) == ["⠉⠉⠉"]
+
+
+def test_one_point_is_one_dot_and_none_is_none() -> None:
+    assert dots(braille([(5, 5)], 4, 3)) == 1
+    assert dots(braille([], 4, 3)) == 0
+
+
+@given(points, st.integers(1, 40), st.integers(1, 10))
+def test_the_plot_has_the_asked_size_and_touches_its_edges(
+    values: list[tuple[float, float]], width: int, height: int
+) -> None:
+    lines = braille(values, width, height)
+    assert len(lines) == height and {len(line) for line in lines} == {width}
+    assert all(EMPTY <= ord(cell) < EMPTY + 256 for line in lines for cell in line)
+    assert dots(lines) >= 1
+    assert any(ord(cell) != EMPTY for cell in lines[0])

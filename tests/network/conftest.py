@@ -11,12 +11,12 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NobodyReachable
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.dht import StoredValue
-from swarm.network.fetch import Downloads
-from swarm.network.node import Handlers, Node
-from swarm.network.serve import BlobServer
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.dht.dht import StoredValue
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.node.node import Handlers, Node
 
 LOOPBACK = NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",))
 START_S = 30.0

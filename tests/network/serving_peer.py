@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from swarm.config import NetworkSection
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import PROTOCOL
-from swarm.network.node import Handlers, Node
-from swarm.network.serve import BlobServer
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.node.node import Handlers, Node
 
 
 class SlowStore(BlobStore):

@@ -5,16 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from swarm.codecs import Content
 from swarm.config import RunConfig
 from swarm.experts import expert_of_unit
-from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
-from swarm.network.founding import founding_manifest
-from swarm.peer.agreed_model import initial_contents
-from swarm.peer.live_model import LiveModel
-from swarm.protocol.adoption import Adoption, adopt
-from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Digest, Founding, Manifest, Unit
-from swarm.protocol.messages import Offer
-from swarm.protocol.schedule import Schedule
+from swarm.network.blobs.blob_store import BlobStore, store_content
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.peer.text.agreed_model import initial_contents
+from swarm.peer.training.live_model import LiveModel
+from swarm.protocol.messages.messages import Offer
+from swarm.protocol.training.adoption import Adoption, adopt
+from swarm.protocol.values.layout import layout_of
+from swarm.protocol.values.manifest import Digest, Founding, Manifest, Unit
+from swarm.protocol.values.schedule import Schedule
 
 
 def founded_in(store: BlobStore, run: RunConfig, peers: Iterable[str]) -> Manifest:

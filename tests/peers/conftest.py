@@ -3,9 +3,9 @@
 import pytest
 
 from swarm.config import RunConfig
-from swarm.network.blobs import BlobStore
-from swarm.peer.agreed_model import AgreedModel
-from swarm.protocol.layout import Layout, layout_of
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.peer.text.agreed_model import AgreedModel
+from swarm.protocol.values.layout import Layout, layout_of
 from tests.export import models
 from tests.peers.exports import HELD_OUT, small_demo
 

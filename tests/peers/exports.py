@@ -7,11 +7,11 @@ from click.testing import CliRunner
 
 from peers.export import main
 from swarm.config import RunConfig, parse_config
-from swarm.network.blobs import BlobStore
-from swarm.network.record_file import RecordFile
-from swarm.peer.state_directory import StateDirectory
-from swarm.protocol.events import Record
-from swarm.protocol.manifest import Manifest
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.protocol.messages.events import Record
+from swarm.protocol.values.manifest import Manifest
 from tests.export.models import found
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"

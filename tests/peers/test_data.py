@@ -14,14 +14,13 @@ from click.testing import CliRunner
 
 from peers.data import main
 from swarm.config import RunConfig, parse_config
-from swarm.data.corpus import Corpus
-from swarm.data.mixture import Mixture
+from swarm.data.corpus import Corpus, Mixture
 from swarm.data.shards import Prepared, Shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DataError
-from swarm.peer.run_text import RunText, corpus_of
-from swarm.protocol.printable import printable
+from swarm.peer.text.run_text import RunText, corpus_of
+from swarm.protocol.records.printable import printable
 from tests.scenarios.swarms import EXACT
 
 

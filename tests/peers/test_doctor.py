@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from peers import examining
+from peers.actions import examination
+from peers.actions.examination import share_of
 from peers.doctor import main
-from peers.examining import share_of
 from peers.peer import main as peer_main
 from swarm.config import NetworkSection, PeerConfig, RunConfig, parse_config
-from swarm.network.node import Handlers, Node
-from swarm.network.probing import PROTOCOL, Prober
-from swarm.peer.kept_settings import keep
-from swarm.peer.state_directory import StateDirectory
+from swarm.network.node.node import Handlers, Node
+from swarm.network.node.peer_probe import PROTOCOL, Prober
+from swarm.peer.machine.state_directory import StateDirectory, keep
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 RUN_FILE = Path(__file__).parents[2] / "configs/runs/demo.toml"
@@ -57,7 +56,7 @@ def test_nobody_at_the_address_is_a_fault_with_a_remedy(tmp_path: Path) -> None:
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of a peer that answers questions and is in no run."""
-    monkeypatch.setattr("peers.examining.FIND_S", 0.1)
+    monkeypatch.setattr("peers.actions.examination.FIND_S", 0.1)
     prober, nodes = Prober(), []
 
     async def on_request(source: str, payload: bytes) -> bytes:
@@ -97,7 +96,7 @@ def test_with_nobody_asked_it_does_not_say_that_the_machine_can_take_part(tmp_pa
 
 def test_it_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("swarm.peer.machine._DEVICES", tmp_path)
+    monkeypatch.setattr("swarm.peer.machine.machine_survey._DEVICES", tmp_path)
     assert "device: good: no GPU, " in run_program("--state-dir", tmp_path)[1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidia0").touch()
@@ -126,7 +125,7 @@ def test_both_ports_are_dialled_and_a_closed_second_one_is_a_warning(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, is_open: bool, is_kept: bool
 ) -> None:
     if not is_open:  # nothing answers there, as behind a firewall
-        monkeypatch.setattr(examining, "greeting", lambda *_: nullcontext())
+        monkeypatch.setattr(examination, "greeting", lambda *_: nullcontext())
     port = two_free_ports()
     listen = ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}"]
     if is_kept:
@@ -225,7 +224,7 @@ def test_a_capacity_changes_what_fits(tmp_path: Path, monkeypatch: pytest.Monkey
         peaks = SimpleNamespace(crowded=1e9, highest=1e9)
         return None, SimpleNamespace(need=peaks, peaks=peaks, fits=owned < 2, reason="a plan")
 
-    monkeypatch.setattr(examining, "plan_here", plan)
+    monkeypatch.setattr(examination, "plan_here", plan)
     given = ["--state-dir", tmp_path, "--run", RUN_FILE]
     code, out = run_program(*given)
     assert code == 1 and "memory: fault: a plan, with 2 of 8 experts" in out

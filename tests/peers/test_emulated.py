@@ -13,11 +13,11 @@ import pytest
 
 from peers.emulated import NO_ROUND, Emulation
 from swarm.emulation.controls import ControlFolder, Controls, Trap
-from swarm.network.record_file import RecordFile
-from swarm.peer.state_directory import RunDirectory
-from swarm.protocol.events import Effect, Fetch, Persist, Purpose, Record, Send
-from swarm.protocol.manifest import Kind
-from swarm.protocol.messages import Ballot, Certificate, Commit, Header
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.machine.state_directory import RunDirectory
+from swarm.protocol.messages.events import Effect, Fetch, Persist, Purpose, Record, Send
+from swarm.protocol.messages.messages import Ballot, Certificate, Commit, Header
+from swarm.protocol.values.manifest import Kind
 from tests.protocol.round_pump import found, make_rules
 
 

@@ -10,26 +10,26 @@ import pytest
 import torch
 import transformers
 
-from peers import exporting
-from peers.exporting import export
-from peers.options import Options
+from peers.actions import exports
+from peers.actions.exports import export
+from peers.command_line.options import Options
 from swarm.config import RunConfig
-from swarm.data.training import train_tokenizer
+from swarm.data.tokenizer_file import train_tokenizer
 from swarm.errors import ConfigError, CorruptState, NobodyReachable, StateError, StateLocked
-from swarm.evaluation.harness import command
+from swarm.evaluation.tasks import command
 from swarm.export.facts import ExportFacts, Form
-from swarm.export.folder import write_export
-from swarm.model.initialise import initial_tensors
+from swarm.export.manager import write_export
+from swarm.model.initial_weights import initial_tensors
 from swarm.model.pretrained import TensorFiles
-from swarm.network.blobs import BlobStore
-from swarm.network.record_file import RecordFile
-from swarm.peer.agreed_model import AgreedModel, named_tensors
-from swarm.peer.state_directory import StateDirectory
-from swarm.protocol.events import Record
-from swarm.protocol.layout import Layout
-from swarm.protocol.losses import Losses
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.texts import TokenizerFile
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.text.agreed_model import AgreedModel, named_tensors
+from swarm.protocol.messages.events import Record
+from swarm.protocol.records.records import Losses
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import Manifest
+from swarm.protocol.values.texts import TokenizerFile
 from tests.blobs import blob_of
 from tests.layout_places import places_of
 from tests.peers.exports import invoke, on_disk
@@ -99,9 +99,9 @@ def test_what_was_fetched_is_removed_before_an_export_is_published(
         told.append(facts.model.manifest)
 
     out, told = tmp_path / "out", list[Manifest]()
-    monkeypatch.setattr(exporting, "FromPeers", Source)
-    monkeypatch.setattr(exporting, "_observing", lambda *_: contextlib.nullcontext())
-    exporting.export_newest(Options(initial_peers=("x",)), out, None, Form(), published=published)
+    monkeypatch.setattr(exports, "FromPeers", Source)
+    monkeypatch.setattr(exports, "_observing", lambda *_: contextlib.nullcontext())
+    exports.export_newest(Options(initial_peers=("x",)), out, None, Form(), published=published)
     assert told == [found.manifest]
 
 
@@ -116,7 +116,7 @@ def test_an_export_that_was_killed_goes_on_with_what_had_come(
         def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
             here.append(self.store.has(kept))
             with pytest.raises(StateLocked, match="another swarm-export writes into it"):
-                exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
+                exports.export_newest(Options(initial_peers=("x",)), out, None, Form())
             if not here[-1]:
                 old = self.store.put(b"of a round before")
                 self.store.put(found.store.get(kept) or b"", kept)
@@ -126,11 +126,11 @@ def test_an_export_that_was_killed_goes_on_with_what_had_come(
             return ExportFacts(found, form)
 
     out, here = tmp_path / "out", list[bool]()
-    monkeypatch.setattr(exporting, "FromPeers", Source)
-    monkeypatch.setattr(exporting, "_observing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(exports, "FromPeers", Source)
+    monkeypatch.setattr(exports, "_observing", lambda *_: contextlib.nullcontext())
     with pytest.raises(NobodyReachable):
-        exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
-    exporting.export_newest(Options(initial_peers=("x",)), out, None, Form())
+        exports.export_newest(Options(initial_peers=("x",)), out, None, Form())
+    exports.export_newest(Options(initial_peers=("x",)), out, None, Form())
     assert here == [False, True] and not list(out.glob(".*"))
 
 

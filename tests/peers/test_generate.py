@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from peers.generate import main
 from swarm.errors import ConfigError, CorruptState
-from swarm.export.folder import write_export
-from swarm.network.blobs import BlobStore
+from swarm.export.manager import write_export
+from swarm.network.blobs.blob_store import BlobStore
 from tests.export.models import facts_of, found, toy_run
 
 pytest.importorskip("transformers", reason="of the extra hf")

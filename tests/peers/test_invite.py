@@ -13,19 +13,13 @@ from peers.invite import main as swarm_invite
 from swarm import durable
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError, InvitationError, StateError
-from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite, read_invitation
-from swarm.network.record_file import RecordFile
-from swarm.peer.agreement import require_admission, require_closed_founding
-from swarm.protocol.events import Record
-from swarm.protocol.invitation import (
-    Credential,
-    PrivateInvitation,
-    Used,
-    as_text,
-    from_text,
-)
-from swarm.protocol.manifest import Manifest, Member
+from swarm.network.rounds.record_file import RecordFile
+from swarm.network.runs.signed_invitations import invite, read_invitation
+from swarm.network.wire.identity import load_or_create_identity
+from swarm.peer.text.run_request import require_admission, require_closed_founding
+from swarm.protocol.messages.events import Record
+from swarm.protocol.values.invitation import Credential, PrivateInvitation, Used, as_text, from_text
+from swarm.protocol.values.manifest import Manifest, Member
 from tests.protocol.round_pump import found, make_rules
 
 RUN = "demo-0123456789abcdef"

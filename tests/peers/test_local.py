@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from peers import local
-from peers.command import ending_as_ctrl_c
+from peers.command_line.command import ending_as_ctrl_c
 from peers.peer import main as peer_main
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm

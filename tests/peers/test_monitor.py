@@ -14,20 +14,20 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from peers.actions.monitor_files import HistoryFile
+from peers.actions.monitor_page import bound_to, url_of
 from peers.monitor import _line, _show, main
-from peers.monitor_files import HistoryFile
-from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.health import Health, Word, health_of
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Snapshot
 from swarm.monitor.terminal import render
-from swarm.network.blobs import BlobStore
-from swarm.network.finding import Announced
-from swarm.network.observer import Observer, Seen
-from swarm.peer.looking import Watch
-from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
-from swarm.protocol.records import PeerRecord, RunRecord, RunState, ValidationRecord
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.runs.observer import Observer, Seen
+from swarm.network.runs.run_search import Announced
+from swarm.peer.guest import Watch
+from swarm.protocol.records.records import PeerRecord, RunRecord, RunState, ValidationRecord
+from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member
 from tests.peer_records import peer_record
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
@@ -383,7 +383,7 @@ def test_a_line_counts_no_strangers(guest: Guest, watch: Watch) -> None:
 def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     stopped: list[bool] = []
     guest.stop = lambda: stopped.append(True)  # type: ignore[attr-defined]
-    monkeypatch.setattr("swarm.network.observer.Observer.start", lambda *_, **__: guest)
+    monkeypatch.setattr("swarm.network.runs.observer.Observer.start", lambda *_, **__: guest)
     code, out, err = run_program("--initial-peers", DEAD, "--once", "--json")
     assert (code, err) == (0, "") and stopped == [True]
     assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "name": "demo"')

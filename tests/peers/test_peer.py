@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from peers import taking_part
+from peers.actions import participation
+from peers.actions.participation import leave_on_signals
+from peers.actions.printed import Printed
 from peers.peer import main
-from peers.printed import Printed
-from peers.taking_part import leave_on_signals
 from swarm.emulation.local_peer import JOIN_LINE
-from swarm.peer.leaving import Stop, Stopped
+from swarm.peer.training.leaving import Stop, Stopped
 
 
 @pytest.fixture
@@ -165,9 +165,9 @@ def test_a_peer_whose_training_is_over_serves_others_if_the_run_is_and_exits_wit
     served_s: list[float],
 ) -> None:
     peer = Trained(rounds)
-    monkeypatch.setattr(taking_part.Peer, "start", lambda *_, **__: peer)
+    monkeypatch.setattr(participation.Peer, "start", lambda *_, **__: peer)
     for name in ("leave_on_signals", "raise_file_limit", "watch_for_unborn_threads"):
-        monkeypatch.setattr(taking_part, name, lambda *_: None)  # they change the process
+        monkeypatch.setattr(participation, name, lambda *_: None)  # they change the process
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     result = CliRunner().invoke(main, ["--state-dir", str(tmp_path), *options])
     assert (result.exit_code, peer.served_s) == (0, served_s), result.output

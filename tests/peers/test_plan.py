@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from peers.link_tables import link_named
+from peers.actions.plan_tables import link_named
 from peers.plan import in_words, main, seconds
 from swarm.config import RunConfig, parse_config
 from swarm.errors import DoesNotFit
 from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
-from swarm.protocol.layout import layout_of
+from swarm.protocol.values.layout import layout_of
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 

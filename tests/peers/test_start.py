@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import sys
-from peers.command import program
+from peers.command_line.command import program
 
 @program("nothing")
 def main() -> None:

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 
 from peers import export, local, peer
-from peers.join_line import say_how_to_join
-from peers.options import Program
-from swarm.network.identity import load_or_create_identity
-from swarm.peer import entrances, searching
-from swarm.peer.entering import Started
-from swarm.peer.state_directory import StateDirectory
-from tests.peer.test_founding import Founder
+from peers.actions.printed import say_how_to_join
+from peers.command_line.options import Program
+from swarm.network.wire.identity import load_or_create_identity
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.start import bootstrap_search
+from swarm.peer.start.entry import Started
+from tests.peer.start.test_founding import Founder
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 
@@ -115,7 +115,7 @@ def test_a_run_id_that_is_not_on_disk_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.fixture
 def founds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that founds a run all the same does not go on to train in it."""
-    monkeypatch.setattr("swarm.peer.peer.found", lambda *_: pytest.fail("it founded a run"))
+    monkeypatch.setattr("swarm.peer.session.found", lambda *_: pytest.fail("it founded a run"))
 
 
 def with_old_run(folder: Path) -> tuple[Founder, Started]:
@@ -142,8 +142,8 @@ def test_an_address_at_which_nobody_is_beside_an_old_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
 ) -> None:
     """As of a friend, whose port is closed, where the demo was tried before."""
-    monkeypatch.setattr(entrances, "NEW_S", 0.2)
-    monkeypatch.setattr(searching, "FIND_BEFORE_FOUNDING_S", 0.2)
+    monkeypatch.setattr(bootstrap_search, "NEW_S", 0.2)
+    monkeypatch.setattr(bootstrap_search, "FIND_BEFORE_FOUNDING_S", 0.2)
     friend = load_or_create_identity(tmp_path / "friend.key").peer_id
     founder, old = with_old_run(tmp_path / "state")
     with socket.socket() as free:

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from peers.upcycle import main
 from swarm.config import RunConfig, parse_config
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.errors import ConfigError, TokenizerError
 from swarm.model.described import run_of_checkpoint
-from swarm.peer.run_start import founders_tokenizer, founders_weights
+from swarm.peer.text.run_start import founders_tokenizer, founders_weights
 from tests.model.checkpoints import make_checkpoint
 
 

@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from peers.worker import main
-from swarm.train.parallel.agent import Agent
-from swarm.train.parallel.handshake import key_at
+from swarm.train.workers.agent import Agent
+from swarm.train.workers.controller_wire import key_at
 from tests.processes import LIMIT_S, running
 
 

@@ -13,11 +13,15 @@ from typing import ClassVar
 
 from swarm.config import MergingConfig
 from swarm.experts import expert_unit, shared_unit
-from swarm.protocol import events
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.digests import digest_of
-from swarm.protocol.events import Effect, Event, Record, Topic
-from swarm.protocol.manifest import (
+from swarm.protocol.chain.trust import Chain
+from swarm.protocol.messages import events
+from swarm.protocol.messages.events import Effect, Event, Record, Topic
+from swarm.protocol.messages.messages import Link, Message, Offer, OfferedUnit, ReducedUnit
+from swarm.protocol.rounds import LocalPeer, Parts, RoundMachine, Rules
+from swarm.protocol.rounds.policies.deals import first_book
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.manifest import (
     ALL_EXPERTS,
     FOUNDING_GENERATION,
     Entry,
@@ -27,11 +31,7 @@ from swarm.protocol.manifest import (
     Member,
     PeerId,
 )
-from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Link, Message, Offer, OfferedUnit, ReducedUnit
-from swarm.protocol.rounds import LocalPeer, Parts, RoundMachine, Rules
-from swarm.protocol.rounds.deals import first_book
-from swarm.protocol.trust import Chain
+from swarm.protocol.values.schedule import merge_due
 
 LATENCY_S = 0.05
 NO_MERGING = MergingConfig()

@@ -21,15 +21,15 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 from timed_peer import TimedEngine
 
-import swarm.peer.peer
+import swarm.peer.session
+from peers.actions.printed import Printed
 from peers.peer import main
-from peers.printed import Printed
 from swarm.config import RunConfig
 from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.experts import shared_shapes
-from swarm.peer.observing import RoundReport
-from swarm.protocol.manifest import Kind
-from swarm.train.engine import StepStats
+from swarm.peer.status.observing import RoundReport
+from swarm.protocol.values.manifest import Kind
+from swarm.train.engine.engine import StepStats
 
 FOLDER_VARIABLE = "SWARM_COUNTING_FOLDER"
 STEP_S, MOVE = 0.05, 1e-4
@@ -87,7 +87,7 @@ def run_counting() -> None:
     def engine(run: RunConfig, *_of_this_machine: object) -> CountingEngine:
         return CountingEngine(run, STEP_S, seed=0)
 
-    swarm.peer.peer.engine_for = engine
+    swarm.peer.session.engine_for = engine
     main(obj=Counting(told_by("jsonl")))
 
 

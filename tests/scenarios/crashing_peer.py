@@ -19,12 +19,12 @@ import sys
 from collections.abc import Sequence
 
 from peers.peer import main
-from swarm.network.record_file import RecordFile
-from swarm.peer.live_model import LiveModel
-from swarm.protocol.adoption import Adoption
-from swarm.protocol.events import Record
-from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.messages import Link
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.training.live_model import LiveModel
+from swarm.protocol.messages.events import Record
+from swarm.protocol.messages.messages import Link
+from swarm.protocol.training.adoption import Adoption
+from swarm.protocol.values.manifest import Kind, Manifest
 
 
 class Crash:

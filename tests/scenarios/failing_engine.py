@@ -11,8 +11,8 @@ import torch
 
 from peers.peer import main
 from swarm.model.transformer import Transformer
-from swarm.train.streaming.engine import StreamingEngine
-from swarm.train.streaming.units import HostUnit
+from swarm.train.streaming.host_model import HostUnit
+from swarm.train.streaming.streaming_engine import StreamingEngine
 
 
 def arm(kind: str, at_step: int) -> None:

@@ -20,7 +20,7 @@ from swarm.emulation import local_peer
 
 launch_interpreter = local_peer.launch
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["peers.taking_part"])
+_context.set_forkserver_preload(["peers.actions.participation"])
 
 
 class Forked:

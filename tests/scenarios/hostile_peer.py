@@ -24,16 +24,16 @@ import numpy as np
 from peers.peer import main
 from swarm.codecs import Content
 from swarm.experts import expert_of_unit
-from swarm.network.blobs import BlobStore
-from swarm.network.bulk import Head
-from swarm.network.round_driver import RoundDriver
-from swarm.network.serve import BlobServer
-from swarm.peer.offering import Offering
-from swarm.peer.publisher import Publisher
-from swarm.protocol.events import Apply
-from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
-from swarm.protocol.messages import Commit, Header
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import Head
+from swarm.network.rounds.round_driver import RoundDriver
+from swarm.peer.status.publisher import Publisher
+from swarm.peer.training.offering import Offering
+from swarm.protocol.messages.events import Apply
+from swarm.protocol.messages.messages import Commit, Header
 from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, Unit
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""

@@ -13,9 +13,9 @@ from swarm.config import MergingConfig, PhaseConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
-from swarm.model.initialise import initial_tensors
-from swarm.train.local_steps import Task, train_local_steps
-from swarm.train.resident import ResidentEngine
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.local_steps import Task, train_local_steps
+from swarm.train.engine.resident import ResidentEngine
 from tests.model.plain_merge import merge_experts
 
 

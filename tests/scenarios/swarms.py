@@ -8,10 +8,10 @@ from torch import Tensor
 from swarm.codecs import allocate, fill
 from swarm.config import RunConfig, parse_config
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied
-from swarm.network.blobs import BlobStore
-from swarm.network.record_file import RecordFile
-from swarm.protocol.events import Record
-from swarm.protocol.layout import layout_of
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.rounds.record_file import RecordFile
+from swarm.protocol.messages.events import Record
+from swarm.protocol.values.layout import layout_of
 
 ROUND_S = 60.0
 """Generous bound for anything that a swarm does in a round or two on a loaded machine."""

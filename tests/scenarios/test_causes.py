@@ -15,14 +15,14 @@ import pytest
 
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
-from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import LINKS
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.errors import NobodyReachable
-from swarm.monitor.causes import REMEDIES, Cause, Fault, causes_of
-from swarm.network.blobs import BlobStore
-from swarm.network.observer import Observer
-from swarm.peer.looking import START_S, Watch
+from swarm.monitor.health import REMEDIES, Cause, Fault, causes_of
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.runs.observer import Observer
+from swarm.peer.guest import START_S, Watch
 from tests.processes import running
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 

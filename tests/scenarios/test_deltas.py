@@ -6,7 +6,7 @@ import pytest
 
 from swarm.codings import coded_bytes
 from swarm.emulation.local_swarm import LocalSwarm, summary
-from swarm.protocol.layout import layout_of
+from swarm.protocol.values.layout import layout_of
 from tests.scenarios.swarms import finish, read_record, read_run, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]

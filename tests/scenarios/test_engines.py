@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.train.checkpoint import load_newest
+from swarm.train.saving.checkpoint import load_newest
 
 pytestmark = pytest.mark.scenario
 

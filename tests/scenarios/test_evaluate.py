@@ -10,10 +10,10 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import NobodyReachable
-from swarm.monitor.scores import ScoreRow
-from swarm.network.blobs import BlobStore
-from swarm.network.observer import Observer
-from swarm.peer.looking import START_S, Watch
+from swarm.monitor.snapshot import ScoreRow
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.runs.observer import Observer
+from swarm.peer.guest import START_S, Watch
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]

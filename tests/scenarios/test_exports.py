@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.check_export import transformers_loss
-from swarm.data.tokenise import END_OF_TEXT
+from swarm.data.tokenizer import END_OF_TEXT
 from swarm.emulation.local_swarm import LocalSwarm
-from swarm.network.blobs import BlobStore
-from swarm.peer.held_out_text import held_out_of
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.peer.text.agreed_model import held_out_of
 from tests.scenarios.swarms import (
     ROUND_S,
     read_record,

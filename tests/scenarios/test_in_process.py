@@ -9,7 +9,7 @@ import torch
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from tests.scenarios.swarms import agreed_state, finish, read_record, read_run, write_run
 

@@ -15,12 +15,12 @@ import pytest
 from swarm.emulation.fault_plan import At, FaultPlan, Slow
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
-from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import LINKS
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, digests_by_height, tokens_lost
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.experts import expert_unit
-from swarm.protocol.manifest import is_ancestor
+from swarm.protocol.values.manifest import is_ancestor
 from tests.scenarios.swarms import contributes, has_rounds, read_record, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]

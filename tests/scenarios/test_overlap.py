@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm, summary
-from swarm.peer.state_directory import RunDirectory
+from swarm.peer.machine.state_directory import RunDirectory
 from tests.scenarios.swarms import finish, has_rounds, kill_and_restart, run_folder, write_run
 from tests.scenarios.test_deltas import CODED, check
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (

@@ -13,7 +13,8 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-# Two starts that are refused: a minute. What is compared is tried in tests/peer/test_run_text.py.
+# Two starts that are refused: a minute. What is compared is tried in
+# tests/peer/text/test_run_text.py.
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 REFUSED = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import LINKS
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from tests.scenarios.swarms import finish, peer_id, write_run
 
 pytestmark = [

@@ -11,13 +11,13 @@ from swarm.config import RunConfig
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.experts import Slice, expert_shapes, shared_shapes
 from swarm.model.cost import bytes_sent_per_peer_per_round
-from swarm.model.initialise import initial_tensors
-from swarm.protocol.layout import layout_of
-from swarm.train.resident import ResidentEngine
+from swarm.model.initial_weights import initial_tensors
+from swarm.protocol.values.layout import layout_of
+from swarm.train.engine.resident import ResidentEngine
 from tests.model.plain_merge import merge_experts
 from tests.scenarios.spes_reference import mean, merge_is_due, train_locally
 from tests.scenarios.swarms import (

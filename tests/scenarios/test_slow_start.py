@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm.train.parallel.crew import OVERTIME_S
+from swarm.train.workers.crew import OVERTIME_S
 from tests.scenarios.test_workers import Training, corpus_in, settings
-from tests.train.test_starting import SLEEPS
+from tests.train.workers.test_starting import SLEEPS
 
 pytestmark = [pytest.mark.scenario, pytest.mark.slow]
 

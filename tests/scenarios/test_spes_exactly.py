@@ -7,7 +7,7 @@ import torch
 
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (

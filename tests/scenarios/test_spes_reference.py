@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
-from swarm.data.loader import Loader
-from swarm.data.streams import samples_at
+from swarm.data.loader import Loader, samples_at
 from swarm.experts import expert_shapes, shared_shapes
-from swarm.train.local_steps import Task, train_local_steps
+from swarm.train.engine.local_steps import Task, train_local_steps
 from tests.model.plain_merge import merge_experts
 from tests.scenarios.spes_reference import mean, merge_is_due, train_by_reference
 from tests.train.runs import NUM_EXPERTS, all_names, new_engine, patterned_shards, same, tiny_run

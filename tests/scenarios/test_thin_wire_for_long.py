@@ -17,7 +17,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
 from swarm.experts import shared_shapes, travels_exactly
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 from tests.scenarios.counting_peer import FOLDER_VARIABLE, moves_of
 from tests.scenarios.swarms import (
     agreed_state,

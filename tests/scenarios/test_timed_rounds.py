@@ -7,15 +7,14 @@ import pytest
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import BYTE
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.monitor.snapshot import Coverage, Sighting, snapshot_of
-from swarm.protocol.dealing import num_samples
-from swarm.protocol.manifest import Manifest
-from swarm.protocol.weights import trained
+from swarm.protocol.values.manifest import Manifest
+from swarm.protocol.values.work import num_samples, trained
 from tests.peer_records import peer_record
 from tests.scenarios.swarms import (
     finish,

@@ -11,11 +11,10 @@ import torch
 
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
-from swarm.data.tokenise import BYTE
-from swarm.emulation.link_profiles import LINKS
-from swarm.emulation.links import Link
+from swarm.data.tokenizer import BYTE
+from swarm.emulation.links import LINKS, Link
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.errors import LinkTooSlow
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (

@@ -14,9 +14,9 @@ import pytest
 
 from swarm.api import load_run
 from swarm.model.cost import bytes_sent_per_peer_per_round
-from swarm.network.record_file import RecordFile
-from swarm.protocol.life_events import EventReader
-from swarm.protocol.manifest import Digest, Unit
+from swarm.network.rounds.record_file import RecordFile
+from swarm.protocol.records.life_events import EventReader
+from swarm.protocol.values.manifest import Digest, Unit
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 

@@ -5,7 +5,7 @@ lines, which on this machine differ from start to start, another peer would, and
 """
 
 from peers.peer import main
-from swarm.peer.host import Host
+from swarm.peer.start.host import Host
 
 
 def _not_known(self: Host) -> int:

@@ -19,7 +19,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.emulation.links import Link
 from swarm.model.cost import parameters
 from swarm.model.link_plan import cycle_bytes
-from swarm.protocol.digests import PIECE_BYTES
+from swarm.protocol.values.digests import PIECE_BYTES
 from tests.scripts.conftest import SCRIPTS
 
 LOADED = (

@@ -15,7 +15,7 @@ from swarm.config import RunConfig
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.experts import all_shapes
 from swarm.model.huggingface import save_model
-from swarm.model.initialise import initial_tensors
+from swarm.model.initial_weights import initial_tensors
 from tests.scenarios.swarms import ROUND_S, has_rounds, write_run
 
 ROOT = Path(__file__).parents[2]

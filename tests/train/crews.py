@@ -10,10 +10,10 @@ import torch
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.experts import Slice, expert_shapes
-from swarm.model.initialise import initial_tensors
-from swarm.train.options import EngineOptions
-from swarm.train.parallel.crew import Crew, Place
-from swarm.train.parallel.engine import ParallelEngine
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.workers.crew import Crew, Place
+from swarm.train.workers.parallel_engine import ParallelEngine
 from tests.train.runs import all_names, same
 
 

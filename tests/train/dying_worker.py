@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from swarm.model.moe import SparseMLP
-from swarm.train import optimizer
-from swarm.train.hashed_file import HashedFile
-from swarm.train.parallel.ranks import Ranks
-from swarm.train.resident import ResidentEngine
+from swarm.train.engine import optimizer
+from swarm.train.engine.ranks import Ranks
+from swarm.train.engine.resident import ResidentEngine
+from swarm.train.saving.hashed_file import HashedFile
 
 TASKS = {
     "sum of gradients": (Ranks, "_all_gather"),

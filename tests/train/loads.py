@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from swarm.config import RunConfig
-from swarm.model.initialise import initial_tensors
-from swarm.train.activations import Rows
-from swarm.train.allocations import LiveBytes
-from swarm.train.memory import need_of, rank_need, stage_needs
-from swarm.train.options import EngineOptions
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.host_memory import LiveBytes
+from swarm.train.engine.ranks import Ranks
+from swarm.train.engine.sizes import Need
+from swarm.train.parallel.data_parallel import RankEngine
 from swarm.train.parallel.dispatch import Trip
-from swarm.train.parallel.ranks import Ranks
-from swarm.train.parallel.sharding import RankEngine
-from swarm.train.parallel.worker import rank_engine
-from swarm.train.sizes import Need
+from swarm.train.planning.activations import Rows
+from swarm.train.planning.memory import need_of, rank_need, stage_needs
+from swarm.train.workers.worker_process import rank_engine
+from tests.train.planning.test_memory import tokens_of
 from tests.train.runs import all_names
 from tests.train.team import together
-from tests.train.test_memory import tokens_of
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut, Windows
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
-from swarm.model.initialise import initial_tensors
-from swarm.train.options import EngineKind, EngineOptions
-from swarm.train.resident import ResidentEngine
-from swarm.train.streaming.engine import StreamingEngine
+from swarm.model.initial_weights import initial_tensors
+from swarm.train.engine.engine_options import EngineKind, EngineOptions
+from swarm.train.engine.resident import ResidentEngine
+from swarm.train.streaming.streaming_engine import StreamingEngine
 
 LENGTH = 16
 NUM_EXPERTS = 4

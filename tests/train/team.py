@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.train.parallel.ranks import Ranks
+from swarm.train.engine.ranks import Ranks
 
 WAIT_S = 60.0
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from tests.train.crews import assert_holders_answer, lent_engines
+from tests.train.engine.test_engine_routing import EVERYTHING
+from tests.train.engine.test_pipeline import BF16, CHUNKS, EMBEDDING, FIVE, ONE_BY_ONE, run_of
 from tests.train.runs import all_names, batch, new_engine, same
-from tests.train.test_engine_routing import EVERYTHING
-from tests.train.test_expert_parallel import (
+from tests.train.saving.test_expert_parallel import (
     assert_as_one_process,
     five_steps,
     handed_on,
     tensors,
 )
 from tests.train.test_masks import MASKED
-from tests.train.test_parallel import (
+from tests.train.workers.test_parallel import (
     OWNED,
     THEN,
     assert_a_kill_costs_nothing,
@@ -25,7 +26,6 @@ from tests.train.test_parallel import (
     in_blocks,
     train,
 )
-from tests.train.test_pipeline import BF16, CHUNKS, EMBEDDING, FIVE, ONE_BY_ONE, run_of
 
 SLOW = pytest.mark.exhaustive
 EVERYTHING_FIVE = {**EVERYTHING, "train": {**EVERYTHING["train"], **FIVE["train"]}}
@@ -67,7 +67,7 @@ def meshed(crews):
     ],
 )
 def test_in_fp32_five_steps_are_those_of_one_process(meshed, run, options):
-    """Within 2 % of the learning rate, for the reason of `test_expert_parallel.py`."""
+    """Within 2 % of the learning rate, for the reason of `saving/test_expert_parallel.py`."""
     assert_as_one_process(run, meshed(run, OWNED, **options))
 
 

@@ -10,11 +10,13 @@ import sys
 import pytest
 import torch
 
-from swarm.peer.gpu_bus import slowest_copy
+from swarm.peer.machine.gpu_bus import slowest_copy
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.engine.test_pipeline import run_of
+from tests.train.parallel.test_tensor_parallel import RUN as HEADED
 from tests.train.runs import batch, new_engine, new_streaming, tiny_run
-from tests.train.test_expert_parallel import assert_as_one_process
-from tests.train.test_parallel import (
+from tests.train.saving.test_expert_parallel import assert_as_one_process
+from tests.train.workers.test_parallel import (
     BF16,
     CLIPPED,
     OWNED,
@@ -24,8 +26,6 @@ from tests.train.test_parallel import (
     is_same,
     train,
 )
-from tests.train.test_pipeline import run_of
-from tests.train.test_tensor_parallel import RUN as HEADED
 
 pytestmark = pytest.mark.gpu2
 

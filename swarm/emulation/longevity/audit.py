@@ -13,12 +13,12 @@ import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from swarm.emulation.longevity.world import World
+from swarm.emulation.longevity.month import DAY_S, World
 
 GROWTH = 1.25
 """A bounded size in the last quarter is at most so many times that in the second."""
@@ -251,3 +251,42 @@ def _fields(value: object) -> list[tuple[str, object]]:
             if hasattr(value, name):
                 found.append((name, getattr(value, name)))
     return found
+
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long a scenario lasts.
+
+    Attributes:
+        days: of virtual time.
+        rounds: of the run in it.
+    """
+
+    days: float
+    rounds: int
+
+    @property
+    def seconds(self) -> float:
+        """Of virtual time."""
+        return self.days * DAY_S
+
+    @property
+    def round_s(self) -> float:
+        """From one round to the next."""
+        return self.seconds / self.rounds
+
+
+def sampler(world: World, scale: Scale, audit: Audit) -> Callable[[], None]:
+    """Samples when that is due; to be called often."""
+    due = count(1)
+    next_s = [scale.seconds / SAMPLES]
+
+    def look() -> None:
+        while world.now_s >= next_s[0]:
+            audit.sample()
+            next_s[0] = scale.seconds / SAMPLES * (next(due) + 1)
+
+    return look

@@ -7,26 +7,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 
-from swarm.emulation.longevity import network, storage
-from swarm.emulation.longevity.audit import Allowed, Audit
-from swarm.emulation.longevity.scale import HOUR_S, Scale, sampler
+from swarm.emulation.longevity import storage_scenarios, virtual_dht
+from swarm.emulation.longevity.audit import HOUR_S, Allowed, Audit, Scale, sampler
+from swarm.emulation.longevity.month import World
 from swarm.emulation.longevity.sockets import Line
 from swarm.emulation.longevity.subject import Other, Subject, Task, announced, name_of
-from swarm.emulation.longevity.world import World
 from swarm.errors import HostileInput, Unreachable
-from swarm.network import direct, ledger, letters, routes
-from swarm.network import lines as lines_module
-from swarm.network.bulk import PROTOCOL
-from swarm.network.control import _Payload
-from swarm.network.fetch import Downloads, Want
-from swarm.network.identity import peer_id_of
-from swarm.network.probing import QUESTION, Question
-from swarm.network.steady_clock import LIMIT_S
-from swarm.network.substrate import PeerID
-from swarm.peer.own_clock import OwnClock
-from swarm.protocol.events import BlobWanted
-from swarm.protocol.fitness import HOME_MBIT
-from swarm.protocol.records import HEARTBEAT_S
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.node.peer_probe import QUESTION, Question
+from swarm.network.node.substrate import PeerID
+from swarm.network.wire import ledger, relayed_messages, tcp_dialer, transport
+from swarm.network.wire import link_health as lines_module
+from swarm.network.wire.control import _Payload
+from swarm.network.wire.identity import peer_id_of
+from swarm.network.wire.steady_clock import LIMIT_S
+from swarm.peer.status.publisher import ClockCheck
+from swarm.protocol.messages.events import BlobWanted
+from swarm.protocol.records.records import HEARTBEAT_S
+from swarm.protocol.timing.fitness import HOME_MBIT
 
 
 def transfers(world: World, scale: Scale) -> Audit:
@@ -263,9 +262,9 @@ def _moved_bytes(subject: Subject) -> int:
 
 
 BOUNDS = (
-    (letters, "MAX_PEERS"),
-    (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (direct, "MAX_WAYS"),
-    (routes, "MAX_PEERS"),
+    (relayed_messages, "MAX_PEERS"),
+    (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (tcp_dialer, "MAX_WAYS"),
+    (transport, "MAX_PEERS"),
 )  # fmt: skip
 """Of what is kept of others, by module and name."""
 
@@ -326,7 +325,7 @@ def clocks(world: World, scale: Scale) -> Audit:
     audit, worst_s = Audit(world, {"node": subject.node}), 0.0
     sample = sampler(world, scale, audit)
     with world.at(subject.machine):
-        own = OwnClock(subject.node, lambda: [other.peer_id for other in others])
+        own = ClockCheck(subject.node, lambda: [other.peer_id for other in others])
     at_s, next_hour_s = 0.0, HOUR_S
     while at_s < scale.seconds:
         world.threads.sleep(60.0)
@@ -338,7 +337,7 @@ def clocks(world: World, scale: Scale) -> Audit:
             clock.stepped_s += HOUR_S if is_wrong else 0.0
         with world.at(subject.machine):
             subject.node.run(own.compare(), 30.0)
-            off_s = abs(network.dht_clock()() - clock.true_wall())
+            off_s = abs(virtual_dht.dht_clock()() - clock.true_wall())
         worst_s = max(worst_s, off_s)
         audit.demand(
             off_s < LIMIT_S, f"the clock of records is off by more than {LIMIT_S:g} s, after all"
@@ -362,11 +361,11 @@ SCENARIOS: dict[str, Callable[[World, Scale], Audit]] = {
     "lines": lines,
     "strangers": strangers,
     "clocks": clocks,
-    "store": storage.store,
-    "chain": storage.chain,
-    "exports": storage.exports,
-    "monitor": storage.monitor,
-    "reading": storage.reading,
+    "store": storage_scenarios.store,
+    "chain": storage_scenarios.chain,
+    "exports": storage_scenarios.exports,
+    "monitor": storage_scenarios.monitor,
+    "reading": storage_scenarios.reading,
 }
 SHORT: dict[str, Scale] = {
     "transport": Scale(5.0, 1400),

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from swarm.emulation.longevity.kernel import Clock, Parked, Threads, VirtualLoop, running_world
-from swarm.network import tcp_info
-from swarm.network.line_bytes import LineBytes
-from swarm.network.tcp_info import TcpInfo
+from swarm.network.wire import upload_rate
+from swarm.network.wire.upload_rate import LineBytes, TcpInfo
 
 SEND_BUFFER_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
@@ -310,7 +309,7 @@ class VirtualSocket:
             received=self.received, unsent=self.unsent, least_rtt_us=least_us,
             busy_us=int(1e6 * busy_s), by_receiver_us=0, by_buffer_us=0, delivered=self.delivered,
         )  # fmt: skip
-        return tcp_info._LAYOUT.pack(*info)
+        return upload_rate._LAYOUT.pack(*info)
 
     def getsockname(self) -> tuple[str, int]:
         """As `socket.getsockname`."""

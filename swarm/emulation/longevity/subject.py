@@ -18,28 +18,28 @@ import numpy as np
 
 from swarm.config import NetworkSection, RunConfig
 from swarm.emulation.longevity.kernel import EPOCH_S
-from swarm.emulation.longevity.network import VirtualP2P
+from swarm.emulation.longevity.month import World
 from swarm.emulation.longevity.sockets import Line, Machine
-from swarm.emulation.longevity.world import World
-from swarm.network.blobs import BlobStore
-from swarm.network.founding import founding_manifest
-from swarm.network.identity import peer_id_of
-from swarm.network.node import Node
-from swarm.network.substrate import ValueWithExpiration
-from swarm.network.transfers import Transfers
-from swarm.peer.leaving import Stop
-from swarm.peer.observing import RoundReport
-from swarm.peer.own_line import OwnLine
-from swarm.peer.publisher import Publisher, RoomsThere, announcement
-from swarm.peer.quota import QuotaWatch
-from swarm.peer.state_directory import StateDirectory
-from swarm.peer.status import PeerStatus
-from swarm.protocol.deadlines import Timers, production_timers
-from swarm.protocol.events import BlobWanted, Event, Fetch, Purpose, Stored
-from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, PeerId, run_id
-from swarm.protocol.records import PeerRecord, encode_record, peers_key, shard_of
-from swarm.train.local_steps import LocalStats
+from swarm.emulation.longevity.virtual_dht import VirtualP2P
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.node.node import Node
+from swarm.network.node.substrate import ValueWithExpiration
+from swarm.network.rounds.transfers import Transfers
+from swarm.network.runs.run_founding import founding_manifest
+from swarm.network.wire.identity import peer_id_of
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.start.link_monitor import LinkMonitor
+from swarm.peer.start.quota import QuotaWatch
+from swarm.peer.status.observing import RoundReport
+from swarm.peer.status.publisher import Publisher, RoomsThere, announcement
+from swarm.peer.status.status import PeerStatus
+from swarm.peer.training.leaving import Stop
+from swarm.protocol.messages.events import BlobWanted, Event, Fetch, Purpose, Stored
+from swarm.protocol.records.records import PeerRecord, encode_record, peers_key, shard_of
+from swarm.protocol.timing.deadlines import Timers, production_timers
+from swarm.protocol.values.layout import Layout, layout_of
+from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, PeerId, run_id
+from swarm.train.engine.local_steps import LocalStats
 
 RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "month", "rounds": 1_000_000, "seed": 1},
@@ -214,7 +214,7 @@ class Subject:
             host: Any = SimpleNamespace(
                 node=self.node, state=self.state, config=SimpleNamespace(network=self.network)
             )
-            self.line = OwnLine(host, self.status, run)
+            self.line = LinkMonitor(host, self.status, run)
             self.there = RoomsThere()
             self.publisher = Publisher(
                 self.node,

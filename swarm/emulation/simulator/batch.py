@@ -11,8 +11,8 @@ from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 
-from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
-from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.emulation.simulator.fault_schedule import Outcome, run_schedule
+from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 
 CHUNK = 10
 """Schedules that a process takes at a time."""

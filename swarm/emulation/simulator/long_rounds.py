@@ -14,16 +14,15 @@ from random import Random
 from typing import ClassVar
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.faults import CALM_TIMERS, SAMPLE_TOKENS, SAMPLES_PER_STEP, Scenario
-from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.node import Node
-from swarm.emulation.simulator.schedule import build
-from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest
-from swarm.emulation.simulator.trainer import Trainer
-from swarm.emulation.simulator.world import World
-from swarm.protocol.deadlines import Measured, Timers, production_timers
-from swarm.protocol.manifest import Kind, Manifest, PeerId
+from swarm.emulation.simulator.fault_schedule import build
+from swarm.emulation.simulator.faults import faults
+from swarm.emulation.simulator.faults.world import Weather, World
+from swarm.emulation.simulator.peers.participant import Character, Setup, UnderTest
+from swarm.emulation.simulator.peers.simulated_peer import Node
+from swarm.emulation.simulator.peers.symbol_trainer import Trainer
 from swarm.protocol.rounds import Rules
+from swarm.protocol.timing.deadlines import Measured, Timers, production_timers
+from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
 LOCAL_STEPS = 100
 """Of every peer, however many steps its work has in a scenario: these only cut its time."""
@@ -97,7 +96,7 @@ class Course:
     world: World
     applied: list[tuple[float, Manifest]] = field(default_factory=list)
     """Every training round of the longest chain, with the time when a peer had it first."""
-    widest: Timers = CALM_TIMERS
+    widest: Timers = faults.CALM_TIMERS
     """The largest T_roster and T_reform that any peer had."""
 
     @property
@@ -161,12 +160,14 @@ def go_through(
     setup = Setup(
         tuple(works),
         _rules(len(works), round_seconds, unit_bytes),
-        CALM_TIMERS,
+        faults.CALM_TIMERS,
         characters,
         has_adapted_timers=True,
         has_slow_links=uplinks is not None,
     )
-    scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
+    scenario = faults.Scenario(
+        setup, faults.CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ()
+    )
     tested = replace(tested or UnderTest(), trainer=trainer, timers=real_timers)
     world = build(scenario, Random(0), tested=tested)
     course = Course(world)
@@ -187,8 +188,8 @@ def _rules(num_peers: int, round_seconds: float | None, unit_bytes: int) -> Rule
         unit_codec=dict.fromkeys(UNITS, "fp32"),
         experts_every=1,
         local_steps_at=lambda _: LOCAL_STEPS,
-        batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
-        sequence_length=SAMPLE_TOKENS,
+        batch_tokens_at=lambda _: faults.SAMPLES_PER_STEP * faults.SAMPLE_TOKENS,
+        sequence_length=faults.SAMPLE_TOKENS,
         planned_peers=num_peers,
         round_seconds=round_seconds,
         is_dealt=True,

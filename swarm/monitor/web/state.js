@@ -1,4 +1,4 @@
-// The newest snapshot: first the whole, then what has changed; see swarm/monitor/feed.py.
+// The newest snapshot: first the whole, then what has changed; see swarm/monitor/server.py.
 
 const KEYS = { peers: "peer_id", experts: "expert" };
 

@@ -44,8 +44,8 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | B1 | `Listener._is_changing_generation` | and until the survivors' chain it found is here |
 | B2 | `Listener.was_paused` | a peer that stood still listens again |
 | F1 | `Standing.is_better` | the total order of manifests |
-| F2 | `Forks.leaves_my_generation`, `Forks.may_leave_generation` | reforms wait until stalled |
-| H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
+| F2 | `ReformChoice.leaves_my_generation`, `ReformChoice.may_leave_generation` | reforms wait
+until stalled | | H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
 | F2 | `Contacts.hears_quorum` | no reform while a quorum lives |
 | F3 | `Reformer._reform_due` | a lost majority is given up |
 | F3 | `Reformer._may_reform` | by those whose reform others believe |
@@ -57,10 +57,8 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | S1, S3 | `Contributor.offer_problem` | only values trained from the tip |
 """
 
-from swarm.protocol.rounds.machine import RoundMachine
-from swarm.protocol.rounds.parts import Parts
-from swarm.protocol.rounds.phases import CampaignInfo, Phase
-from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.rounds.machine import CampaignInfo, Parts, Phase, RoundMachine
+from swarm.protocol.rounds.policies.rules import Rules
 from swarm.protocol.rounds.state import LocalPeer
 
 __all__ = ["CampaignInfo", "LocalPeer", "Parts", "Phase", "RoundMachine", "Rules"]

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.protocol.events import Purpose, Unobtainable
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
-from swarm.protocol.rounds.attempts import attempt_problem
+from swarm.protocol.messages import messages
+from swarm.protocol.messages.events import Purpose, Unobtainable
 from swarm.protocol.rounds.blobs import Blobs, Proposal
-from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.rounds.merger import Merger
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.policies.checks import proposal_problem
 from swarm.protocol.rounds.succession import Succession
-from swarm.protocol.updates import REFUSALS
+from swarm.protocol.values.manifest import Manifest, PeerId
+from swarm.protocol.values.updates import REFUSALS
+
+LEAP = 1024
+"""Attempts that others may have made without this peer: more than an hour of takeovers without a
+pause. A peer that was away for longer believes the second member that says so."""
+
+
+def attempt_problem(
+    ballot: messages.Ballot,
+    source: PeerId,
+    claims: Mapping[PeerId, int],
+    *,
+    passed_s: float,
+    takeover_s: float,
+) -> str | None:
+    """Why a ballot's attempt cannot have come about by takeovers, or None.
+
+    It may exceed what another member has named by `LEAP`, and by what takeovers could add since
+    this peer is at this height. An attempt that its sender named counts for nothing: so a liar
+    gets on only as honest members do, by `LEAP` a takeover, and needs half a year at one height for
+    2^31.
+
+    Args:
+        ballot: of a message.
+        source: the member that sent it.
+        claims: the highest attempt that each member has named at this height, believed or not.
+        passed_s: since this peer has the tip, or has started.
+        takeover_s: the least time between two attempts.
+    """
+    others = max((attempt for peer, attempt in claims.items() if peer != source), default=0)
+    limit = min(others + LEAP + int(passed_s / takeover_s), messages.MAX_ATTEMPT)
+    if ballot.attempt <= limit:
+        return None
+    return (
+        f"attempt {ballot.attempt} is implausible: no other member has named more than {others} "
+        f"in {passed_s:.0f} s (limit {limit})"
+    )
+
 
 MAX_PROPOSALS = 2
 """Different ones of one convener, one after the other, that a member takes up at one height [A7].
@@ -30,7 +67,7 @@ class Acceptor(Role):
     contributor: Contributor
     merger: Merger
 
-    def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+    def _ballot_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
         """Only voters convene, under their own name, and attempt 0 is the first convener's."""
         if ballot.convener != source:
             return f"its ballot belongs to {ballot.convener}"
@@ -42,7 +79,7 @@ class Acceptor(Role):
             return "it has proposed at this height what cannot follow the tip"
         return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
-    def turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+    def turn_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
         """Why it is others' turn: this one's proposals had a vote, or their time, in vain [A7].
 
         Without this, one that takes votes and never announces what they decide would come back each
@@ -69,7 +106,7 @@ class Acceptor(Role):
             return reign.last_attempt, f"{len(reign.proposals)} proposals of it came to nothing"
         return None
 
-    def attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+    def attempt_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
         """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""
         if source == self.me:
             return None
@@ -91,7 +128,7 @@ class Acceptor(Role):
         """
         return convener in self.succession.distrusted
 
-    def hear_convener(self, source: PeerId, what: str, ballot: Ballot) -> bool:
+    def hear_convener(self, source: PeerId, what: str, ballot: messages.Ballot) -> bool:
         """Whether to handle a convener's message; a convener that was overtaken is told so."""
         problem = self._ballot_problem(source, ballot)
         if problem:
@@ -105,12 +142,12 @@ class Acceptor(Role):
             self.succession.convener_at = self.now
         return True
 
-    def _may_follow(self, ballot: Ballot) -> bool:
+    def _may_follow(self, ballot: messages.Ballot) -> bool:
         """Whether no higher ballot was promised [A1, A2]."""
         promised = self.standing.record.promised
         return promised is None or ballot >= promised
 
-    def on_prepare(self, source: PeerId, prepare: Prepare) -> None:
+    def on_prepare(self, source: PeerId, prepare: messages.Prepare) -> None:
         """Promises and answers with offer and vote [A1]."""
         ballot = prepare.ballot
         if not self.hear_convener(source, "PREPARE", ballot):
@@ -124,9 +161,9 @@ class Acceptor(Role):
             self.out.post(source, self.contributor.ready(ballot))
         elif self.standing.is_member:
             # A member that abstains, or has no vote, contributes; attempt 0 is no promise.
-            self.out.post(source, self.contributor.ready(Ballot(0, self.tip.order[0])))
+            self.out.post(source, self.contributor.ready(messages.Ballot(0, self.tip.order[0])))
 
-    def on_propose(self, source: PeerId, propose: Propose) -> None:
+    def on_propose(self, source: PeerId, propose: messages.Propose) -> None:
         """Starts to bring the proposal here; a repeated one gets the same vote again [A2]."""
         ballot, manifest = propose.ballot, propose.manifest
         if not self.hear_convener(source, "PROPOSE", ballot):
@@ -154,17 +191,17 @@ class Acceptor(Role):
             self._take_up(propose)
         self.pursue()
 
-    def _has_accepted(self, ballot: Ballot, manifest: Manifest) -> bool:
+    def _has_accepted(self, ballot: messages.Ballot, manifest: Manifest) -> bool:
         """Whether this very vote was cast; it is repeated for the asking [A2]."""
         vote = self.standing.record.accepted
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
-    def _voted_otherwise(self, ballot: Ballot) -> bool:
+    def _voted_otherwise(self, ballot: messages.Ballot) -> bool:
         """Whether this ballot got a vote for another value: it may have one value only."""
         vote = self.standing.record.accepted
         return vote is not None and vote.ballot == ballot
 
-    def _refuse_second_value(self, convener: PeerId, ballot: Ballot) -> None:
+    def _refuse_second_value(self, convener: PeerId, ballot: messages.Ballot) -> None:
         """Follows a convener with two values no longer: it may have split the votes [A4].
 
         An honest one never proposes two under one ballot [P3, C6].
@@ -172,7 +209,9 @@ class Acceptor(Role):
         self.out.refuse(convener, "PROPOSE", f"a second value under attempt {ballot.attempt}")
         self.succession.distrusted.add(convener)
 
-    def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+    def proposal_problem(
+        self, manifest: Manifest, evidence: messages.Evidence | None
+    ) -> str | None:
         """Why a manifest does not follow from the tip and its evidence [H1b, A6, M5].
 
         Merged values are never judged.
@@ -180,7 +219,7 @@ class Acceptor(Role):
         due = self.standing.is_due(self.tip)
         return proposal_problem(manifest, evidence, self.tip, self.rules, due=due)
 
-    def _take_up(self, propose: Propose) -> None:
+    def _take_up(self, propose: messages.Propose) -> None:
         reign = self.succession.reign
         reign.proposals.add(propose.manifest.digest)
         reign.last_attempt = propose.ballot.attempt
@@ -237,7 +276,7 @@ class Acceptor(Role):
     def _vote(self, proposal: Proposal) -> None:
         """Writes the vote down, then sends it [P2]."""
         ballot, manifest = proposal.ballot, proposal.manifest
-        self.standing.persist_accepted(Accepted(ballot, manifest, proposal.evidence))
+        self.standing.persist_accepted(messages.Accepted(ballot, manifest, proposal.evidence))
         self.blobs.proposal = None
         self.out.post(ballot.convener, self.standing.signed_accept(ballot, manifest.digest))
 

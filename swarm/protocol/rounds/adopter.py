@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from swarm.protocol.abstaining import regained
-from swarm.protocol.events import Apply, HeadsFound, Keep, Purpose, Record, RewriteChain, Topic
-from swarm.protocol.gaps import filled
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
-from swarm.protocol.messages import Certificate, Commit, Link, accept_statement
+from swarm.protocol.chain.chain_record import regained
+from swarm.protocol.chain.gaps import filled
+from swarm.protocol.chain.trust import RECENT, proof_problem, reform_electors, step_problem
+from swarm.protocol.messages import events
+from swarm.protocol.messages.messages import Certificate, Commit, Link, accept_statement
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
-from swarm.protocol.rounds.checks import commit_problem
-from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.contacts import Contacts, Gossip
 from swarm.protocol.rounds.contributor import Contributor
-from swarm.protocol.rounds.forks import Forks
-from swarm.protocol.rounds.gossip import Gossip
+from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.rounds.merger import Merger
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.policies.checks import commit_problem
+from swarm.protocol.rounds.reform_choice import ReformChoice
 from swarm.protocol.rounds.state import Heights, Life, Work
-from swarm.protocol.trust import RECENT, proof_problem, reform_electors, step_problem
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId
 
 
 @dataclass(eq=False)
@@ -33,7 +32,7 @@ class Adopter(Role):
     merger: Merger
     contributor: Contributor
     gossip: Gossip
-    forks: Forks
+    forks: ReformChoice
     heights: Heights
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Of a generation that this peer has left."""
@@ -106,7 +105,7 @@ class Adopter(Role):
         replaced, proposal = blobs.catch_up, blobs.proposal
         if replaced and (self._is_nearly_here(replaced) or replaced.manifest.code > manifest.code):
             return
-        blobs.cancel_fetch(Purpose.CATCH_UP, replaced)
+        blobs.cancel_fetch(events.Purpose.CATCH_UP, replaced)
         signers = sorted(commit.certificate.signatures) if commit.certificate else []
         pursuit = blobs.catch_up = CatchUp(
             manifest,
@@ -120,7 +119,7 @@ class Adopter(Role):
             began_at=replaced.began_at if replaced else self.now,
         )
         if proposal and proposal.manifest.digest == manifest.digest:
-            blobs.cancel_fetch(Purpose.PROPOSAL, proposal)
+            blobs.cancel_fetch(events.Purpose.PROPOSAL, proposal)
             pursuit.is_syncing = proposal.is_syncing
         self.pursue()
 
@@ -140,7 +139,7 @@ class Adopter(Role):
             self.blobs.start_sync(pursuit)
         elif not pursuit.is_fetching and not self.merger.awaits_own_merge(pursuit):
             members = {**self.tip.members, **pursuit.manifest.members}
-            self.blobs.start_fetch(Purpose.CATCH_UP, pursuit, sorted(members))
+            self.blobs.start_fetch(events.Purpose.CATCH_UP, pursuit, sorted(members))
 
     def _may_apply(self, pursuit: CatchUp) -> bool:
         """Whether every blob of a decided manifest is here and durable [X1]."""
@@ -160,7 +159,7 @@ class Adopter(Role):
         """One atomic write of the new tip, then the whole model at once [P4]."""
         old, manifest = self.standing.record, commit.manifest
         certificate = self.with_own_signature(commit)
-        record = Record(
+        record = events.Record(
             manifest,
             certificate,
             commit.parent,
@@ -176,12 +175,14 @@ class Adopter(Role):
         self.work.fetched_s = 0.0
         if pursuit and self._is_being_fetched(manifest):
             self.work.fetched_s = self.now - pursuit.began_at
-        self.out.explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
-        self.out.emit(Apply(manifest, old.tip.digest))
+        self.out.explain(
+            events.Topic.FORK if manifest.kind is Kind.REFORM else events.Topic.ROUND, text
+        )
+        self.out.emit(events.Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:
-            self.out.explain(Topic.MEMBERSHIP, sentence)
+            self.out.explain(events.Topic.MEMBERSHIP, sentence)
         if lack := self.contributor.why_no_vote():
-            self.out.explain(Topic.ADMISSION, lack)
+            self.out.explain(events.Topic.ADMISSION, lack)
         self.contacts.remember(manifest.members)
         self.heights.forget(old)
         self._collect_garbage(old)
@@ -208,23 +209,23 @@ class Adopter(Role):
         self.standing.chain = before.grown((*commit.path[:-1], last))
         return self.standing.chain.beyond(before)
 
-    def on_heads_found(self, event: HeadsFound) -> None:
+    def on_heads_found(self, event: events.HeadsFound) -> None:
         """Puts links that were lost into the chain, to prove more to others [L3]."""
         standing = self.standing
         standing.chain, problem = filled(standing.chain, event.links)
         if problem:
-            self.out.explain(Topic.ROUND, f"heads were not put into the chain: {problem}")
+            self.out.explain(events.Topic.ROUND, f"heads were not put into the chain: {problem}")
             return
         self._rewrite_chain()
         first, last = event.links[0].head.height, event.links[-1].head.height
         text = f"the chain of heads is whole again from height {first} to {last}"
-        self.out.explain(Topic.ROUND, text)
+        self.out.explain(events.Topic.ROUND, text)
 
     def _rewrite_chain(self) -> None:
         self._appended = 0
-        self.out.emit(RewriteChain(self.standing.chain.links))
+        self.out.emit(events.RewriteChain(self.standing.chain.links))
 
-    def _collect_garbage(self, old: Record) -> None:
+    def _collect_garbage(self, old: events.Record) -> None:
         """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].
 
         A peer that leaves a generation keeps one manifest more, and what it had accepted there:
@@ -248,7 +249,7 @@ class Adopter(Role):
         self.blobs.unmade &= digests
         self.blobs.synced &= {manifest.digest for manifest in kept}
         self.blobs.synced.add(self.tip.digest)
-        self.out.emit(Keep(digests))
+        self.out.emit(events.Keep(digests))
 
     def _kept_of(self, manifests: Iterable[Manifest]) -> Iterator[Digest]:
         for manifest in manifests:
@@ -269,11 +270,11 @@ class Adopter(Role):
         if pursuit is None:
             return
         if self._fetch_is_stuck():
-            self.blobs.cancel_fetch(Purpose.CATCH_UP, pursuit)
+            self.blobs.cancel_fetch(events.Purpose.CATCH_UP, pursuit)
             self.blobs.catch_up = None
             self.life.may_listen_on = False
             self.out.explain(
-                Topic.ROUND,
+                events.Topic.ROUND,
                 f"gave up fetching height {pursuit.manifest.height}: no new blob for "
                 f"{self.now - pursuit.progress_at:.1f} s (limit {self.timers.patience_s:.1f}), "
                 f"{len(pursuit.missing)} missing",

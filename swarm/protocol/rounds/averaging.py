@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Evidence, Reduced, Report
+from swarm.protocol.messages.messages import Evidence, Reduced, Report
 from swarm.protocol.rounds.campaign import Campaign, ClosedRoster, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results, result_problem
-from swarm.protocol.rounds.reduction import SLOW
-from swarm.protocol.rounds.standing import Role
-from swarm.protocol.updates import REFUSALS
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies import evidence_checks
+from swarm.protocol.rounds.reducer import SLOW
+from swarm.protocol.values.manifest import PeerId
+from swarm.protocol.values.updates import REFUSALS
 
 
 @dataclass(eq=False)
@@ -29,13 +29,15 @@ class Averaging(Role):
         for unit, result in reduced.results.items():
             if roster.plan.reducers.get(unit) != source:
                 self.out.refuse(source, "REDUCED", f"the reducer of {unit} is another peer")
-            elif problem := result_problem(unit, result, self.rules):
+            elif problem := evidence_checks.result_problem(unit, result, self.rules):
                 self.out.refuse(source, "REDUCED", problem)
             else:
                 roster.results[unit] = result
         report = Report(source, reduced.results, reduced.signature)
         known = roster.reports.get(source, ())
-        roster.reports[source] = newest_results((report, *known), roster.plan, self.rules)
+        roster.reports[source] = evidence_checks.newest_results(
+            (report, *known), roster.plan, self.rules
+        )
         roster.reported_at[source] = self.now
         roster.missing[source] = dict(reduced.missing)
         for peer, why in reduced.missing.items():
@@ -64,8 +66,8 @@ class Averaging(Role):
             plan.roster_id,
             tuple(report for _, each in sorted(roster.reports.items()) for report in each),
         )
-        brought = Brought(campaign.leaving, campaign.credentials)
-        manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
+        brought = evidence_checks.Brought(campaign.leaving, campaign.credentials)
+        manifest = evidence_checks.compose_from(self.tip, plan, evidence, brought, self.rules)
         why = (
             f"{len(plan.sources)} units of {len(plan.offers)} peers, "
             f"{len(plan.reducers)} averaged in {self.now - campaign.stage_at:.1f} s"

@@ -6,32 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from swarm.protocol.events import (
-    BlobWanted,
-    CancelFetch,
-    Fetch,
-    NotMade,
-    Purpose,
-    Rebuild,
-    Sync,
-    SyncFailed,
-    Topic,
-    Unobtainable,
-)
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import Ballot, Commit, Evidence
-from swarm.protocol.paths import Move, moves_of, way_to
-from swarm.protocol.rounds.plausible import update_bound
-from swarm.protocol.rounds.relays import NONE, Relays, has_one_writer, relays_of_proposal
-from swarm.protocol.rounds.standing import Role
-from swarm.protocol.updates import UpdateBound
+from swarm.protocol.exchange.deltas import Move, moves_of, way_to
+from swarm.protocol.messages import events
+from swarm.protocol.messages.messages import Ballot, Commit, Evidence
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies import slow_links
+from swarm.protocol.rounds.policies.update_bounds import update_bound
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.updates import UpdateBound
 
 
 @dataclass
 class Pursuit:
     """A manifest whose blobs are being brought here, to be accepted or applied."""
 
-    purpose: ClassVar[Purpose]
+    purpose: ClassVar[events.Purpose]
     manifest: Manifest
     missing: dict[Digest, Unit]
     """Blobs that are not here yet, in the order of their units; a proposal's deltas behind them."""
@@ -52,7 +41,7 @@ class Pursuit:
 class Proposal(Pursuit):
     """A proposal on its way to being accepted [A2]."""
 
-    purpose: ClassVar[Purpose] = Purpose.PROPOSAL
+    purpose: ClassVar[events.Purpose] = events.Purpose.PROPOSAL
     ballot: Ballot
     evidence: Evidence | None
 
@@ -61,7 +50,7 @@ class Proposal(Pursuit):
 class CatchUp(Pursuit):
     """A decided manifest on its way to being applied [X1]."""
 
-    purpose: ClassVar[Purpose] = Purpose.CATCH_UP
+    purpose: ClassVar[events.Purpose] = events.Purpose.CATCH_UP
     commit: Commit
     began_at: float
     """When this peer began to catch up, maybe with an older manifest."""
@@ -150,9 +139,9 @@ class Blobs(Role):
             for move in self._way_to(value, unit, pursuit)[:1]:
                 if move.delta in self.stored and move.value not in self.rebuilding:
                     self.rebuilding.add(move.value)
-                    self.out.emit(Rebuild(move.unit, move.base, move.delta, move.value))
+                    self.out.emit(events.Rebuild(move.unit, move.base, move.delta, move.value))
 
-    def note_not_made(self, event: NotMade) -> None:
+    def note_not_made(self, event: events.NotMade) -> None:
         """A value is fetched with the next tick, unless it has come meanwhile."""
         self.rebuilding.discard(event.digest)
         self.unmade.add(event.digest)
@@ -163,7 +152,7 @@ class Blobs(Role):
         """Fetches what a value would have led to, itself included, by no delta."""
         if pursuit.moves.pop(value, None) is not None:
             pursuit.is_fetching = False
-            self.out.emit(CancelFetch(pursuit.purpose))
+            self.out.emit(events.CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
         """The shell found that a blob is not here after all; what fetches it already goes on."""
@@ -184,7 +173,7 @@ class Blobs(Role):
             return
         self.synced.add(digest)
 
-    def note_failed(self, event: Unobtainable) -> None:
+    def note_failed(self, event: events.Unobtainable) -> None:
         """A peer did not give a blob; others are asked first from now on."""
         for pursuit in self.pursuits:
             is_awaited = event.digest in pursuit.asked and event.digest not in self.stored
@@ -202,17 +191,17 @@ class Blobs(Role):
 
     def drop_proposal(self) -> None:
         """The height is over."""
-        self.cancel_fetch(Purpose.PROPOSAL, self.proposal)
+        self.cancel_fetch(events.Purpose.PROPOSAL, self.proposal)
         self.proposal = None
 
-    def on_sync_failed(self, event: SyncFailed) -> None:
+    def on_sync_failed(self, event: events.SyncFailed) -> None:
         """Whatever still needs this manifest durable tries again with the next tick [A3]."""
         self.syncing.pop(event.manifest, None)
         for pursuit in self.pursuits:
             if pursuit.manifest.digest == event.manifest:
                 pursuit.is_syncing = False
                 self.out.explain(
-                    Topic.ROUND,
+                    events.Topic.ROUND,
                     f"height {pursuit.manifest.height} is not durable here, {len(pursuit.missing)} "
                     f"blobs missing, so it is neither accepted nor applied yet: {event.reason}",
                 )
@@ -226,9 +215,11 @@ class Blobs(Role):
         if not pursuit.is_syncing:
             pursuit.is_syncing = True
             self.syncing[pursuit.manifest.digest] = pursuit.manifest
-            self.out.emit(Sync(pursuit.manifest))
+            self.out.emit(events.Sync(pursuit.manifest))
 
-    def start_fetch(self, purpose: Purpose, pursuit: Pursuit, everybody: list[PeerId]) -> None:
+    def start_fetch(
+        self, purpose: events.Purpose, pursuit: Pursuit, everybody: list[PeerId]
+    ) -> None:
         """Fetches what is missing: from where a value came, from known holders, from anybody.
 
         Each unit starts at another of the holders, to spread the load; experts of a large proposal
@@ -244,9 +235,11 @@ class Blobs(Role):
             shift = position % len(holders) if holders else 0
             ranked = [*holders[shift:], *holders[:shift]]
             is_new = entry.version == pursuit.manifest.round
-            if pursuit.failed or not (is_new or purpose is Purpose.PROPOSAL):
+            if pursuit.failed or not (is_new or purpose is events.Purpose.PROPOSAL):
                 ranked = [*first, entry.source, *ranked]
-            elif purpose is Purpose.PROPOSAL and has_one_writer(unit, pursuit.manifest):
+            elif purpose is events.Purpose.PROPOSAL and slow_links.has_one_writer(
+                unit, pursuit.manifest
+            ):
                 before = relays.before(digest, entry.source, self.me)
                 ranked = [*before, entry.source, *first, *ranked]
             else:
@@ -255,20 +248,20 @@ class Blobs(Role):
             sources = [p for p in dict.fromkeys([*ranked, *everybody]) if p != self.me]
             sources.sort(key=lambda peer: peer in failed)
             bound = None
-            if purpose is Purpose.PROPOSAL and unit in pursuit.manifest.sources:
+            if purpose is events.Purpose.PROPOSAL and unit in pursuit.manifest.sources:
                 peers = [peer for peer, _ in pursuit.manifest.sources[unit]]
                 bound = self.bound(unit, peers, pursuit.manifest.work)
             size = self.rules.delta_bytes[unit] if is_delta else entry.num_bytes
             pursuit.asked[digest] = tuple(sources)
-            wants.append(BlobWanted(unit, digest, size, tuple(sources), bound, is_delta))
+            wants.append(events.BlobWanted(unit, digest, size, tuple(sources), bound, is_delta))
         if wants:
             pursuit.is_fetching = True
-            self.out.emit(Fetch(purpose, tuple(wants)))
+            self.out.emit(events.Fetch(purpose, tuple(wants)))
 
-    def _relays(self, pursuit: Pursuit) -> Relays:
+    def _relays(self, pursuit: Pursuit) -> slow_links.Relays:
         if not isinstance(pursuit, Proposal):
-            return NONE
-        return relays_of_proposal(pursuit.manifest, pursuit.evidence)
+            return slow_links.NONE
+        return slow_links.relays_of_proposal(pursuit.manifest, pursuit.evidence)
 
     def _needed(self, pursuit: Pursuit) -> Iterator[tuple[Digest, Unit, bool]]:
         """Blobs that have to come from others, each with its unit and whether it is a delta."""
@@ -282,11 +275,11 @@ class Blobs(Role):
                     named.add(each)
                     yield each, unit, bool(way) or is_delta
 
-    def cancel_fetch(self, purpose: Purpose, pursuit: Pursuit | None) -> None:
+    def cancel_fetch(self, purpose: events.Purpose, pursuit: Pursuit | None) -> None:
         """Ends a fetch, if one is under way."""
         if pursuit and pursuit.is_fetching:
             pursuit.is_fetching = False
-            self.out.emit(CancelFetch(purpose))
+            self.out.emit(events.CancelFetch(purpose))
 
     def bound(
         self, unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int]

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarm.protocol.invitation import Credential
-from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
-from swarm.protocol.messages import (
-    Ballot,
-    Evidence,
-    Offer,
-    Ready,
-    ReducedUnit,
-    Report,
-    Roster,
-    Signature,
-    Uplinks,
-)
-from swarm.protocol.rounds.grounds import Grounds
-from swarm.protocol.rounds.rosters import Plan
-from swarm.protocol.rounds.thin import Loads
+from swarm.protocol.messages import messages
+from swarm.protocol.rounds.policies.rosters import Plan
+from swarm.protocol.rounds.policies.slow_links import Loads
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish, turn
+
+
+@dataclass
+class Declarations:
+    """One declaration of each peer: that of its offer in the roster, or else the last it made.
+
+    A peer that restarts, or whose messages overtake each other, says now this, now that. Of those
+    that name the very offer which is averaged, the last counts.
+    """
+
+    last: dict[PeerId, messages.Declared] = field(default_factory=dict)
+    offered: dict[PeerId, messages.Declared] = field(default_factory=dict)
+    """With the offer that would be averaged."""
+    closed: dict[PeerId, messages.Declared] = field(default_factory=dict)
+    """With the offer that is in the roster which is out."""
+
+    def note(self, peer: PeerId, declared: messages.Declared) -> None:
+        """A peer has declared something."""
+        self.last[peer] = declared
+        offer = declared.declaration.offer
+        for known in (self.offered, self.closed):
+            if peer in known and known[peer].declaration.offer == offer:
+                known[peer] = declared
+
+    def count(self, peer: PeerId) -> None:
+        """The offer that a peer declared last is the one to be averaged."""
+        self.offered[peer] = self.last[peer]
+
+    def close(self, peers: Iterable[PeerId]) -> None:
+        """The roster is closed with the offers of these peers."""
+        self.closed = {peer: self.offered[peer] for peer in peers}
+
+    def shown(
+        self, tip: Manifest, guests: Collection[PeerId] = ()
+    ) -> dict[PeerId, messages.Declared]:
+        """What goes with the proposal: of strangers no more than may come in one round [R2].
+
+        However many ask, that keeps it small. Guests are shown first, the others by lot.
+        """
+        strangers = sorted(
+            self.last.keys() - tip.members.keys(),
+            key=lambda peer: (peer not in guests, turn(tip.digest, peer), peer),
+        )
+        left_out = strangers[max(1, len(tip.members)) :]
+        chosen = {**self.last, **self.closed}
+        return {peer: chosen[peer] for peer in sorted(chosen.keys() - set(left_out))}
 
 
 class Stage(Enum):
@@ -49,7 +84,7 @@ class Value:
     """What a campaign has found to propose, and why."""
 
     manifest: Manifest
-    evidence: Evidence | None
+    evidence: messages.Evidence | None
     why: str
 
 
@@ -61,8 +96,8 @@ class ClosedRoster:
     closed_at: float
     averaged_s: float
     """What the slowest line of the roster takes for values that others average."""
-    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
-    reports: dict[PeerId, tuple[Report, ...]] = field(default_factory=dict)
+    results: dict[Unit, messages.ReducedUnit] = field(default_factory=dict)
+    reports: dict[PeerId, tuple[messages.Report, ...]] = field(default_factory=dict)
     """Signed results of each reducer, the newest first."""
     reported_at: dict[PeerId, float] = field(default_factory=dict)
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
@@ -72,20 +107,20 @@ class ClosedRoster:
     extensions: int = 0
     """How often T_red was granted once more."""
 
-    def message(self, ballot: Ballot) -> Roster:
+    def message(self, ballot: messages.Ballot) -> messages.Roster:
         """What says who averages what."""
-        return Roster(ballot, self.plan.roster_id, self.plan.offers, self.plan.able)
+        return messages.Roster(ballot, self.plan.roster_id, self.plan.offers, self.plan.able)
 
-    def heartbeat(self, ballot: Ballot) -> Roster:
+    def heartbeat(self, ballot: messages.Ballot) -> messages.Roster:
         """What says only that the convener is there."""
-        return Roster(ballot, self.plan.roster_id, {}, {})
+        return messages.Roster(ballot, self.plan.roster_id, {}, {})
 
 
 @dataclass
 class Campaign:
     """One attempt to have a manifest decided."""
 
-    ballot: Ballot
+    ballot: messages.Ballot
     started_at: float
     next_poll: float
     excluded: dict[PeerId, str] = field(default_factory=dict)
@@ -98,7 +133,7 @@ class Campaign:
     relieved: set[PeerId] = field(default_factory=set)
     """Reducers whose units were given to others [C4]."""
     # Phase 1 [C2].
-    answers: dict[PeerId, Ready] = field(default_factory=dict)
+    answers: dict[PeerId, messages.Ready] = field(default_factory=dict)
     """READYs of this very ballot."""
     answered_at: dict[PeerId, float] = field(default_factory=dict)
     # A roster is open.
@@ -118,8 +153,8 @@ class Campaign:
     """When members said that they will have finished their local steps."""
     awaited_at: float = 0.0
     """When there was somebody to wait for."""
-    offers: dict[PeerId, Offer] = field(default_factory=dict)
-    grounds: Grounds = field(default_factory=Grounds)
+    offers: dict[PeerId, messages.Offer] = field(default_factory=dict)
+    grounds: Declarations = field(default_factory=Declarations)
     """What members and joiners have declared."""
     credentials: dict[PeerId, Credential] = field(default_factory=dict)
     """What joiners, and members without an anchor's word, have shown."""
@@ -133,18 +168,20 @@ class Campaign:
     """Mbit/s, as members said last."""
     quorum_offered_at: float | None = None
     has_told_wait: bool = False
-    planned: tuple[tuple[Mapping[PeerId, Offer], Set[PeerId], Uplinks], Loads] | None = None
+    planned: (
+        tuple[tuple[Mapping[PeerId, messages.Offer], Set[PeerId], messages.Uplinks], Loads] | None
+    ) = None
     """The plan that was made last, behind what it follows from: 256 peers take long to plan."""
     # A roster is out.
     closed: ClosedRoster | None = None
     """The last one; what came in for those before is forgotten."""
     # A manifest is proposed.
     proposal: Manifest | None = None
-    evidence: Evidence | None = None
+    evidence: messages.Evidence | None = None
     """Of the proposal."""
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""
-    accepts: dict[PeerId, Signature] = field(default_factory=dict)
+    accepts: dict[PeerId, messages.Signature] = field(default_factory=dict)
 
     @property
     def roster(self) -> ClosedRoster:

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 
-from swarm.protocol.deadlines import SAFETY
-from swarm.protocol.events import Topic
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Offer, Ready
+from swarm.protocol.membership.membership import steadiest
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import Offer, Ready
 from swarm.protocol.rounds.campaign import Campaign, ClosedRoster, Estimate, Stage
-from swarm.protocol.rounds.closing import (
-    Absent,
-    Absentees,
-    OpenRoster,
-    Word,
-    is_patient,
-    keeps_word,
-    why_close,
-)
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
-from swarm.protocol.rounds.rosters import plan_roster, usual_uplink
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies import roster_deadline
+from swarm.protocol.rounds.policies.rosters import plan_roster, usual_uplink
+from swarm.protocol.rounds.policies.slow_links import Loads, Sender, is_thinner, too_thin
 from swarm.protocol.rounds.state import Work
-from swarm.protocol.rounds.thin import Loads, Sender, is_thinner, too_thin
-from swarm.protocol.voting import steadiest
+from swarm.protocol.timing.deadlines import SAFETY
+from swarm.protocol.values.manifest import PeerId
 
 MAX_TRAINEES = 4
 """From one network, with the strangers that ask to become some."""
@@ -122,13 +114,13 @@ class Collector(Role):
         offered = campaign.in_time
         absent = self._absentees(campaign, offered)
         roster = self._open_roster(campaign, offered, absent)
-        why = why_close(roster, self.timers)
+        why = roster_deadline.why_close(roster, self.timers)
         if not why and (thin := self._thin_absentees(campaign, roster, absent)):
             awaited = tuple(absent.of(peer) for peer in absent.peers if peer not in thin)
             roster = replace(roster, absent=awaited)
-            why = why_close(roster, self.timers)
+            why = roster_deadline.why_close(roster, self.timers)
             why = why and f"{why}; not for {', '.join(f'{p}: {thin[p]}' for p in sorted(thin))}"
-        if not why and keeps_word(roster, self.timers):
+        if not why and roster_deadline.keeps_word(roster, self.timers):
             campaign.awaited_at = self.now
         is_long = roster.num_all and roster.age_s >= self.timers.roster_s
         if not why and is_long and not campaign.has_told_wait:
@@ -140,7 +132,7 @@ class Collector(Role):
             )
         return why
 
-    def _absentees(self, campaign: Campaign, offered: Set[PeerId]) -> Absentees:
+    def _absentees(self, campaign: Campaign, offered: Set[PeerId]) -> roster_deadline.Absentees:
         gone = campaign.excluded.keys() | campaign.leaving.keys()
         behind = self._those_behind(campaign)
         everybody = dict.fromkeys((*self.tip.members, *behind))
@@ -148,17 +140,17 @@ class Collector(Role):
         own_s = self._remaining_s(campaign, self.me)
         if own_s is not None and self.me in absent:
             self._note_word(campaign, self.me, own_s, self.contributor.worked_s())
-        return Absentees(
+        return roster_deadline.Absentees(
             absent, lambda peer: self._absent(campaign, peer, is_behind=peer in behind)
         )
 
     def _open_roster(
-        self, campaign: Campaign, offered: Set[PeerId], absent: Absentees
-    ) -> OpenRoster:
+        self, campaign: Campaign, offered: Set[PeerId], absent: roster_deadline.Absentees
+    ) -> roster_deadline.OpenRoster:
         voters = self.standing.electorate()
         waiting = {peer for peer in offered if peer in voters}
         quorum_at = campaign.quorum_offered_at
-        return OpenRoster(
+        return roster_deadline.OpenRoster(
             age_s=self.now - campaign.started_at,
             waited_s=None if quorum_at is None else self.now - quorum_at,
             num_offers=len(waiting - campaign.excluded.keys()),
@@ -182,16 +174,20 @@ class Collector(Role):
         stalls_at = min((end for end in ends if end is not None), default=self.now)
         return 0.0 if None in ends else max(0.0, stalls_at - self.now)
 
-    def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
+    def _absent(
+        self, campaign: Campaign, peer: PeerId, *, is_behind: bool
+    ) -> roster_deadline.Absent:
         """What is known of a member that has not offered its shared tensors."""
         silent_s = 0.0 if peer == self.me else self.now - self._last_sign_of(campaign, peer)
         said = campaign.words.get(peer)
-        return Absent(
+        return roster_deadline.Absent(
             peer,
             silent_s,
             self._remaining_s(campaign, peer),
             self._worked_s(campaign, peer),
-            word=None if said is None else Word(said.total_s, self.now - said.due_at),
+            word=None
+            if said is None
+            else roster_deadline.Word(said.total_s, self.now - said.due_at),
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self.contacts.gone,
             is_new=self._is_new(peer),
@@ -216,7 +212,7 @@ class Collector(Role):
 
         A lone voter's rounds are: its only way to company is that others come to where it is.
         """
-        return self.standing.decides_alone or is_patient(self.tip.round + 1)
+        return self.standing.decides_alone or roster_deadline.is_patient(self.tip.round + 1)
 
     def _is_new(self, peer: PeerId) -> bool:
         """Whether a trainee has yet to show that waiting for it pays."""
@@ -231,7 +227,7 @@ class Collector(Role):
         if not self._is_patient():
             return ()
         behind = self.contacts.those_behind() - campaign.seen.keys()
-        if not (self.standing.decides_alone and is_patient(self.tip.round + 1)):
+        if not (self.standing.decides_alone and roster_deadline.is_patient(self.tip.round + 1)):
             behind &= self.tip.members.keys()
         return tuple(sorted(behind))
 
@@ -287,7 +283,10 @@ class Collector(Role):
         return campaign.planned[1]
 
     def _thin_absentees(
-        self, campaign: Campaign, roster: OpenRoster, absentees: Absentees
+        self,
+        campaign: Campaign,
+        roster: roster_deadline.OpenRoster,
+        absentees: roster_deadline.Absentees,
     ) -> dict[PeerId, str]:
         """Who is not waited for, as its line would have its offer left out, and why [D5]."""
         if campaign.quorum_offered_at is None:
@@ -295,15 +294,17 @@ class Collector(Role):
         uplinks = campaign.uplinks
         usual = usual_uplink(mbit for peer in campaign.offers if (mbit := uplinks.get(peer)))
         late = [peer for peer in absentees.peers if is_thinner(uplinks.get(peer, 0), usual)]
-        others = Absentees([p for p in absentees.peers if p not in late], absentees.of)
-        if not late or keeps_word(replace(roster, absent=others), self.timers):
+        others = roster_deadline.Absentees(
+            [p for p in absentees.peers if p not in late], absentees.of
+        )
+        if not late or roster_deadline.keeps_word(replace(roster, absent=others), self.timers):
             return {}  # somebody is waited for in any case
         loads = self._loads(campaign, self._kept_offers(campaign))
-        out = self._too_thin(campaign, loads, Absentees(late, absentees.of))
+        out = self._too_thin(campaign, loads, roster_deadline.Absentees(late, absentees.of))
         return {peer: out[peer] for peer in late if peer in out}
 
     def _too_thin(
-        self, campaign: Campaign, loads: Loads, late: Absentees | None = None
+        self, campaign: Campaign, loads: Loads, late: roster_deadline.Absentees | None = None
     ) -> dict[PeerId, str]:
         """Who is left out since its line would hold the others up, with the reason [D5]."""
 

@@ -5,25 +5,16 @@ from __future__ import annotations
 from base64 import b64encode
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import Expected, Left, Topic
-from swarm.protocol.invitation import Credential
-from swarm.protocol.manifest import PeerId, Wish, leave_statement
-from swarm.protocol.membership import Guests
-from swarm.protocol.messages import (
-    Ballot,
-    Declaration,
-    Offer,
-    Ready,
-    Signature,
-    declaration_of,
-    ready_statement,
-)
+from swarm.protocol.membership.membership import Guests, why_no_vote
+from swarm.protocol.messages import messages
+from swarm.protocol.messages.events import Expected, Left, Topic
 from swarm.protocol.rounds.blobs import Blobs
-from swarm.protocol.rounds.rosters import offer_problem
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies.rosters import offer_problem
 from swarm.protocol.rounds.state import Life, Work
 from swarm.protocol.rounds.succession import Succession
-from swarm.protocol.voting import why_no_vote
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.manifest import PeerId, Wish, leave_statement
 
 
 @dataclass(eq=False)
@@ -40,7 +31,7 @@ class Contributor(Role):
         """Begins anew with what it says once a height."""
         self._has_told_outside = False
 
-    def on_offered(self, offer: Offer) -> None:
+    def on_offered(self, offer: messages.Offer) -> None:
         """Local steps are done: offer them, if they started from the tip [O1, S1]."""
         for unit in offer.units.values():
             self.blobs.have([unit.digest, *([unit.delta] if unit.delta else [])])
@@ -76,14 +67,14 @@ class Contributor(Role):
         self.work.ready_at = ends_at
         self.work.steps_s = ends_at - self.standing.applied_at
 
-    def _why_not_offer(self, offer: Offer) -> str | None:
+    def _why_not_offer(self, offer: messages.Offer) -> str | None:
         if not self.standing.is_member:
             return "this peer is not yet a member"
         if self.standing.is_due(self.tip):
             return "a merge is due first"
         return self.offer_problem(self.me, offer)
 
-    def offer_problem(self, peer: PeerId, offer: Offer) -> str | None:
+    def offer_problem(self, peer: PeerId, offer: messages.Offer) -> str | None:
         """Why an offer may not enter this round: it must be trained from the tip [S1, S3]."""
         return offer_problem(offer, peer, self.tip, self.rules)
 
@@ -91,11 +82,11 @@ class Contributor(Role):
         """READY to the convener, unasked."""
         self.out.post(self.succession.convener, self.ready(self.standing.promised()))
 
-    def ready(self, ballot: Ballot) -> Ready:
+    def ready(self, ballot: messages.Ballot) -> messages.Ready:
         """This peer's answer; a refusal (higher ballot) has the same content."""
         work, is_leaving, room = self.work, self.life.is_leaving, self.peer.room_of()
-        declaration = declaration_of(work.offer, self.peer.capacity, is_leaving, room)
-        return Ready(
+        declaration = messages.declaration_of(work.offer, self.peer.capacity, is_leaving, room)
+        return messages.Ready(
             ballot,
             work.offer,
             self.standing.record.accepted,
@@ -113,10 +104,10 @@ class Contributor(Role):
             self._signed_declaration(declaration),
         )
 
-    def _signed_declaration(self, declaration: Declaration) -> Signature:
+    def _signed_declaration(self, declaration: messages.Declaration) -> messages.Signature:
         """Signed once, however often it is repeated; forgotten with the tip that it names [A6]."""
         if declaration not in self.work.signed:
-            statement = ready_statement(self.rules.run, self.tip.digest, declaration)
+            statement = messages.ready_statement(self.rules.run, self.tip.digest, declaration)
             self.work.signed[declaration] = self.peer.sign(statement)
         return self.work.signed[declaration]
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.events import Topic
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Accept, Ballot, Hello, Message, Prepare, Ready, Reduced
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import Accept, Ballot, Hello, Message, Prepare, Ready, Reduced
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.phase1 import Phase1
 from swarm.protocol.rounds.proposer import Proposer
-from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.rounds.withholding import Withholding
+from swarm.protocol.values.manifest import PeerId
 
 SLACK, LONGEST = 1.25, 2.5
 """A line may take so much longer than it says, and so many T_red: others give an attempt three."""

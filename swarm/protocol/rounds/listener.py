@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Commit, Header, Hello, Message
+from swarm.protocol.messages.messages import Commit, Header, Hello, Message
 from swarm.protocol.rounds.blobs import Blobs
-from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.forks import Forks
-from swarm.protocol.rounds.gossip import Gossip
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.contacts import Contacts, Gossip
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.reform_choice import ReformChoice
 from swarm.protocol.rounds.state import Heights, Life
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.values.manifest import PeerId
 
 MAX_EARLY = 2048
 
@@ -26,7 +25,7 @@ class Listener(Role):
     blobs: Blobs
     succession: Succession
     gossip: Gossip
-    forks: Forks
+    forks: ReformChoice
     heights: Heights
     _early: dict[tuple[PeerId, type], tuple[Header, Message]] = field(
         init=False, default_factory=dict

@@ -3,50 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
 
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import (
-    Discovered,
-    Effect,
-    Event,
-    Expected,
-    HeadsFound,
-    LeaveAsked,
-    MergeComputed,
-    NotMade,
-    Offered,
-    Received,
-    Record,
-    Stored,
-    Synced,
-    SyncFailed,
-    Tick,
-    Topic,
-    Undeliverable,
-    UnitReduced,
-    Unobtainable,
-)
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
-from swarm.protocol.messages import (
-    Accept,
-    Accepted,
-    Ballot,
-    Commit,
-    Header,
-    Hello,
-    Message,
-    Prepare,
-    Propose,
-    Ready,
-    Reduced,
-    Roster,
-)
-from swarm.protocol.rounds.checks import proposal_problem
-from swarm.protocol.rounds.parts import Parts
-from swarm.protocol.rounds.phases import CampaignInfo, Phase, campaign_info, phase_of
-from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.chain.trust import Chain, Foothold
+from swarm.protocol.messages import events, messages
+from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.averaging import Averaging
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.contacts import Contacts, Gossip
+from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.rounds.convener import Convener
+from swarm.protocol.rounds.durable_state import Standing
+from swarm.protocol.rounds.listener import Listener
+from swarm.protocol.rounds.merger import Merger
+from swarm.protocol.rounds.phase1 import Phase1
+from swarm.protocol.rounds.policies.checks import proposal_problem
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.rounds.proposer import Proposer
+from swarm.protocol.rounds.reducer import Job, Reducer
+from swarm.protocol.rounds.reform_choice import ReformChoice
+from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.state import Heights, Life, LocalPeer, Work
-from swarm.protocol.trust import Chain, Foothold
+from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.rounds.withholding import Withholding
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
+
+
+class Phase(Enum):
+    """What a machine is doing, for people."""
+
+    LISTENING = "listening"  # just started: hears what the others have before it says anything
+    TRAINING = "training"  # a member without an offer yet
+    OFFERED = "offered"  # waits for the roster
+    REDUCING = "reducing"  # averages units for the others
+    MERGING = "merging"  # a merge is due or being agreed on
+    ACCEPTING = "accepting"  # fetches a proposal, or has accepted it
+    CATCHING_UP = "catching_up"  # fetches a decided manifest
+    JOINING = "joining"  # has the tip and asks to become a member
+    LEAVING = "leaving"  # asked to be left out
+    LEFT = "left"  # no longer a member, and done
+
+
+@dataclass(frozen=True)
+class CampaignInfo:
+    """Who convenes this height, for people."""
+
+    convener: PeerId
+    attempt: int
+    stage: str
+    """Of this peer's own campaign; empty when another convenes."""
+    age_s: float
+
+
+def phase_of(life: Life, standing: Standing, blobs: Blobs, work: Work, job: Job | None) -> Phase:
+    """The most important of what goes on at the same time."""
+    if life.has_left:
+        return Phase.LEFT
+    if life.is_listening:
+        return Phase.LISTENING
+    if blobs.catch_up:
+        return Phase.CATCHING_UP
+    if life.is_leaving:
+        return Phase.LEAVING
+    if not standing.is_member:
+        return Phase.JOINING
+    if standing.is_due(standing.tip):
+        return Phase.MERGING
+    if blobs.proposal or standing.record.accepted:
+        return Phase.ACCEPTING
+    if job and not job.is_done:
+        return Phase.REDUCING
+    return Phase.OFFERED if work.offer else Phase.TRAINING
+
+
+def campaign_info(succession: Succession) -> CampaignInfo:
+    """Who convenes this height as far as this peer knows."""
+    own, top = succession.campaign, succession.highest
+    return CampaignInfo(
+        convener=top.convener,
+        attempt=top.attempt,
+        stage=own.stage.value if own else "",
+        age_s=succession.now - (own.started_at if own else succession.top_since),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The class of each part; a test replaces one to see what its rule is for."""
+
+    standing: type[Standing] = Standing
+    contacts: type[Contacts] = Contacts
+    succession: type[Succession] = Succession
+    blobs: type[Blobs] = Blobs
+    withholding: type[Withholding] = Withholding
+    acceptor: type[Acceptor] = Acceptor
+    reducer: type[Reducer] = Reducer
+    merger: type[Merger] = Merger
+    gossip: type[Gossip] = Gossip
+    forks: type[ReformChoice] = ReformChoice
+    adopter: type[Adopter] = Adopter
+    listener: type[Listener] = Listener
+    contributor: type[Contributor] = Contributor
+    phase1: type[Phase1] = Phase1
+    collector: type[Collector] = Collector
+    averaging: type[Averaging] = Averaging
+    proposer: type[Proposer] = Proposer
+    convener: type[Convener] = Convener
+    takeover: type[Takeover] = Takeover
+    reformer: type[Reformer] = Reformer
 
 
 class RoundMachine:
@@ -62,7 +131,7 @@ class RoundMachine:
     def __init__(
         self,
         peer: LocalPeer,
-        record: Record,
+        record: events.Record,
         *,
         stored: Iterable[Digest],
         chain: Chain | None = None,
@@ -122,18 +191,18 @@ class RoundMachine:
 
     # ------------------------------------------------------------ events
 
-    def start(self, now: float) -> list[Effect]:
+    def start(self, now: float) -> list[events.Effect]:
         """Boots: listens to the others before it says anything [B1]."""
         self._peer.now = self._life.event_at = self._standing.applied_at = now
         self._listener.listen()
         return self._finish()
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         """Takes one event in; returns what is to be done, in order."""
         self._peer.now = now
         if self._listener.was_paused():
             self._out.explain(
-                Topic.TAKEOVER,
+                events.Topic.TAKEOVER,
                 f"nothing happened for {now - self._life.event_at:.1f} s (limit "
                 f"{self.timers.pause_s:.1f}): listens before it goes on",
             )
@@ -142,49 +211,49 @@ class RoundMachine:
         self._dispatch(event)
         return self._finish()
 
-    def _finish(self) -> list[Effect]:
+    def _finish(self) -> list[events.Effect]:
         """Delivers what this peer sent to itself, then hands the effects over."""
         to_self = self._out.to_self
         while to_self:
             self._receive(*to_self.popleft())
         return self._out.take()
 
-    def _dispatch(self, event: Event) -> None:
-        if isinstance(event, Received):
+    def _dispatch(self, event: events.Event) -> None:
+        if isinstance(event, events.Received):
             self._receive(event.source, event.header, event.message)
             if self._life.is_listening and self._listener.have_spoken():
                 self._listener.end()
-        elif isinstance(event, Tick):
+        elif isinstance(event, events.Tick):
             self._tick()
-        elif isinstance(event, Stored):
+        elif isinstance(event, events.Stored):
             self._blobs.have([event.digest])
             self._after_blob()
-        elif isinstance(event, Synced):
+        elif isinstance(event, events.Synced):
             self._blobs.note_synced(event.manifest)
             self._pursue()
-        elif isinstance(event, SyncFailed):
+        elif isinstance(event, events.SyncFailed):
             self._blobs.on_sync_failed(event)
-        elif isinstance(event, Unobtainable):
+        elif isinstance(event, events.Unobtainable):
             self._on_unobtainable(event)
-        elif isinstance(event, NotMade):
+        elif isinstance(event, events.NotMade):
             self._blobs.note_not_made(event)
-        elif isinstance(event, Undeliverable):
+        elif isinstance(event, events.Undeliverable):
             self._contacts.note_gone(event.peer)
-        elif isinstance(event, UnitReduced):
+        elif isinstance(event, events.UnitReduced):
             self._reducer.on_unit_reduced(event)
-        elif isinstance(event, MergeComputed):
+        elif isinstance(event, events.MergeComputed):
             if self._merger.take(event):
                 self._pursue()
                 self._convener.advance()
-        elif isinstance(event, Offered):
+        elif isinstance(event, events.Offered):
             self._contributor.on_offered(event.offer)
-        elif isinstance(event, Expected):
+        elif isinstance(event, events.Expected):
             self._contributor.on_expected(event)
-        elif isinstance(event, LeaveAsked):
+        elif isinstance(event, events.LeaveAsked):
             self._contributor.on_leave_asked()
-        elif isinstance(event, Discovered):
+        elif isinstance(event, events.Discovered):
             self._gossip.on_discovered(event)
-        elif isinstance(event, HeadsFound):
+        elif isinstance(event, events.HeadsFound):
             self._adopter.on_heads_found(event)
 
     def _tick(self) -> None:
@@ -203,9 +272,9 @@ class RoundMachine:
         self._takeover.tick()
         self._reformer.tick()
 
-    def _receive(self, source: PeerId, header: Header, message: Message) -> None:
+    def _receive(self, source: PeerId, header: messages.Header, message: messages.Message) -> None:
         self._contacts.note_header(source, header)
-        if self._life.has_left and not isinstance(message, Hello):
+        if self._life.has_left and not isinstance(message, messages.Hello):
             return
         if self._listener.may_handle(header, message):
             self._handle_message(source, header, message)
@@ -213,22 +282,24 @@ class RoundMachine:
         self._listener.keep_early(source, header, message)
         self._gossip.align(source, header)
 
-    def _handle_message(self, source: PeerId, header: Header, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _handle_message(
+        self, source: PeerId, header: messages.Header, message: messages.Message
+    ) -> None:
+        if isinstance(message, messages.Hello):
             self._gossip.on_hello(source, header, message)
-        elif isinstance(message, Commit):
+        elif isinstance(message, messages.Commit):
             self._adopter.on_commit(source, message)
-        elif isinstance(message, Prepare):
+        elif isinstance(message, messages.Prepare):
             self._acceptor.on_prepare(source, message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             self._convener.on_ready(source, message)
-        elif isinstance(message, Roster):
+        elif isinstance(message, messages.Roster):
             self._reducer.on_roster(source, message)
-        elif isinstance(message, Reduced):
+        elif isinstance(message, messages.Reduced):
             self._convener.on_reduced(source, message)
-        elif isinstance(message, Propose):
+        elif isinstance(message, messages.Propose):
             self._acceptor.on_propose(source, message)
-        elif isinstance(message, Accept):
+        elif isinstance(message, messages.Accept):
             self._convener.on_accept(source, message)
 
     # ------------------------------------------------------------ blobs
@@ -245,7 +316,7 @@ class RoundMachine:
             self._adopter.pursue()
         self._reducer.after_blob()
 
-    def _on_unobtainable(self, event: Unobtainable) -> None:
+    def _on_unobtainable(self, event: events.Unobtainable) -> None:
         if event.peer == self.me:
             self._blobs.lose(event.digest)
             self._pursue()
@@ -256,7 +327,7 @@ class RoundMachine:
 
     # ------------------------------------------------------------ heights
 
-    def _forget_height(self, old: Record) -> None:
+    def _forget_height(self, old: events.Record) -> None:
         """Everybody forgets what referred to the height after the old tip."""
         standing, work = self._standing, self._work
         self._out.header = standing.header()
@@ -285,7 +356,7 @@ class RoundMachine:
             # It may have decided this height already, and others may hold that.
             self._reformer.reform("the only member has lost its record and casts no vote")
         elif standing.may_vote() and self._phase1.may_use_ballot_zero():
-            self._convener.start(Ballot(0, self.me), {})
+            self._convener.start(messages.Ballot(0, self.me), {})
         elif standing.decides_alone and standing.may_vote() and self._succession.campaign is None:
             self._takeover.take_over("this peer is the only voter")
         elif not standing.is_member or self._work.offer or life.is_leaving:
@@ -294,14 +365,17 @@ class RoundMachine:
 
     # ------------------------------------------------------------ for the shell
 
-    def foresee(self, message: Message) -> None:
+    def foresee(self, message: messages.Message) -> None:
         """Works out what takes long of a message that is about to be received; changes nothing.
 
         May be called in another thread; if the tip moves meanwhile, that was in vain.
         """
-        shown = message.accepted if isinstance(message, Ready) else message
+        shown = message.accepted if isinstance(message, messages.Ready) else message
         tip = self.tip
-        if isinstance(shown, Propose | Accepted) and shown.manifest.parent == tip.digest:
+        if (
+            isinstance(shown, messages.Propose | messages.Accepted)
+            and shown.manifest.parent == tip.digest
+        ):
             due = self.merge_is_due(tip)
             proposal_problem(shown.manifest, shown.evidence, tip, self.rules, due=due)
 
@@ -334,7 +408,7 @@ class RoundMachine:
         self._peer.timers = timers
 
     @property
-    def record(self) -> Record:
+    def record(self) -> events.Record:
         """What outlasts a crash."""
         return self._standing.record
 

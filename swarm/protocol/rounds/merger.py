@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import ComputeMerge, MergeComputed, Topic
-from swarm.protocol.manifest import Digest, Kind, Unit
-from swarm.protocol.messages import ReducedUnit
+from swarm.protocol.messages.events import ComputeMerge, MergeComputed, Topic
+from swarm.protocol.messages.messages import ReducedUnit
 from swarm.protocol.rounds.blobs import Blobs, Pursuit
 from swarm.protocol.rounds.campaign import Value
-from swarm.protocol.rounds.composition import compose_merge
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies.composition import compose_merge
+from swarm.protocol.values.manifest import Digest, Kind, Unit
 
 
 @dataclass(eq=False)

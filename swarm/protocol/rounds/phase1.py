@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Accepted, Ballot, Ready
+from swarm.protocol.messages.messages import Accepted, Ballot, Ready
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign, Value
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.values.manifest import PeerId
 
 
 @dataclass(eq=False)

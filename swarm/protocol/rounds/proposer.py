@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.events import Topic
-from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Hello, Propose
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import Accept, Certificate, Commit, Evidence, Hello, Propose
+from swarm.protocol.messages.schemas import MAX_HOLDERS
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.relays import relays_of_body
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies.slow_links import relays_of_body
 from swarm.protocol.rounds.succession import Succession
-from swarm.protocol.schemas import MAX_HOLDERS
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
 
 @dataclass(eq=False)

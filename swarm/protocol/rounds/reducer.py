@@ -1,33 +1,142 @@
-"""Reducer: fetches offered values of its units and has them averaged [D1], others ahead [D2]."""
+"""Reducer: fetches offered values of its units, has them averaged [D1], others ahead [D2]."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from swarm.protocol.events import (
-    BlobWanted,
-    CancelFetch,
-    Fetch,
-    Purpose,
-    Reduce,
-    UnitReduced,
-    Unobtainable,
-)
-from swarm.protocol.manifest import Digest, PeerId, Unit
-from swarm.protocol.messages import Reduced, Roster, reduced_statement
+from swarm.protocol.messages import events
+from swarm.protocol.messages.messages import Ballot, Reduced, ReducedUnit, Roster, reduced_statement
+from swarm.protocol.messages.schemas import MAX_MISSING, MAX_RESULTS
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contributor import Contributor
-from swarm.protocol.rounds.deals import work_of
-from swarm.protocol.rounds.fetching_ahead import wanted_ahead
-from swarm.protocol.rounds.reduction import SLOW, Job
-from swarm.protocol.rounds.rosters import Sources, assign_reducers, sources_of
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies.deals import work_of
+from swarm.protocol.rounds.policies.rosters import Sources, assign_reducers, sources_of
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.rounds.policies.slow_links import Relays, relays_among
+from swarm.protocol.rounds.policies.update_bounds import update_bound
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.rounds.withholding import Withholding
-from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
-from swarm.protocol.updates import REFUSALS
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.updates import REFUSALS
+
+MUCH_MORE = 2
+SLOW = "has not come yet"
+"""Why a value is missing that nobody has failed to give."""
+
+
+@dataclass
+class Job:
+    """The units of one roster that this peer averages."""
+
+    me: PeerId
+    ballot: Ballot
+    roster_id: Digest
+    inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
+    """Of each unit: the values to average, in peer-id order."""
+    work: Mapping[PeerId, int]
+    """Tokens of each offer in the roster: what its values weigh."""
+    asked: set[Unit] = field(default_factory=set)
+    """Units whose averaging was started."""
+    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
+    failed: dict[Digest, dict[PeerId, str]] = field(default_factory=dict)
+    """Inputs that a peer did not give, with the reason."""
+    refused: set[PeerId] = field(default_factory=set)
+    """Peers whose values were reported as refused."""
+    is_fetching: bool = False
+    since: float = 0.0
+    """When it was begun."""
+    ahead: frozenset[Digest] = frozenset()
+    """What is fetched beside, before it is proposed [D2]."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every unit has its mean."""
+        return len(self.results) == len(self.inputs)
+
+    @property
+    def asked_of(self) -> set[PeerId]:
+        """Other peers whose values are averaged here."""
+        return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
+
+    def unserved(self, stored: Container[Digest]) -> set[PeerId]:
+        """Peers whose values could not be had, or not nearly all; refused ones did come [C8]."""
+        failed = {
+            peer
+            for digest, reasons in self.failed.items()
+            for peer, why in reasons.items()
+            if digest not in stored and why not in REFUSALS
+        }
+        return (failed | self.slow(stored)) & self.asked_of
+
+    def slow(self, stored: Container[Digest]) -> set[PeerId]:
+        """Peers of whose values much more is still out than of a usual peer's [C4].
+
+        Where as much is out of most, the line may be this one's own.
+        """
+        out = Counter[PeerId]()
+        for values in self.inputs.values():
+            out.update({peer: digest not in stored for peer, digest in values if peer != self.me})
+        usual = sorted(out.values())[(len(out) - 1) // 2] if out else 0
+        return {peer for peer, num in out.items() if num > MUCH_MORE * usual}
+
+
+def wanted_ahead(
+    roster: Roster,
+    sources: Sources,
+    averaged: Mapping[Unit, PeerId],
+    me: PeerId,
+    *,
+    stored: Collection[Digest],
+    tip: Manifest,
+    rules: Rules,
+) -> tuple[events.BlobWanted, ...]:
+    """Experts that a manifest of this roster takes verbatim, so that links carry them meanwhile.
+
+    Their bound is that of a peer that trained no tokens in this round: one of a proposal is never
+    narrower, whatever work the roster claims, so what comes ahead need not be judged again [U1].
+
+    Args:
+        roster: sound, of the tip.
+        sources: of each unit of its offers.
+        averaged: units that have a reducer, and which.
+        me: whose own values are here. Peers begin at different writers.
+        stored: blobs that are here.
+        tip: what the offers were trained from.
+        rules: the run's rules.
+
+    Returns:
+        Of a unit that moves by a delta the delta, else the value; each from its writer, or from
+        relays [D4], which the writer follows with the proposal.
+    """
+    relays = relays_among(averaged.values(), roster.reducers)
+    wanted = _wants(roster, sources, averaged, tip, rules)
+    wants = [want for want in wanted if want.digest not in stored and want.sources != (me,)]
+    after = [want for want in wants if want.sources[0] > me]
+    before = [want for want in wants if want.sources[0] < me]
+    return tuple(_through(relays, want, me) for want in (*after, *before))
+
+
+def _through(relays: Relays, want: events.BlobWanted, me: PeerId) -> events.BlobWanted:
+    (writer,) = want.sources
+    others = relays.before(want.digest, writer, me)
+    return replace(want, sources=others) if others else want
+
+
+def _wants(
+    roster: Roster, sources: Sources, averaged: Collection[Unit], tip: Manifest, rules: Rules
+) -> Iterator[events.BlobWanted]:
+    for unit, ((writer, value), *others) in sources.items():
+        if unit not in rules.expert_units or unit in averaged or others:
+            continue
+        delta = roster.offers[writer].units[unit].delta
+        bound = update_bound(unit, [writer], {}, tip, rules)
+        size = rules.moved_bytes[unit]
+        yield events.BlobWanted(unit, delta or value, size, (writer,), bound, delta is not None)
+
 
 RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
@@ -111,7 +220,7 @@ class Reducer(Role):
         if wants:
             job.is_fetching = True
             fetched = tuple(
-                BlobWanted(
+                events.BlobWanted(
                     unit,
                     digest,
                     self.rules.offered_bytes[unit],
@@ -121,7 +230,7 @@ class Reducer(Role):
                 )
                 for unit, digest in wants
             )
-            self.out.emit(Fetch(Purpose.REDUCE, fetched))
+            self.out.emit(events.Fetch(events.Purpose.REDUCE, fetched))
         if self.peer.fetches_ahead:
             self._fetch_ahead(job, roster, sources, reducers)
         self._reduce_complete_units(job)
@@ -136,16 +245,16 @@ class Reducer(Role):
         )
         if wants:
             job.ahead = frozenset(want.digest for want in wants)
-            self.out.emit(Fetch(Purpose.AHEAD, wants))
+            self.out.emit(events.Fetch(events.Purpose.AHEAD, wants))
 
     def _cancel_job(self) -> None:
         if self.job and self.job.is_fetching:
-            self.out.emit(CancelFetch(Purpose.REDUCE))
+            self.out.emit(events.CancelFetch(events.Purpose.REDUCE))
         if self.job and self.job.ahead:
-            self.out.emit(CancelFetch(Purpose.AHEAD))
+            self.out.emit(events.CancelFetch(events.Purpose.AHEAD))
         self.job = None
 
-    def note_missing(self, event: Unobtainable) -> None:
+    def note_missing(self, event: events.Unobtainable) -> None:
         """An input that a peer did not give; a refused one is reported at once [C4, U1]."""
         job = self.job
         if job is None or event.digest in self.blobs.stored or event.digest in job.ahead:
@@ -169,9 +278,9 @@ class Reducer(Role):
             base = None
             if unit in self.rules.averaged_deltas:
                 base = self.tip.entries[unit].digest
-            self.out.emit(Reduce(job.roster_id, unit, values, weighed, base))
+            self.out.emit(events.Reduce(job.roster_id, unit, values, weighed, base))
 
-    def on_unit_reduced(self, event: UnitReduced) -> None:
+    def on_unit_reduced(self, event: events.UnitReduced) -> None:
         """Reports to the convener once every unit has its mean."""
         result = event.result
         self.blobs.have([result.digest, *([result.delta] if result.delta else [])])

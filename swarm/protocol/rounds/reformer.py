@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from swarm.protocol.events import Regained, Topic
-from swarm.protocol.manifest import Digest, Member, PeerId
-from swarm.protocol.membership import come_back
-from swarm.protocol.messages import Ballot, Certificate, Commit
+from swarm.protocol.chain.trust import reform_electors
+from swarm.protocol.membership.membership import come_back
+from swarm.protocol.messages.events import Regained, Topic
+from swarm.protocol.messages.messages import Ballot, Certificate, Commit
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.blobs import Blobs
-from swarm.protocol.rounds.composition import compose_reform, new_generation
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.forks import Forks
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.rounds.policies.composition import compose_reform, new_generation
+from swarm.protocol.rounds.reform_choice import ReformChoice
 from swarm.protocol.rounds.state import Life, Work
-from swarm.protocol.trust import reform_electors
+from swarm.protocol.values.manifest import Digest, Member, PeerId
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Reformer(Role):
     contacts: Contacts
     blobs: Blobs
     work: Work
-    forks: Forks
+    forks: ReformChoice
     adopter: Adopter
     _told: Digest | None = field(init=False, default=None)
     """The tip under which this peer has said that it waits for others."""

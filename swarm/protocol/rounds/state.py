@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Effect, Reason, Record, Send, Topic
-from swarm.protocol.invitation import Credential
-from swarm.protocol.manifest import ALL_EXPERTS, PeerId
-from swarm.protocol.messages import UNSIGNED, Declaration, Header, Message, Offer, Signature
-from swarm.protocol.rounds.rules import Randomness, Rules
+from swarm.protocol.messages import messages
+from swarm.protocol.messages.events import Effect, Reason, Record, Send, Topic
+from swarm.protocol.rounds.policies.rules import Randomness, Rules
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.manifest import ALL_EXPERTS, PeerId
 
-Sign = Callable[[bytes], Signature]
+Sign = Callable[[bytes], messages.Signature]
 """Signs a statement with this peer's key."""
 
 
-def unsigned(_: bytes) -> Signature:
+def unsigned(_: bytes) -> messages.Signature:
     """For peers that trust each other, as in a simulation."""
-    return UNSIGNED
+    return messages.UNSIGNED
 
 
 def room_for_all() -> int:
@@ -63,19 +63,19 @@ class Outbox:
     """What this peer says and does because of one event, in order."""
 
     me: PeerId
-    header: Header
+    header: messages.Header
     """Of all messages under the present tip [H2]."""
     reason: str = ""
     """Last sentence that explained a decision."""
     effects: list[Effect] = field(default_factory=list)
-    to_self: deque[tuple[PeerId, Header, Message]] = field(default_factory=deque)
+    to_self: deque[tuple[PeerId, messages.Header, messages.Message]] = field(default_factory=deque)
     """Messages that are delivered before the event is over."""
 
     def emit(self, effect: Effect) -> None:
         """Has the shell do something."""
         self.effects.append(effect)
 
-    def post(self, destination: PeerId, message: Message) -> None:
+    def post(self, destination: PeerId, message: messages.Message) -> None:
         """Sends under the header of the present tip [H2]; to oneself without the network."""
         if destination == self.me:
             self.to_self.append((self.me, self.header, message))
@@ -138,7 +138,7 @@ class Life:
 class Work:
     """This peer's local steps on the tip, and what it offers of them."""
 
-    offer: Offer | None = None
+    offer: messages.Offer | None = None
     offered_at: float | None = None
     """When it offered its shared tensors."""
     ready_at: float | None = None
@@ -149,7 +149,7 @@ class Work:
     """From a new tip to the end of its local steps, as expected last."""
     fetched_s: float = 0.0
     """What it took to fetch the tip, and those that it overtook, before the first of them."""
-    signed: dict[Declaration, Signature] = field(default_factory=dict)
+    signed: dict[messages.Declaration, messages.Signature] = field(default_factory=dict)
     """By this peer, for the tip."""
     reduces_from: int = 0
     """Round from which this peer is a reducer like others, after it failed as one."""

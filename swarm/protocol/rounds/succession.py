@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import Topic
-from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.messages import MAX_ATTEMPT, Ballot
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import MAX_ATTEMPT, Ballot
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.campaign import Campaign, Stage
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.values.manifest import Digest, PeerId
 
 
 @dataclass

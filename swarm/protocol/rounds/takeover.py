@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import Topic
-from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Hello
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import Hello
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.convener import Convener
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.rounds.state import Life
 from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.values.manifest import PeerId
 
 
 @dataclass(eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Hello
+from swarm.protocol.messages.messages import Hello
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.durable_state import Role
+from swarm.protocol.values.manifest import Manifest, PeerId
 
 LEFT_OUT_ROUNDS = 8
 """Then the peer is tried again: one costly round in nine."""

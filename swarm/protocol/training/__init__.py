@@ -1,10 +1,10 @@
 """The rules of training: the main loop of a peer, to be read in `loop.py` from the top.
 
-`shell.py` is what it has done for it, `reading.py` what is read and for how long, `ahead.py` what
-was offered and is not counted while rounds overlap, `resuming.py` what a private state is still
-good for; what becomes of an expert's progress is decided in `swarm.protocol.adoption`. The same
-loop runs in a peer (with the shell `swarm/peer/trainer.py`) and in the simulator (with
-`swarm/emulation/simulator/trainer.py`), where mutants replace its methods.
+`shell.py` lists what the loop has done for it. `local_progress.py` decides what a peer reads and
+for how long, what it has offered early while rounds overlap, and what a private state is still good
+for. `adoption.py` decides what becomes of an expert's progress. The same loop runs in a peer (with
+the shell `swarm/peer/training/trainer.py`) and in the simulator (with
+`swarm/emulation/simulator/peers/symbol_trainer.py`), where mutants replace its methods.
 """
 
 from swarm.protocol.training.loop import Training

@@ -14,17 +14,15 @@ from functools import partial
 from typing import Any
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.adoption import Action, Adoption, adopt, still_late
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Offer
-from swarm.protocol.ownership import why_paused
-from swarm.protocol.records import PeerState
-from swarm.protocol.rounds.rules import Rules
-from swarm.protocol.training.ahead import Ahead, Tally
-from swarm.protocol.training.reading import Reading
-from swarm.protocol.training.resuming import manifests_to, offer_again, offer_of, problem_of
+from swarm.protocol.membership.ownership import why_paused
+from swarm.protocol.messages.messages import Offer
+from swarm.protocol.records.records import PeerState
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.training import local_progress
+from swarm.protocol.training.adoption import Action, Adoption, adopt, still_late
 from swarm.protocol.training.shell import Applied, Assignment, SavedWork, TrainingShell, Work
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.schedule import merge_due
 
 
 class Training:
@@ -45,12 +43,12 @@ class Training:
         """
         self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
-        self.reading = Reading(rules, me)
+        self.reading = local_progress.Reading(rules, me)
         self.tip: Manifest
         """What the model is at."""
         self.work: Work | None = None
         """Local steps since the last offer, on the tip if rounds do not overlap; still good."""
-        self.ahead = Ahead()
+        self.ahead = local_progress.Ahead()
         """What was offered and is not in the tip, if rounds overlap."""
         self.offers: list[Offer] = []
         """Made since the tip was adopted: late progress, then the finished round, from `made`."""
@@ -189,7 +187,7 @@ class Training:
             return None
         return replace(self._saved(self.ahead.behind + self.work), is_offered=False)
 
-    def _saved(self, work: Tally) -> SavedWork:
+    def _saved(self, work: local_progress.Tally) -> SavedWork:
         tip = self.tip
         return SavedWork(
             run_id=self.rules.run,
@@ -342,13 +340,15 @@ class Training:
 
     def _resume_at(self, newest: Applied) -> bool:
         tip = newest.manifest
-        saved = self.shell.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
+        saved = self.shell.load(
+            tip, partial(local_progress.problem_of, run_id=self.rules.run, tip=tip)
+        )
         self.bases = dict(saved.expert_bases) if saved else {}
         self.carried = saved.carried if saved else frozenset()
         self.part_bases = dict(saved.part_bases) if saved else {}
-        self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
-        self.ahead = Ahead()
-        path = manifests_to(newest, saved.base_tip if saved else "")
+        self.offers = [local_progress.offer_of(saved, self.rules.unit_bytes)] if saved else []
+        self.ahead = local_progress.Ahead()
+        path = local_progress.manifests_to(newest, saved.base_tip if saved else "")
         if not self._adopt_start(path, newest, saved):
             return False
         if saved:
@@ -368,7 +368,7 @@ class Training:
         newer = self.shell.load_offer()
         if newer is not None:
             self.reading.position = max(self.reading.position, newer.data_position)
-            self.again = offer_again(newer, self.tip, self.me, self.rules)
+            self.again = local_progress.offer_again(newer, self.tip, self.me, self.rules)
 
     def _adopt_start(
         self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
@@ -392,9 +392,9 @@ class Training:
         # Killed between the record of a reform and the private state: the work is still good.
         self.work = saved if is_kept and saved and saved.is_offered else None
         if self.work is not None:
-            self.ahead = Ahead()
+            self.ahead = local_progress.Ahead()
         elif is_kept and saved:
-            self.ahead.behind = Tally() + saved
+            self.ahead.behind = local_progress.Tally() + saved
         self.reading.next_round(newest.at_s, 0)
         return True
 

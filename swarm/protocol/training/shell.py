@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from swarm.protocol.adoption import Adoption
-from swarm.protocol.deadlines import LocalWork
-from swarm.protocol.dealing import Stretches
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.records import PeerState
+from swarm.protocol.messages.messages import Offer, OfferedUnit
+from swarm.protocol.records.records import PeerState
+from swarm.protocol.timing.deadlines import LocalWork
+from swarm.protocol.training.adoption import Adoption
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.work import Stretches
 
 T = TypeVar("T")
 WhyPaused = Callable[[Mapping[PeerId, int]], str | None]
@@ -71,7 +71,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class SavedWork:
-    """Local steps as a private state names them [P6]; see `swarm.train.checkpoint.PrivateState`."""
+    """Local steps as a private state names them [P6]; see `swarm.train.saving.checkpoint`."""
 
     run_id: str
     base_tip: Digest

@@ -1,22 +1,4 @@
-"""Pipeline parallel: the stage of one rank, and micro-batches that flow through the stages.
-
-The schedules are those of torch.distributed.pipelining. Between two stages go the residual stream
-and a small table with what the losses take from the routers so far, and back their gradients; so
-the last stage forms the same losses as one process, by the same operations.
-
-Where the experts of a stage are dealt out, its ranks exchange tokens in every forward and backward
-of a layer, each for a micro-batch of its own pipeline. These operations meet since all of them make
-the same sequence of forwards and backwards: that follows from the schedule, the stage and the
-number of micro-batches, so pipelines that share experts have equally many, some without tokens.
-Ranks of a stage that wait for each other are then as one rank of a single pipeline, whose schedule
-has no circle.
-
-A rank may have several chunks of layers, each a stage for the schedule: of p ranks the chunks of
-rank r are the stages r, p + r, and so on.
-
-Shapes: B sequences, T tokens of a sequence, D hidden size, l layers that a micro-batch has gone
-through, W numbers of a layer in the table.
-"""
+"""Pipeline parallel: one stage of the model, and micro-batches that flow through the stages."""
 
 from __future__ import annotations
 
@@ -35,19 +17,84 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from swarm.config import LossConfig, ModelConfig
+from swarm.config import LossConfig, ModelConfig, RunConfig
 from swarm.errors import lacks_memory
+from swarm.experts import EMBEDDING
 from swarm.model.losses import LayerTerms, Losses
+from swarm.model.masking import Masked
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
-from swarm.train.micro_batches import MicroBatch
-from swarm.train.options import ScheduleName
-from swarm.train.parallel.ranks import Disconnected, Ranks
-from swarm.train.parallel.stages import flows_of
-from swarm.train.parallel.terms import TermsForm
-from swarm.train.parallel.watch import PIPELINE, STAGE, Watch
+from swarm.train.engine.engine import Part
+from swarm.train.engine.engine_options import EngineOptions, ScheduleName
+from swarm.train.engine.mesh import Mesh, flows_of
+from swarm.train.engine.micro_batches import MicroBatch
+from swarm.train.engine.ranks import PIPELINE, STAGE, Disconnected, Ranks, Watch
+from swarm.train.engine.sizes import pipeline_cut
+from swarm.train.parallel.data_parallel import RankEngine
+from swarm.train.parallel.sharded_state import ShardedEngine
+from swarm.train.parallel.tensor_parallel import HeadsEngine
+
+
+@dataclass(frozen=True)
+class TermsForm:
+    """How the terms of a layer are laid out as one row of a table, fp32.
+
+    Counts come through unchanged below 2^24 tokens of a micro-batch.
+
+    Attributes:
+        num_experts: of a layer.
+        top_k: experts of a token.
+        num_tokens: of a micro-batch.
+        pairs: compared pairs of experts that there is room for; 0 where none are measured.
+    """
+
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    pairs: int
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Of means, z, counts, dropped, number of pairs, similarities, first and second experts."""
+        return [self.num_experts, 1, self.num_experts, 1, 1, *(3 * [self.pairs])]
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return sum(self._sizes)
+
+    def row(self, terms: LayerTerms) -> Tensor:
+        """A row [W], differentiable as the terms are."""
+        alike, pair_P2 = terms.similarity, terms.pair_P2
+        if alike is None or pair_P2 is None:
+            alike, pair_P2 = terms.z.new_empty(0), torch.empty(0, 2)
+        number = terms.z.new_tensor([len(alike)])
+        filling = terms.z.new_zeros(self.pairs - len(alike))
+        parts = [terms.mean_E, terms.z[None], terms.tokens_E, terms.dropped[None], number]
+        parts += [alike, filling]
+        for each_P in pair_P2.to(terms.z.device).unbind(1):
+            parts += [each_P, filling]
+        return torch.cat([part.float() for part in parts])
+
+    def terms(self, row: Tensor) -> LayerTerms:
+        """The terms of such a row."""
+        mean_E, z, tokens_E, dropped, number, alike, *pair = row.split(self._sizes)
+        terms = LayerTerms(
+            mean_E,
+            z[0],
+            tokens_E.detach().long(),
+            dropped[0].detach().long(),
+            self.num_tokens,
+            self.top_k,
+        )
+        if not self.pairs:
+            return terms  # and nothing waits for the device
+        size = int(number)
+        pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
+        return terms._replace(similarity=alike[:size], pair_P2=pair_P2)
+
 
 logger = logging.getLogger(__name__)
 
@@ -371,3 +418,95 @@ class _StageModule(nn.Module):
         model: ModelConfig = self.model.config
         num_tokens = form.shape[0] * (form.shape[1] - 1)
         return TermsForm(model.num_experts, model.num_experts_per_tok, num_tokens, form.pairs)
+
+
+class StageEngine(RankEngine):
+    """The engine of a rank that holds one stage; all ranks are called alike.
+
+    It can be asked for, and keeps, only what belongs to its stage.
+    """
+
+    def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
+        """As `RankEngine`, with `pp` stages."""
+        mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
+        cut = pipeline_cut(run, options)
+        super().__init__(run, options, ranks, stage=cut.stages[mesh.stage(ranks.rank)])
+        self._stages = ranks.part(mesh.pipelines)
+        self._ends: Ranks | None = None
+        if run.model.tie_word_embeddings:
+            self._ends = ranks.part(mesh.ends)
+        self._pipeline = Pipeline(self._model, self._stages, run.loss)
+        self._schedule = options.schedule
+
+    # ------------------------------------------------ who holds what
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor belongs to this rank's stage, and to its share of the experts."""
+        tied = self._run.model.tie_word_embeddings
+        return self._model.stage.holds(name, tied=tied) and super().holds(name)
+
+    def answers(self, name: str) -> bool:
+        """Whether this rank, and no other one, tells the controller a tensor's value."""
+        return super().answers(name) and self._speaks_for(name)
+
+    def _speaks_for(self, name: str) -> bool:
+        """Whether this rank counts a tensor's values, and no other one of its pipeline."""
+        return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
+
+    def _biases(self) -> Sequence[str]:
+        return [name for name in super()._biases() if self.holds(name)]
+
+    # ------------------------------------------------ a step
+
+    def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
+        mine = self._same.block(len(parts))
+        idle = self._idle(len(parts))
+        flow = Flow(
+            parts=[*(parts[k] for k in mine), *[None] * idle],
+            shape=parts[0].tokens_BT1.shape,
+            controls=[*(controls.part(k) for k in mine), *[controls] * idle],
+            divisor=len(parts),
+            scale=self._guard.scale.value,
+        )
+        found = self._pipeline.train(flow, self._schedule) if flow.parts else []
+        return self._of_all(mine, found, len(parts), controls)
+
+    def _add_up(self) -> None:
+        """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
+        super()._add_up()
+        if self._ends is not None and self._ends.size > 1:
+            self._ends.add_up([self._gradients_by_name()[EMBEDDING]])
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        mine = super()._norms(scale)
+        names = self._trained_names()
+        # What is fp32 comes through as it is.
+        table = torch.zeros(len(names), dtype=torch.float64)
+        own = [index for index, name in enumerate(names) if self._speaks_for(name)]
+        table[own] = torch.stack([mine[names[index]] for index in own]).double().cpu()
+        values = self._stages.united(table).float().to(self._device)
+        return dict(zip(names, values.unbind(), strict=True))
+
+    # ------------------------------------------------ evaluation
+
+    def _means_of(self, parts: Sequence[Part]) -> list[float]:
+        mine, idle = self._same.block(len(parts)), [None] * self._idle(len(parts))
+        own = [
+            MicroBatch(micro_BT1, Masked(scored_BT=scored_BT.to(self._device)))
+            for micro_BT1, scored_BT in (parts[k] for k in mine)
+        ]
+        found = [[each.cross_entropy.item()] for each in self._pipeline.evaluate([*own, *idle])]
+        means: list[float] = self._told(mine, found, (len(parts), 1))[:, 0].tolist()
+        return means
+
+
+class ShardedStageEngine(StageEngine, ShardedEngine):
+    """A stage whose masters and moments are cut over the ranks that hold the same stage."""
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        """Of all stages in one operation: each rank knows those of its shares alone."""
+        return ShardedEngine._norms(self, scale)
+
+
+class HeadsStageEngine(StageEngine, HeadsEngine):
+    """A stage of which each rank has some of the heads."""

@@ -1,11 +1,11 @@
 """Streaming on several devices from one host copy: the engine of one rank.
 
 All ranks are processes of one machine. Masters, moments, frozen experts, the copy that travels and
-gradients lie in memory that they have in common (`shared_memory.py`); a rank has a device and the
-way to it, its inputs of layers, and its block of the micro-batches. After a layer's backward pass
-the gradients of all are added up in the order of the ranks; each rank adds up, sends to the host
-and updates its share (`streaming/shares.py`), and nobody fetches a unit before all have updated it.
-So a step has the bits of one process where each rank has one micro-batch.
+gradients lie in memory that they have in common (`train/engine/host_memory.py`); a rank has a
+device and the way to it, its inputs of layers, and its block of the micro-batches. After a layer's
+backward pass the gradients of all are added up in the order of the ranks; each rank adds up, sends
+to the host and updates its share (`streaming/host_model.py`), and nobody fetches a unit before all
+have updated it. So a step has the bits of one process where each rank has one micro-batch.
 
 Values are written by the first rank; it answers for all.
 """
@@ -24,14 +24,14 @@ from swarm.config import RunConfig
 from swarm.experts import selection_biases
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
-from swarm.train.engine import Part, is_trained
-from swarm.train.options import EngineOptions
-from swarm.train.parallel.figures import RankFigures
-from swarm.train.parallel.ranks import Ranks
-from swarm.train.parallel.sharding import LossesForm, dealt_means, figures_of
-from swarm.train.parallel.shared_memory import SharedMemory
-from swarm.train.streaming.engine import StreamingEngine
-from swarm.train.tensor_file import Form, forms_of
+from swarm.train.engine.engine import Part, is_trained
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.host_memory import SharedMemory
+from swarm.train.engine.rank_figures import RankFigures
+from swarm.train.engine.ranks import Ranks
+from swarm.train.engine.tensor_file import Form, forms_of
+from swarm.train.parallel.data_parallel import LossesForm, dealt_means, figures_of
+from swarm.train.streaming.streaming_engine import StreamingEngine
 
 
 class StreamingRank(StreamingEngine):

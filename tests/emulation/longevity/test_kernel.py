@@ -9,8 +9,8 @@ import pytest
 from swarm.background import SupervisedThread
 from swarm.emulation.longevity import kernel
 from swarm.emulation.longevity.kernel import Stuck, VirtualLoopThread
-from swarm.emulation.longevity.ports import reached_past
-from swarm.emulation.longevity.world import world
+from swarm.emulation.longevity.month import world
+from swarm.emulation.longevity.virtual_ports import reached_past
 
 
 def test_weeks_of_sleep_take_no_time_and_threads_wake_in_the_order_of_their_timers() -> None:

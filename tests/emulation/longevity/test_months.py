@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from swarm.emulation.longevity.audit import Allowed, Audit, lengths
-from swarm.emulation.longevity.mutants import MUTANTS
-from swarm.emulation.longevity.runner import Job, run_job
-from swarm.emulation.longevity.scale import Scale
+from swarm.emulation.longevity.audit import Allowed, Audit, Scale, lengths
+from swarm.emulation.longevity.runner import MUTANTS, Job, run_job
 from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT
-from swarm.network.lines import Lines
+from swarm.network.wire.link_health import LinkHealth
 
 QUICK = ("hanging_thread_joined", "deadline_begins_again", "old_exports_stay")
 """Mutants that show within a second or two; `exhaustive` tries all."""
@@ -68,7 +66,7 @@ class Grown:
         self.said: Any = SimpleNamespace(counts=Counter())
 
     def audited(self, sizes: list[int], *allowed: Allowed) -> list[str]:
-        lines, world = Lines(), self
+        lines, world = LinkHealth(), self
         audit = Audit(world, {"lines": lines}, allowed=list(allowed))  # type: ignore[arg-type]
         audit.rate("beats", 100.0, lambda: self.now_s / 100)
         for number, size in enumerate(sizes):
@@ -105,7 +103,7 @@ def test_what_happens_too_rarely_is_seen_but_for_quiet_moments() -> None:
 
 
 def test_a_container_has_the_name_of_its_class_whatever_leads_to_it() -> None:
-    lines = Lines()
+    lines = LinkHealth()
     lines._lines = {"a": object(), "b": object()}  # type: ignore[dict-item]
     found = dict(lengths([[lines], {"again": lines}]))
     assert found["Lines._lines"] == 2

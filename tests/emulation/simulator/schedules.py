@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from swarm.emulation.simulator.faults import LONG_S
-from swarm.emulation.simulator.hostile import ALL_CLASSES
-from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.emulation.simulator.fault_schedule import Outcome, run_schedule
+from swarm.emulation.simulator.faults.faults import LONG_S
+from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
+from swarm.emulation.simulator.mutants.mutants import Mutant
 
 WHEN_FOUND_S = (60.0, 150.0)
 """For so long faults lasted that last `LONG_S` today."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.simulator.schedule import run_schedule
-from swarm.emulation.simulator.taking_part import Character
-from swarm.protocol.rounds.relays import Relays
+from swarm.emulation.simulator.fault_schedule import run_schedule
+from swarm.emulation.simulator.peers.participant import Character
+from swarm.protocol.rounds.policies.slow_links import Relays
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_scale.py"
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from swarm.emulation.simulator.long_rounds import Course, Work, go_through
-from swarm.emulation.simulator.taking_part import UnderTest
-from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
-from swarm.protocol.manifest import Kind
+from swarm.emulation.simulator.mutants.extended_mutants import WAITING_MUTANTS
+from swarm.emulation.simulator.peers.participant import UnderTest
+from swarm.protocol.values.manifest import Kind
 
 Check = Callable[[UnderTest], None]
 ALL = {"p0", "p1", "p2", "p3"}

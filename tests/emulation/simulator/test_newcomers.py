@@ -5,13 +5,13 @@ from random import Random
 
 import pytest
 
-from swarm.emulation.simulator.schedule import build, play
-from swarm.emulation.simulator.world import World
-from swarm.protocol.gaps import gaps
-from swarm.protocol.manifest import FOUNDING_GENERATION
-from swarm.protocol.messages import Link
-from swarm.protocol.trust import Chain, proof_problem
-from tests.emulation.simulator.test_scenarios import PEERS, best_tip, scenario
+from swarm.emulation.simulator.fault_schedule import build, play
+from swarm.emulation.simulator.faults.world import World
+from swarm.protocol.chain.gaps import gaps
+from swarm.protocol.chain.trust import Chain, proof_problem
+from swarm.protocol.messages.messages import Link
+from swarm.protocol.values.manifest import FOUNDING_GENERATION
+from tests.emulation.simulator.faults.test_scenarios import PEERS, best_tip, scenario
 
 NEW = "p9"
 FOUNDER = PEERS[0]

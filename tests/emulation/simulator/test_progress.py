@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.emulation.simulator.taking_part import UnderTest
-from swarm.emulation.simulator.violation import Violation
-from swarm.emulation.simulator.world import World
-from swarm.protocol.manifest import FOUNDING_GENERATION
+from swarm.emulation.simulator.faults.world import World
+from swarm.emulation.simulator.peers.participant import UnderTest
+from swarm.emulation.simulator.symbols.values import Violation
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.collector import Collector
-from tests.emulation.simulator.test_scenarios import PEERS, best_tip, run, scenario
+from swarm.protocol.values.manifest import FOUNDING_GENERATION
+from tests.emulation.simulator.faults.test_scenarios import PEERS, best_tip, run, scenario
 
 SPARED, VICTIM = PEERS[:4], PEERS[4]
 ISOLATED = replace(

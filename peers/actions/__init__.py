@@ -1,0 +1,1 @@
+"""What programs do once their options are read; loads torch and hivemind."""

@@ -1,0 +1,365 @@
+"""How the newest agreed model is found, fetched, written and evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from peers.command_line.options import Options
+from swarm.background import supervised
+from swarm.config.amounts import size_in_bytes
+from swarm.errors import BadBlob, ConfigError, DataError, SwarmError
+from swarm.evaluation.measure import HeldOutTokens, evaluate
+from swarm.evaluation.scores import Measured, append_scores, newest_scores, score_record
+from swarm.evaluation.tasks import (
+    TASK_FILE,
+    TaskFailed,
+    command,
+    folder_of_task,
+    require_tasks,
+    run_task,
+    shots_of,
+    write_task,
+)
+from swarm.export.facts import ExportFacts, Form, kept_losses
+from swarm.export.hub import open_hub
+from swarm.export.manager import (
+    BLOBS,
+    ExportManager,
+    Extra,
+    nothing_more,
+    take_folder,
+    write_export,
+    write_facts,
+)
+from swarm.export.model_fetch import FromPeers
+from swarm.export.run_follower import Follower
+from swarm.model.huggingface import Dtype
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.runs.observer import Observer
+from swarm.network.wire.identity import Identity, load_or_create_identity
+from swarm.peer.machine.state_directory import identity_path_of
+from swarm.peer.text.agreed_model import held_out_text, held_out_tokens, open_state
+from swarm.progress import duration
+from swarm.protocol.records.printable import printable
+
+PUBLISH_S = 30.0
+
+
+def add_task(folder: Path, facts: ExportFacts) -> None:
+    """Adds the held-out text to an export, as a task of lm-evaluation-harness."""
+    try:
+        write_task(folder, held_out_text(facts.model))
+    except (DataError, BadBlob) as error:
+        click.echo(f"without the held-out text for lm_eval: {error}")
+
+
+def say_command(folder: Path, facts: ExportFacts) -> None:
+    """Says how lm-evaluation-harness measures the held-out text, where an export has it."""
+    if (folder_of_task(folder) / TASK_FILE).exists():
+        click.echo(command(folder, facts.model.run.data.sequence_length))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures exports, says the scores, keeps them in a file, and publishes them if asked to.
+
+    Attributes:
+        scores: the file.
+        tasks: of lm-evaluation-harness, with their shots.
+        signer: whose scores they are; None publishes under a key that is forgotten.
+        publish: whether the run's monitors are told.
+    """
+
+    scores: Path
+    tasks: Mapping[str, int | None] = field(default_factory=dict)
+    signer: Identity | None = None
+    publish: bool = False
+
+    def evaluate(self, folder: Path, facts: ExportFacts, observer: Observer | None) -> None:
+        """Measures one export, whose card says so; a task that fails is told, the rest goes on.
+
+        Args:
+            folder: of the export.
+            facts: what is exported.
+            observer: through which scores are published.
+
+        Raises:
+            SwarmError: it could not be measured, or the scores could not be published.
+            OSError: the file of scores cannot be written.
+        """
+        model, began_s = facts.model, time.monotonic()
+        text = HeldOutTokens(*held_out_tokens(model.manifest, model.run, model.store))
+        found = evaluate(folder, model.run, text, model.tokenizer())
+        click.echo(
+            f"round {model.manifest.round}: held-out loss {found.nats_per_token:.4f} nats per "
+            f"token, {found.bits_per_byte:.4f} bits per byte of {text.num_bytes} bytes "
+            f"({duration(time.monotonic() - began_s)})"
+        )
+        if found.prompt:
+            click.echo(f"sample: {printable(found.prompt)} => {printable(found.sample)}")
+        write_facts(folder, facts.measured(found.nats_per_token, found.bits_per_byte))
+        told = found.measured()
+        self._keep(facts, told, told, observer)
+        for name, shots in self.tasks.items():
+            try:
+                measured = run_task(folder, model.run.data.sequence_length, name, shots)
+            except TaskFailed as error:
+                click.echo(f"{name}: no score: {printable(str(error))}")
+                continue
+            for score in measured:
+                number = "an unknown number of" if score.samples is None else score.samples
+                click.echo(f"{name}: {score.metric} {score.value:.4f} of {number} samples")
+            told = [*told, *measured]
+            self._keep(facts, measured, told, observer)
+
+    def try_to_evaluate(self, folder: Path, facts: ExportFacts, observer: Observer) -> None:
+        """The same where others follow: what goes wrong is told."""
+        try:
+            self.evaluate(folder, facts, observer)
+        except (SwarmError, OSError) as error:
+            click.echo(
+                f"round {facts.model.manifest.round} was not evaluated to the end: "
+                f"{printable(str(error))}"
+            )
+
+    def repeat_newest(self, run_id: str, observer: Observer) -> None:
+        """Publishes what was measured before a restart; what goes wrong is told."""
+        try:
+            record = newest_scores(self.scores) if self.publish else None
+            if record:
+                observer.publish_scores(run_id, record, PUBLISH_S)
+        except (SwarmError, OSError) as error:
+            click.echo(f"the scores of before were not published: {printable(str(error))}")
+
+    def _keep(
+        self,
+        facts: ExportFacts,
+        new: list[Measured],
+        told: list[Measured],
+        observer: Observer | None,
+    ) -> None:
+        manifest = facts.model.manifest
+        append_scores(self.scores, manifest.digest, manifest.round, time.time(), new)
+        record = score_record(manifest.digest, manifest.round, told)
+        if self.publish and observer and record:
+            observer.publish_scores(facts.run_id, record, PUBLISH_S)
+
+
+def evaluator_of(
+    given: Options, scores: Path, tasks: str | None, *, is_wanted: bool, publish: bool
+) -> Evaluator | None:
+    """What a person asked to be measured; None for nothing.
+
+    Scores are signed by the key that was named, else by that of the peer in the state directory.
+
+    Raises:
+        ConfigError: options contradict each other, or the harness lacks a task.
+    """
+    if not is_wanted:
+        if tasks or publish:
+            raise ConfigError("--tasks and --publish-scores need --evaluate")
+        return None
+    if publish and not given.initial_peers:
+        raise ConfigError(
+            "--publish-scores needs --initial-peers", hint="every peer prints its address"
+        )
+    shots = shots_of(tasks) if tasks else {}
+    if shots:
+        require_tasks(list(shots))
+    signer = None
+    if publish:
+        key = identity_path_of(given.state_dir.expanduser(), given.identity_path)
+        if given.identity_path or key.exists():
+            signer = load_or_create_identity(key)
+    return Evaluator(scores, shots, signer, publish)
+
+
+START_S = 30.0
+ENDS_FOLLOWING = (SwarmError, OSError, KeyboardInterrupt, SystemExit)
+"""After anything else, such as memory that was short once, an export that follows goes on."""
+FETCHING = ".fetching"
+"""Beside an export the values that it is made of, until it is whole."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rounds of a run are exported.
+
+    Attributes:
+        folder: where the exports stand.
+        every: rounds from one to the next; the run's last is always exported.
+        keep: how many stay.
+    """
+
+    folder: Path
+    every: int
+    keep: int
+
+
+def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form:
+    """How a person wants an export to be written.
+
+    Raises:
+        ConfigError: a shard's size is none, or 0.
+    """
+    size = int(size_in_bytes(max_shard_size))
+    if size < 1:
+        raise ConfigError("--max-shard-size 0 leaves no room", hint="write it as 5GB")
+    return Form(dtype, size, license_name)
+
+
+def pushed_to(repo: str | None) -> Extra:
+    """What uploads an export to a repository of the hub; nothing without one.
+
+    Raises:
+        ConfigError: the extra hf is not installed, or there is no token.
+    """
+    if repo is None:
+        return nothing_more
+    hub = open_hub(repo)
+
+    def push(folder: Path, facts: ExportFacts) -> None:
+        hub.push(folder, facts)
+        click.echo(f"pushed round {facts.model.manifest.round} to {repo}")
+
+    return push
+
+
+def export_newest(
+    given: Options,
+    out: Path,
+    run_id: str | None,
+    form: Form,
+    *,
+    evaluator: Evaluator | None = None,
+    published: Extra = nothing_more,
+) -> None:
+    """Fetches the newest model from the run's peers, or takes it from disk, and writes it.
+
+    Raises:
+        NobodyReachable: no peer of the run answers.
+        StateError: there is no run in the state directory, or its peer runs.
+    """
+    found = (
+        _from_peers(given, out, run_id, form, evaluator)
+        if given.initial_peers
+        else _on_disk(given.state_dir, run_id, form)
+    )
+    with found as (facts, observer):
+        export(facts, out)
+        if evaluator:
+            evaluator.evaluate(out, facts, observer)
+    published(out, facts)
+
+
+def follow(
+    given: Options,
+    plan: Plan,
+    run_id: str | None,
+    form: Form,
+    *,
+    evaluator: Evaluator | None = None,
+    published: Extra = nothing_more,
+) -> None:
+    """Exports a run's rounds as they are agreed, until the last one.
+
+    Raises:
+        ConfigError: no address of a peer was given, or the folder holds another run's exports.
+        NobodyReachable: no peer answers, or for too long.
+        StateError: the folder is in use, or cannot be written to.
+    """
+    if not given.initial_peers:
+        raise ConfigError(
+            "--every follows a run: --initial-peers is missing",
+            hint="every peer prints its address when it starts",
+        )
+    with contextlib.closing(ExportManager(plan.folder, plan.keep)) as manager:
+        store = BlobStore(plan.folder / BLOBS)
+        with _observing(given, store, evaluator) as observer:
+
+            def after(folder: Path, facts: ExportFacts) -> None:
+                say_command(folder, facts)
+                if evaluator:
+                    evaluator.try_to_evaluate(folder, facts, observer)
+                published(folder, facts)
+
+            source = FromPeers(observer, store, run_id)
+            manager.require_run(source.run_id)
+            if evaluator:
+                evaluator.repeat_newest(source.run_id, observer)
+            follower = Follower(source, manager, plan.every, form, (add_task,), after, click.echo)
+            supervised("the export", follower.follow, threading.Event(), ends=ENDS_FOLLOWING)
+
+
+def export(facts: ExportFacts, out: Path) -> None:
+    """Writes the model and says how others evaluate it."""
+    manifest = facts.model.manifest
+    write_export(out, facts, (add_task,))
+    click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
+    say_command(out, facts)
+
+
+@contextlib.contextmanager
+def _observing(given: Options, store: BlobStore, evaluator: Evaluator | None) -> Iterator[Observer]:
+    signer = evaluator.signer if evaluator else None
+    observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip, signer=signer)
+    try:
+        yield observer
+    finally:
+        observer.stop()
+
+
+@contextlib.contextmanager
+def _from_peers(
+    given: Options, out: Path, run_id: str | None, form: Form, evaluator: Evaluator | None
+) -> Iterator[tuple[ExportFacts, Observer]]:
+    """The newest model of the run's peers, and what it was found with."""
+    with _fetched_beside(out) as store, _observing(given, store, evaluator) as observer:
+        source = FromPeers(observer, store, run_id)
+        manifest = source.newest(0)
+        assert manifest is not None, "every round is 0 or later"
+        store.collect(manifest.blobs)
+        yield source.bring(manifest, form), observer
+
+
+@contextlib.contextmanager
+def _fetched_beside(out: Path) -> Iterator[BlobStore]:
+    """Where values are fetched to: beside the export, since there is room for a model.
+
+    What came before an error, or a kill, is there for the next try.
+
+    Raises:
+        StateLocked: another process exports into this folder.
+        StateError: the disk refused.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        take_folder(lock, out, "--out")
+        store = BlobStore(out / FETCHING)
+        store.verify(store.digests())
+        yield store
+        shutil.rmtree(out / FETCHING)
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[tuple[ExportFacts, None]]:
+    """What a peer that is not running has on its disk; raises like `open_state`."""
+    state, model = open_state(path, run_id)
+    try:
+        name = run_id or state.last_run
+        assert name is not None, "a run was opened"
+        yield ExportFacts(model, form, kept_losses(state.run(name).events_path)), None
+    finally:
+        state.close()

@@ -1,0 +1,52 @@
+"""What a person reads of a peer as it runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import click
+
+from swarm.network.wire.daemon import is_loopback
+from swarm.peer.status.observing import PeerObserver
+
+logger = logging.getLogger(__name__)
+
+
+def join_line(address: str, run_id: str | None = None, invitation: str | None = None) -> str:
+    """A command; with the run's id it means this run wherever several are announced."""
+    named = f" --run-id {run_id}" if run_id else ""
+    invited = f" --invitation {invitation}" if invitation else ""
+    return f"swarm-peer --initial-peers {address}{named}{invited}"
+
+
+def say_how_to_join(
+    addresses: Sequence[str], run_id: str | None = None, invitation: str | None = None
+) -> None:
+    """Prints the line for the first of a peer's addresses; nothing where it listens nowhere."""
+    for address in addresses[:1]:
+        click.echo(join_line(address, run_id, invitation))
+        if is_loopback(address):
+            logger.warning("only peers on this machine reach that address; see --port")
+    if others := addresses[1:]:
+        logger.info("this peer also listens at %s", " ".join(others))
+    sys.stdout.flush()
+
+
+class Printed(PeerObserver):
+    """Prints what people, and scripts, need to know of a peer: the line with which others join."""
+
+    _invitation: str | None = None
+
+    def on_invitation(self, text: str) -> None:
+        """Keeps it for the line with which others join."""
+        self._invitation = text
+
+    def on_address(self, address: str) -> None:
+        """Prints it at once, before any other address."""
+        say_how_to_join([address], invitation=self._invitation)
+
+    def on_notice(self, line: str) -> None:
+        """Prints it."""
+        click.echo(line)

@@ -1,0 +1,1 @@
+"""What all programs have in common: flags, their values, errors, logging."""

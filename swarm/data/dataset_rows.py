@@ -1,0 +1,112 @@
+"""The texts of a data set in the Hugging Face format, row by row, without keeping it on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from blake3 import blake3
+
+from swarm.data.corpus import printable_name
+from swarm.data.documents import TEXT, row_documents
+from swarm.data.input_files import FileDigests
+from swarm.data.tally import Tally
+from swarm.data.tokenizer import Tokenizer, Tokens
+from swarm.errors import DataError
+
+
+@dataclass(frozen=True)
+class DatasetText:
+    """A split of a data set; see `swarm.data.shard_writer.Source`.
+
+    Each reading of it is a stream of its own, from the hub or from a folder.
+
+    Attributes:
+        path: its name on the hub, or a folder.
+        config: which of its configurations; None for the only one.
+        split: such as "train".
+        column: where rows have their text.
+    """
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    column: str = TEXT
+    mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return printable_name(Path(self.path).name) or TEXT
+
+    @property
+    def root(self) -> Path:
+        """Stands for the folder, which it may have none of."""
+        return Path(self.path)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """How large it is cannot be known."""
+        return ()
+
+    def fingerprint(self, _: FileDigests | None = None) -> str:
+        """See `Source`: what `datasets` knows of its files without reading them.
+
+        Raises:
+            DataError: see `documents`.
+        """
+        with self._opened() as builder:
+            files = builder.config.data_files or {}
+            known = sorted((str(part), list(of), of.origin_metadata) for part, of in files.items())
+            said = [self.path, builder.config.name, self.split, self.column, known]
+        return blake3(json.dumps(said).encode()).hexdigest()
+
+    def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
+        """See `Source`; texts are cut as those of files are.
+
+        Raises:
+            DataError: there is no such data set, split or column, it cannot be read, or the package
+                `datasets` is not installed.
+        """
+        tally = tally or Tally()
+        with self._opened() as builder:
+            rows = builder.as_streaming_dataset(split=self.split)
+            yield from row_documents(self._texts(rows), self.name, tally)
+        tally.finished(0)  # how large it is cannot be known
+
+    def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """See `Source`."""
+        return tokenizer.encoded(documents)
+
+    def _texts(self, rows: Iterable[dict[str, Any]]) -> Iterator[str | None]:
+        for row in rows:
+            text = row.get(self.column)
+            if self.column not in row or not isinstance(text, str | None):
+                what = "no text" if self.column in row else "no column"
+                raise DataError(
+                    f"{self.path}: {what} {self.column!r}, but {', '.join(map(repr, row))}",
+                    hint="swarm-data tokenize --column NAME",
+                )
+            yield text
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            import datasets  # optional: the extra hf-data brings it
+        except ImportError as error:
+            raise DataError(
+                f"{self.path}: the package datasets reads it, and is not installed",
+                hint="pip install datasets, or 'moe-swarm[hf-data]'",
+            ) from error
+        try:
+            yield datasets.load_dataset_builder(self.path, self.config)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            said = str(error).split("\n", maxsplit=1)[0]
+            raise DataError(
+                f"{self.path}: cannot be read: {said}",
+                hint="--dataset is a name on the hub or a folder; --dataset-config, --split",
+            ) from error

@@ -1,0 +1,406 @@
+"""Deltas of whole units: made, read, judged, applied and averaged some groups at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swarm.codecs import (
+    DTYPES,
+    MAX_MAGNITUDE,
+    Buffer,
+    Content,
+    Read,
+    bytes_of,
+    check_chunk,
+    check_moves,
+    mean_chunk,
+    read_part,
+    read_parts,
+    values_in,
+)
+from swarm.codings import BLOCK, GROUP, coded_bytes, elements_bytes
+from swarm.config import Coding
+from swarm.deltas.blocks import canonical, decode_blocks, encode_blocks, moved
+from swarm.errors import BadBlob
+from swarm.experts import Slice, UnitLayout
+
+GROUP_ELEMENTS = BLOCK * GROUP
+RUN_ELEMENTS = 4 * GROUP_ELEMENTS
+"""Worked on at once: so many that several threads seldom wait for the interpreter."""
+
+ReadElements = Callable[[int, int], Tensor]
+"""A unit's elements from start to stop, counted through its slices: flat, any floating dtype."""
+
+
+class Parts(Protocol):
+    """Live values, by runs of elements within one tensor: an engine is that."""
+
+    def read_part(self, part: Slice) -> Tensor:
+        """A copy, flat and fp32."""
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """Overwrites the run."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta that lies elsewhere.
+
+    Attributes:
+        num_bytes: its size, which may be wrong.
+        read: its bytes.
+    """
+
+    num_bytes: int
+    read: Read
+
+
+def in_order(content: Content) -> Delta:
+    """A delta that is read once, from its beginning to its end, as all functions here do."""
+    pieces, held = iter(content), memoryview(b"")
+
+    def read(_: int, length: int) -> Buffer:
+        nonlocal held
+        parts = []
+        while length:
+            if not held:
+                held = memoryview(next(pieces)).cast("B")
+            parts.append(held[:length])
+            held, length = held[length:], length - len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    return Delta(content.num_bytes, read)
+
+
+def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
+    """The delta that comes nearest to these differences; for its error see `swarm.deltas.blocks`.
+
+    bf16 is off by at most 2^-8 of an element, or 2^-100.
+
+    Args:
+        layout: of the unit; its coding is not "none".
+        values: what the agreed value should move by; not written to. `elements_of` makes it of
+            something that gives slices.
+
+    Raises:
+        BadBlob: while it is read; reason `non_finite`, if a difference is not a finite number.
+    """
+
+    def pieces() -> Iterator[Buffer]:
+        for start, stop in runs(layout):
+            yield encode_run(values(start, stop), layout.coding)
+
+    return Content(coded_bytes(layout), pieces)
+
+
+def encode_run(values: Tensor, coding: Coding) -> Buffer:
+    """The bytes of some groups of a delta, as `encode_delta`; the values are not written to."""
+    values = values.detach().to("cpu", torch.float32)
+    if coding == "bf16":
+        if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
+            raise BadBlob("non_finite", "a difference that is to be coded is not a finite number")
+        limited = canonical(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
+        return bytes_of(limited.to(torch.bfloat16))
+    if len(values) % BLOCK:
+        values = torch.cat([values, torch.zeros(-len(values) % BLOCK)])
+    scales, codes = encode_blocks(values.view(-1, BLOCK), coding)
+    parts = scales.view(torch.uint8).view(len(scales), -1), codes
+    whole = len(scales) // GROUP * GROUP
+    rest = torch.cat([part[whole:].reshape(-1) for part in parts])
+    if not whole:
+        return bytes_of(rest)
+    groups = torch.cat([part[:whole].reshape(whole // GROUP, -1) for part in parts], dim=1)
+    return bytes_of(torch.cat([groups.view(-1), rest]))
+
+
+def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
+    """What gives the elements p of a delta, fp32, whole groups at a time; to be written to.
+
+    Raises:
+        BadBlob: here `size`; while it is read as `decode_run`.
+    """
+    expected = coded_bytes(layout)
+    if delta.num_bytes != expected:
+        raise BadBlob("size", f"{layout.unit}: a delta of {delta.num_bytes} bytes, not {expected}")
+
+    def elements(start: int, stop: int) -> Tensor:
+        offset = elements_bytes(start, layout.coding)
+        size = elements_bytes(stop, layout.coding) - offset
+        return decode_run(delta.read(offset, size), stop - start, layout.coding)
+
+    return elements
+
+
+def decode_run(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
+    """The elements p in the bytes of some groups: fp32 [num_elements], to be written to.
+
+    Raises:
+        BadBlob: what `decode_blocks` refuses, with bf16 `not_canonical` (-0, smaller than 2^-100,
+            above 2^64 or not finite).
+    """
+    if coding == "bf16":
+        return _decode_bf16(values_in(raw, "bf16"))
+    scales, codes = _parted(values_in(raw, "bf16"), -(-num_elements // BLOCK))
+    return decode_blocks(scales, codes, num_elements, coding)
+
+
+def _parted(values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Scales bf16 [n] and codes uint8 [n, c] of n blocks, which lie group by group."""
+    width = len(values) // blocks  # of a block with its scale, in numbers of two bytes
+    whole = blocks // GROUP * GROUP
+    in_groups, rest = values[: whole * width].view(-1, GROUP * width), values[whole * width :]
+    if not whole:
+        return rest[:blocks], rest[blocks:].view(torch.uint8).view(blocks, -1)
+    scales = torch.cat([in_groups[:, :GROUP].reshape(-1), rest[: blocks - whole]])
+    codes = torch.cat([in_groups[:, GROUP:].reshape(-1), rest[blocks - whole :]])
+    return scales, codes.view(torch.uint8).view(blocks, -1)
+
+
+def _decode_bf16(values: Tensor) -> Tensor:
+    wide = values.float()
+    low, high = (bound.item() for bound in torch.aminmax(wide))
+    within = low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE  # false of a NaN
+    # Bits are compared: a zero that is negative equals one that is not.
+    if not within or not torch.equal(wide.view(torch.int32), canonical(wide).view(torch.int32)):
+        raise BadBlob("not_canonical", "a delta has an element that no encoder of bf16 makes")
+    return wide
+
+
+def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice, Tensor]]:
+    """All elements of a unit in runs within one tensor: which they are, and their values."""
+    for start, stop in runs(layout):
+        values = elements(start, stop)
+        for part, offset in _parts(layout, start, stop):
+            yield part, values[offset : offset + part.stop - part.start]
+
+
+def apply_delta(
+    layout: UnitLayout,
+    base: Read,
+    delta: Delta,
+    *,
+    absolute: float = math.inf,
+    relative: float = 0.0,
+) -> Content:
+    """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
+
+    Raises:
+        BadBlob: here and while it is read, as `decode_delta` and `check_delta`; and as
+            `codecs.check_finite` of what comes out.
+    """
+    before, by = agreed_elements(layout, base), decode_delta(layout, delta)
+
+    def pieces() -> Iterator[Buffer]:
+        for start, stop in runs(layout):
+            v, moves = before(start, stop), by(start, stop)
+            if absolute < math.inf:
+                check_moves(layout, moves.abs(), v.float(), absolute, relative)
+            yield bytes_of(moved_run(layout, start, v, moves))
+
+    return Content(layout.num_bytes, pieces)
+
+
+def moved_run(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
+    """One run of a moved value, as `apply_delta`, from element `start` on; `by` is used up."""
+    after = moved(before, by, layout.codec)
+    check_chunk(layout, start, after)
+    return after
+
+
+def check_delta(
+    layout: UnitLayout,
+    delta: Delta,
+    base: Read | None = None,
+    *,
+    absolute: float = math.inf,
+    relative: float = 0.0,
+) -> None:
+    """Refuses a delta that no honest peer would send. One pass; holds a run.
+
+    Each operation is rounded by itself, so all machines judge alike.
+
+    Args:
+        layout: of the unit.
+        delta: to be judged.
+        base: of the value that it moves; None: how far it does is not judged.
+        absolute: how far it may move an element, plus
+        relative: so much of the base's magnitude.
+
+    Raises:
+        BadBlob: as `decode_delta`, or `implausible_update` with the largest move.
+    """
+    by = decode_delta(layout, delta)
+    before = agreed_elements(layout, base) if base else None
+    for start, stop in runs(layout):
+        moves = by(start, stop).abs_()
+        if before is not None:
+            check_moves(layout, moves, before(start, stop).float(), absolute, relative)
+
+
+def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:
+    """The elements of an agreed value, in the codec's type; not to be written to."""
+    size = DTYPES[layout.codec].itemsize
+
+    def elements(start: int, stop: int) -> Tensor:
+        return values_in(read(start * size, (stop - start) * size), layout.codec)
+
+    return elements
+
+
+def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElements:
+    """What gives elements across tensors, of something that gives runs within one."""
+
+    def elements(start: int, stop: int) -> Tensor:
+        parts = [read(part).detach() for part, _ in _parts(layout, start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat([part.float() for part in parts])
+
+    return elements
+
+
+def runs(layout: UnitLayout) -> Iterator[tuple[int, int]]:
+    """First element of each run of a unit, and where the next one begins."""
+    for start in range(0, layout.num_elements, RUN_ELEMENTS):
+        yield start, min(start + RUN_ELEMENTS, layout.num_elements)
+
+
+def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, int]]:
+    """The runs that the elements from start to stop lie in, and where in them each begins."""
+    begin = 0
+    for piece in layout.slices:
+        end = begin + piece.stop - piece.start
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            yield (
+                Slice(piece.name, piece.start + first - begin, piece.start + last - begin),
+                (first - start),
+            )
+        begin = end
+
+
+def overwrite(live: Parts, layout: UnitLayout, value: Read) -> None:
+    """Gives a live value the bits of another one, chunk by chunk."""
+    for part, values in read_parts(layout, value):
+        live.write_part(part, values)
+
+
+def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
+    """The delta x - v of a live value x: all that the swarm has not got of it yet [W8]."""
+    x, v = elements_of(layout, live.read_part), agreed_elements(layout, base)
+    return encode_delta(layout, lambda start, stop: x(start, stop) - v(start, stop).float())
+
+
+def follow(
+    live: Parts, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
+) -> None:
+    """Moves a live value x as the agreed one moved: to x + (v' - v) - c [W8].
+
+    In fp32, each operation rounded by itself; moments stay. Holds some copies of a run.
+
+    Args:
+        live: holds x.
+        layout: of the unit.
+        before: of v.
+        after: of v'.
+        counted: c, this peer's own part of the move; None: it has none.
+    """
+    old, new = agreed_elements(layout, before), agreed_elements(layout, after)
+    own = decode_delta(layout, counted) if counted else None
+
+    def moves(start: int, stop: int) -> Tensor:
+        by = new(start, stop).float() - old(start, stop).float()
+        return by if own is None else by.sub_(own(start, stop))
+
+    for part, by in in_parts(layout, moves):
+        live.write_part(part, live.read_part(part) + by)
+
+
+def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
+    """Moves a live value x from one agreed value to another: to v' + (x - v) [M8].
+
+    Where there is no difference it has the agreed bits, a negative zero's included. A chunk of a
+    few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
+
+    Args:
+        live: holds x.
+        layout: of the unit.
+        before: of v.
+        after: of v'.
+    """
+    for part, agreed in read_parts(layout, after):
+        own = live.read_part(part) - read_part(layout, part, before).float()
+        value = agreed.float()
+        live.write_part(part, torch.where(own == 0, value, value + own))
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One run of what a reducer makes.
+
+    Attributes:
+        delta: B, bytes of the delta that comes nearest to t, the mean with the remainder.
+        value: v' = v + dec(B): bytes of the value.
+        left: g = t - (v' - v), fp32: what the move lacks. Against the value, not against the delta
+            alone, so that what rounding to the agreed type took is in it.
+    """
+
+    delta: Buffer
+    value: Buffer
+    left: Buffer
+
+
+def reduced(
+    layout: UnitLayout,
+    base: Read,
+    deltas: Sequence[Delta],
+    remainder: Read | None = None,
+    weights: Sequence[int] | None = None,
+) -> Iterator[Reduced]:
+    """The mean of deltas, run by run; B of one without remainder is that one.
+
+    Args:
+        layout: of the unit.
+        base: of v.
+        deltas: of the contributors, in this order.
+        remainder: of g; what the mean before left over; None: nothing.
+        weights: as `codecs.mean_chunk`.
+
+    Raises:
+        BadBlob: as `decode_delta`, and `codecs.check_finite` of the value.
+    """
+    wanted = mean_of_deltas(layout, deltas, remainder, weights)
+    before = agreed_elements(layout, base)
+    given = deltas[0].read if len(deltas) == 1 and remainder is None else None
+    for start, stop in runs(layout):
+        t = wanted(start, stop)
+        if given:
+            offset = elements_bytes(start, layout.coding)
+            delta = given(offset, elements_bytes(stop, layout.coding) - offset)
+        else:
+            delta = encode_run(t, layout.coding)
+        v, by = before(start, stop), decode_run(delta, stop - start, layout.coding)
+        after = moved_run(layout, start, v, by)
+        yield Reduced(delta, bytes_of(after), bytes_of(t.sub_(after.float() - v.float())))
+
+
+def mean_of_deltas(
+    layout: UnitLayout,
+    deltas: Sequence[Delta],
+    remainder: Read | None = None,
+    weights: Sequence[int] | None = None,
+) -> ReadElements:
+    """What a reducer encodes: t = the mean of dec(delta) in this order, plus g; fp32."""
+    decoded = [decode_delta(layout, delta) for delta in deltas]
+
+    def elements(start: int, stop: int) -> Tensor:
+        mean = mean_chunk([each(start, stop) for each in decoded], weights)
+        if remainder is None:
+            return mean
+        return mean.add_(values_in(remainder(4 * start, 4 * (stop - start)), "fp32"))
+
+    return elements

@@ -1,0 +1,306 @@
+"""One schedule from beginning to end: build, break, heal, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from swarm.emulation.simulator.faults.faults import Mix, Scenario, draw
+from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
+from swarm.emulation.simulator.faults.world import World
+from swarm.emulation.simulator.peers.participant import UnderTest
+from swarm.emulation.simulator.peers.simulated_peer import Node
+from swarm.emulation.simulator.symbols.values import Tag, Violation, require, short
+from swarm.protocol.chain.trust import Chain, proof_problem, reform_electors
+from swarm.protocol.messages.messages import Link
+from swarm.protocol.values.manifest import Kind, Manifest, PeerId
+
+
+class Progress:
+    """Hears of every tip of the spared peers; what anybody else has is no progress."""
+
+    def __init__(
+        self,
+        spared: Collection[PeerId],
+        founding: Manifest,
+        limit_s: float,
+        excused_s: Callable[[float, float], float],
+    ) -> None:
+        """Everybody begins with manifest 0.
+
+        Args:
+            spared: peers that must have rounds; empty: nothing is judged.
+            founding: manifest 0.
+            limit_s: longest time between two rounds of more than half of them, and longest time
+                in which one of them lacks what more than half have.
+            excused_s: seconds between two moments that do not count.
+        """
+        self._limit_s, self._excused_s = limit_s, excused_s
+        self._tips = dict.fromkeys(spared, founding)
+        self._rounds = dict.fromkeys(spared, founding.code)
+        """Of the newest tip of each that brought it a round."""
+        self._level = founding.code
+        """What more than half of them have reached by rounds."""
+        self._risen_s = 0.0
+        self._behind_s: dict[PeerId, float] = {}
+        """Since when a peer lacks the level."""
+        self._due_s = limit_s if spared else inf
+
+    def applied(self, peer: PeerId, tip: Manifest, now_s: float) -> None:
+        """A peer has a new tip.
+
+        Raises:
+            Violation: I3, if it came too late.
+        """
+        before = self._tips.get(peer)
+        if before is None:
+            return
+        self.require(now_s)
+        self._tips[peer] = tip
+        if tip.kind is Kind.QUORUM or tip.round != before.round:
+            self._rounds[peer] = tip.code
+        level = sorted(self._rounds.values(), reverse=True)[len(self._rounds) // 2]
+        if level > self._level:
+            self._level, self._risen_s = level, now_s
+        behind = (peer for peer, tip in self._tips.items() if tip.code < self._level)
+        self._behind_s = {peer: self._behind_s.get(peer, now_s) for peer in behind}
+        self._due_s = min([self._risen_s, *self._behind_s.values()]) + self._limit_s
+
+    def require(self, now_s: float) -> None:
+        """Judges how long the last round is ago.
+
+        Raises:
+            Violation: I3.
+        """
+        if now_s <= self._due_s:
+            return
+        since = {f"most of {sorted(self._tips)}": self._risen_s, **self._behind_s}
+        for who, since_s in since.items():
+            waited_s = now_s - since_s
+            if waited_s > self._limit_s < waited_s - self._excused_s(since_s, now_s):
+                raise Violation("I3", f"no round for {waited_s:.1f} s at {who}, spared from faults")
+
+
+RECOVERY_LIMIT_S = 320.0
+"""After healing, all live peers have three more rounds within this time."""
+ROUNDS_AFTER_HEALING = 3
+PROVED_FROM = 8
+"""About so many older heads, evenly spread, are tried as tips of peers that return [L3]."""
+PROVED_EVERY = 50
+"""Heights after which chains are judged; they are at the end of each schedule as well."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one schedule."""
+
+    fault_class: str
+    seed: int
+    violation: str | None
+    rounds: int
+    """Training rounds in the longest chain."""
+    merges: int
+    reforms: int
+    manifests: int
+    recovery_s: float
+    """From healing until all live peers had three more rounds."""
+
+
+class _Judge:
+    """Watches progress [I3], long chains [L3] and, at the end, agreement [I5]."""
+
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self.world = world
+        self.scenario = scenario
+        self.done = False
+        self.is_healed = False
+        self._progress = Progress(
+            scenario.stable, world.founding, scenario.progress_s, self._liars_s
+        )
+        self._limit_s = scenario.heal_s + RECOVERY_LIMIT_S
+
+    def heal(self) -> None:
+        """Ends all faults."""
+        self.is_healed = True
+        self.world.heal(self.scenario.calm_timers)
+
+    def applied(self, node: Node) -> None:
+        """Hears of a new tip."""
+        tip = node.disk.record.tip
+        self._progress.applied(node.me, tip, self.world.now)
+        if tip.height % PROVED_EVERY == 0:
+            _judge_chain(self.world, node)
+        if self.is_healed:
+            self.done = self._is_recovered(self._tips())
+
+    def is_over(self) -> bool:
+        """Whether the schedule may end; judges the limits on the way."""
+        if not self.is_healed:
+            self._progress.require(self.world.now)
+        elif self.world.now > self._limit_s:
+            self.done = self._is_recovered(self._tips_with_a_future())
+            if not self.done:
+                raise Violation("I5", f"no three rounds on all live peers: {self._states()}")
+        return self.done
+
+    def _liars_s(self, since_s: float, now_s: float) -> float:
+        """What a convener that lies may have cost between two moments [K1]."""
+        liar, timers = self.world.liar, self.scenario.setup.timers
+        return liar.convening_s(timers, since_s, now_s) if liar else 0.0
+
+    def _tips(self) -> list[Manifest]:
+        return [node.disk.record.tip for node in self.world.alive()]
+
+    def _tips_with_a_future(self) -> list[Manifest]:
+        """Without those that are better than all others and from which nobody may go on any more.
+
+        Any other would have a better chain to follow [F1].
+        """
+        led = [self._may_go_on(node) for node in self.world.alive()]
+        best = max((tip.code for tip in led if tip), default=None)
+        return [tip for tip in self._tips() if best and tip.code <= best]
+
+    def _may_go_on(self, node: Node) -> Manifest | None:
+        """A peer's tip, if somebody lives who may go on from it [F3], and can be shown it [L3]."""
+        tip, chain = node.disk.record.tip, node.machine.chain
+        electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
+        for known in (elector.machine.chain for elector in electors):
+            path = known.rooted(chain.proof(known.tip.code))
+            is_proved = proof_problem(path, tip.head, known.trusted) is None
+            if is_proved or node.me in tip.members:
+                return tip
+        return None
+
+    def _is_recovered(self, tips: Sequence[Manifest]) -> bool:
+        if not tips:
+            return True
+        invariants = self.world.invariants
+        if any(
+            invariants.rounds_since(tip, self.scenario.heal_s) < ROUNDS_AFTER_HEALING
+            for tip in tips
+        ):
+            return False
+        best = max(tips, key=lambda tip: tip.code)
+        return all(invariants.descends(best, tip) for tip in tips)
+
+    def _states(self) -> str:
+        return ", ".join(
+            f"{node.me} {short(node.disk.record.tip)} {node.machine.phase.value}"
+            for node in self.world.alive()
+        )
+
+
+def run_schedule(
+    fault_class: str,
+    seed: int,
+    *,
+    tested: UnderTest | None = None,
+    mix: Mix | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Runs the schedule that a class and a seed stand for.
+
+    Args:
+        fault_class: letter in `ALL_CLASSES`; only a name when `mix` is given.
+        seed: which schedule of the class.
+        tested: the code under test, mutated or not.
+        mix: faults of another class.
+        trace: gets every event and effect, a line each.
+
+    Returns:
+        The outcome; its `violation` says which invariant broke and how, if one did.
+    """
+    random = Random(f"{fault_class}:{seed}")
+    scenario = draw(mix or ALL_CLASSES[fault_class], random)
+    world = build(scenario, random, tested=tested, trace=trace)
+    violation = None
+    try:
+        play(world, scenario)
+    except Violation as found:
+        violation = str(found)
+    except AssertionError as error:
+        violation = f"assertion: {error}"
+    except Exception as error:
+        error.add_note(f"in schedule {fault_class}:{seed}")
+        raise
+    return _outcome(fault_class, seed, violation, world, scenario)
+
+
+def build(
+    scenario: Scenario,
+    random: Random,
+    *,
+    tested: UnderTest | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> World:
+    """The scenario's swarm, before anything has happened."""
+    world = World(scenario.setup, random, tested=tested or UnderTest(), trace=trace)
+    world.network.weather = scenario.weather
+    world.network.rough = scenario.rough
+    for time_s, method, arguments in scenario.script:
+        world.at(time_s, method, world, *arguments)
+    return world
+
+
+def play(world: World, scenario: Scenario) -> None:
+    """Runs the scenario until all live peers have recovered from it.
+
+    Raises:
+        Violation: an invariant does not hold.
+    """
+    judge = _Judge(world, scenario)
+    world.on_apply = judge.applied
+    world.at(scenario.heal_s, judge.heal)
+    world.run(judge.is_over)
+    for node in world.alive():
+        _judge_chain(world, node)
+    if world.task.rules.unit_coding:
+        _judge_tags(world)
+
+
+def _judge_chain(world: World, node: Node) -> None:
+    """A peer's chain proves its tip to peers that have any of its older heads [L3]."""
+    chain, known = node.machine.chain, world.invariants.manifests
+    behind = [known[chain.tip.digest]]
+    while parent := behind[-1].parent:
+        behind.append(known[parent])
+    apart = max(1, len(behind) // PROVED_FROM)
+    for manifest in (*behind[::apart], behind[-1]):
+        path = Chain((Link(manifest.head),)).rooted(chain.proof(manifest.code))
+        problem = proof_problem(path, chain.tip, {manifest.digest})
+        require(
+            problem is None, "L3", f"{node.me} proves nothing from {short(manifest)}: {problem}"
+        )
+
+
+def _judge_tags(world: World) -> None:
+    """No local step of a peer that is there has vanished [E5]."""
+    nodes, alive = world.nodes.values(), world.alive()
+    present: list[Iterable[Tag]] = [left for node in nodes for _, left in node.remainders.items()]
+    for node in nodes:
+        live = node.trainer.model.deltas.live.values()
+        whole = world.task.values.tags_of(node.me)
+        present += [each.extra for each in live] if node.is_up else [whole]
+    best = max((node.disk.record.tip for node in alive), key=lambda tip: tip.code)
+    invariants = world.invariants
+    forked = [m for m in invariants.manifests.values() if m.generation != best.generation]
+    invariants.deltas.all_are_somewhere(best, forked, present)
+
+
+def _outcome(
+    fault_class: str, seed: int, violation: str | None, world: World, scenario: Scenario
+) -> Outcome:
+    manifests = list(world.invariants.manifests.values())
+    kinds = [manifest.kind for manifest in manifests]
+    return Outcome(
+        fault_class,
+        seed,
+        violation,
+        rounds=max(manifest.round for manifest in manifests),
+        merges=kinds.count(Kind.MERGE),
+        reforms=kinds.count(Kind.REFORM),
+        manifests=len(kinds),
+        recovery_s=world.now - scenario.heal_s,
+    )

@@ -1,0 +1,110 @@
+"""Which peers of a schedule anchors vouch for, with what, and when [R7, R8].
+
+Without that newcomers would never vote in a small swarm, and nothing of joining voters was tried.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from swarm.emulation.simulator.peers.participant import Setup
+from swarm.emulation.simulator.symbols.signing import sign
+from swarm.protocol.values.invitation import (
+    MAX_ROUND,
+    MAX_USES,
+    Credential,
+    Invitation,
+    possession_statement,
+)
+from swarm.protocol.values.manifest import PeerId
+
+KEY = "i"
+"""Begins the name of an invitation's key; the first guest's name follows."""
+AT_ONCE, LATER = 0.4, 0.35
+"""Shares of the strangers that come with an invitation, and that an anchor vouches for later. The
+rest have to earn their vote."""
+SHARED = 0.3
+"""Chance that a guest comes with the line of the one before, be it used up or not."""
+INVITES = (0, 0, 1, 6)
+USES = (1, 1, 2, MAX_USES)
+WEIGHTS = (1, 1, 1, 3)
+LAST_ROUNDS = (MAX_ROUND, MAX_ROUND, MAX_ROUND, 4)
+
+
+@dataclass(frozen=True)
+class Guests:
+    """What anchors give to whom."""
+
+    at_once: Mapping[PeerId, Credential]
+    """With which strangers come."""
+    later: Mapping[PeerId, Credential]
+    """What they are given at some time, with which they start again."""
+
+
+def guest_of(invitation: Invitation, peer: PeerId) -> Credential:
+    """What a peer makes of an invitation that it was given."""
+    possession = sign(invitation.key, possession_statement(invitation.run, peer))
+    return Credential(invitation, b64encode(possession).decode())
+
+
+def invitation_by(
+    inviter: PeerId,
+    run: str,
+    key: PeerId,
+    *,
+    uses: int = MAX_USES,
+    invites: int = 0,
+    weight: int = 1,
+    last_round: int = MAX_ROUND,
+) -> Invitation:
+    """An invitation as its inviter signs it."""
+    unsigned = Invitation(run, key, uses, invites, last_round, inviter, "", weight)
+    signature = b64encode(sign(inviter, unsigned.statement)).decode()
+    return Invitation(run, key, uses, invites, last_round, inviter, signature, weight)
+
+
+def all_invited(peers: Iterable[PeerId], setup: Setup) -> dict[PeerId, Credential]:
+    """Each of these comes with the founder's invitation."""
+    invitation = invitation_by(setup.founders[0], setup.rules.run, KEY)
+    return {peer: guest_of(invitation, peer) for peer in peers}
+
+
+def drawn_guests(
+    strangers: Sequence[PeerId], known: Collection[PeerId], setup: Setup, random: Random
+) -> Guests:
+    """Some strangers come with an invitation; for some an anchor vouches later.
+
+    It does so for half of those that are known.
+
+    Inviters are the founder, and guests that may invite: these may have no vote yet, or never.
+    """
+    founder, run = setup.founders[0], setup.rules.run
+    anchors: list[PeerId] = []
+    at_once: dict[PeerId, Credential] = {}
+    later: dict[PeerId, Credential] = {}
+    line: Invitation | None = None
+    for peer in strangers:
+        if line is None or random.random() >= SHARED:
+            line = invitation_by(
+                random.choice([founder, *anchors[-1:]]),
+                run,
+                KEY + peer,
+                uses=random.choice(USES),
+                invites=random.choice(INVITES),
+                weight=random.choice(WEIGHTS),
+                last_round=random.choice(LAST_ROUNDS),
+            )
+        chance = random.random()
+        if chance < AT_ONCE:
+            at_once[peer] = guest_of(line, peer)
+        elif chance < AT_ONCE + LATER:
+            later[peer] = guest_of(line, peer)
+        if line.invites and chance < AT_ONCE:
+            anchors.append(peer)
+    for peer in known:
+        if random.random() < 0.5:
+            later[peer] = guest_of(invitation_by(founder, run, KEY + peer), peer)
+    return Guests(at_once, later)

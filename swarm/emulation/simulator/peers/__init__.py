@@ -1,0 +1,1 @@
+"""One simulated peer: real machine and main loop between simulated parts, and what must hold."""

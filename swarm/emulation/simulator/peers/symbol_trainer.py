@@ -1,0 +1,330 @@
+"""The training side of a simulated peer: the real main loop, in virtual time, on symbols.
+
+`swarm.protocol.training` decides and this is its shell. Local steps and the private state take
+time, meanwhile the loop stands; all else it need not wait for.
+"""
+
+# What the methods of a shell do is said in `TrainingShell`.
+# ruff: noqa: D102, ARG002
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from swarm.emulation.simulator.symbols.crash_disk import PrivateState, Shell
+from swarm.emulation.simulator.symbols.text_ledger import one_after_the_other
+from swarm.emulation.simulator.symbols.trained_symbols import Model, Task
+from swarm.emulation.simulator.symbols.values import Violation, short
+from swarm.protocol.messages.events import Expected, Offered
+from swarm.protocol.messages.messages import Offer, OfferedUnit
+from swarm.protocol.records.records import PeerState
+from swarm.protocol.timing.deadlines import LocalWork
+from swarm.protocol.training import Applied, Assignment, SavedWork, Training, TrainingShell, Work
+from swarm.protocol.training.adoption import Adoption
+from swarm.protocol.values.manifest import Digest, Manifest, Unit
+from swarm.protocol.values.work import Stretches, num_samples, split
+
+
+class PeerShell(Shell, Protocol):
+    """What a trainer needs of its peer."""
+
+    is_up: bool
+
+    def merge_is_due(self, tip: Manifest) -> bool:
+        """Whether the next manifest must be a merge [M2]."""
+
+    def local_steps_s(self) -> float:
+        """How long the next local steps take."""
+
+    def step_s(self) -> float:
+        """How long each of the next local steps takes, where rounds last a given time."""
+
+    def adopting(self, before: Manifest, manifest: Manifest) -> None:
+        """Hears that experts may be given to others."""
+
+    def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
+        """Hears that it was done, and which experts that others had trained were taken up."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The local steps of one round, see `Work`."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    read: Stretches
+    """Samples that they are trained on."""
+    completed: bool = True
+
+
+def last(read: Stretches, samples: int) -> Stretches:
+    """Of what was read, the last samples; all if they are fewer."""
+    return split(read, max(0, num_samples(read) - samples))[1]
+
+
+WRITE_S = 0.02
+"""Time between the steps that make an offer durable, so that a crash can fall between them."""
+
+
+class _Pause:
+    """Whoever awaits it stands still until its trainer is woken."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class Trainer(TrainingShell):
+    """The shell round one peer's main loop."""
+
+    model_type = Model
+
+    def __init__(self, shell: PeerShell, task: Task, training: type[Training]) -> None:
+        self.shell, self.task = shell, task
+        self.model = self.model_type(shell.me, shell.disk, task)
+        self.training = training(self, shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
+        self.is_idle = False
+        """Whether it waits for others with nothing done or offered."""
+        self._loop: Coroutine[None, None, Manifest]
+        self._newer: list[Applied] = []
+        """Tips that the loop has not been told of."""
+        self._looks_out = False
+        """Whether a newer tip wakes it."""
+        self._job = 0
+        self._lesson = Lesson(0, 0, 0.0, ())
+        self._read: Stretches = ()
+        """Samples that the model has seen, as far as this is known, one after the other."""
+        self._at: Digest = ""
+        """The manifest that the model is at."""
+        self._ends_s = 0.0
+        """Whether the round under way has this peer's offer while it trains."""
+
+    def start(self) -> None:
+        """Begins, or goes on with what is on the disk."""
+        self._loop = self.training.run()
+        self._loop.send(None)
+
+    def apply(self, manifest: Manifest, parent: Manifest | None) -> None:
+        """The machine has a new tip."""
+        self._newer.append(Applied(manifest, self.shell.now_s(), parent=parent))
+        if self._looks_out:
+            self._wake(self._job)
+
+    def _wake(self, job: int) -> None:
+        if job == self._job:
+            self._job += 1
+            self._loop.send(None)
+
+    async def _pass(self, seconds: float) -> None:
+        """Stands still for so long, or until a newer tip comes if one is looked out for."""
+        self.shell.after(seconds, self._wake, self._job)
+        await _Pause()
+
+    # ------------------------------------------------------------ the start
+
+    def newest(self) -> Applied:
+        self._newer.clear()
+        record = self.shell.disk.record
+        return Applied(record.tip, self.shell.disk.tip_s, parent=record.parent)
+
+    def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
+        private = self.shell.disk.private
+        if private is None or problem(private.work):
+            return None
+        self.model.load(private)
+        self._read, self._at = private.read, private.work.base_tip
+        return private.work
+
+    def adopt_frozen(self, tip: Manifest) -> bool:
+        disk = self.shell.disk
+        missing = [unit for unit, entry in tip.entries.items() if entry.digest not in disk]
+        if missing and disk.record.tip.digest == tip.digest:
+            raise Violation("I6", f"{self.shell.me} adopts {short(tip)} without {missing}")
+        return not missing
+
+    def resumed(self, tip: Manifest, *, has_work: bool) -> None:
+        self.model.decided()
+
+    # ------------------------------------------------------------ local steps
+
+    async def train(
+        self,
+        tip: Manifest,
+        task: Assignment,
+        before: Work | None,
+        left: Callable[[int, float, float], LocalWork],
+    ) -> Lesson:
+        """How long all of them take is known at once."""
+        if self._newer:  # it came while an offer was written
+            done = before or Lesson(0, 0, 0.0, ())
+            return replace(self._lesson, steps=done.steps, tokens=done.tokens, completed=False)
+        if before is None or not before.steps:
+
+            def steps_left(done: int, step_s: float) -> int:
+                passed_s = self.shell.now_s() - task.began_s + done * step_s
+                return left(done, step_s, passed_s).steps
+
+            steps, seconds = self._plan(steps_left)
+            tokens = steps * self.task.rules.batch_tokens_at(tip.tokens)
+            read = split(task.dealt, tokens // self.task.rules.sequence_length)[0]
+            self._look_at(read)
+            self._read += read
+            self._lesson = Lesson(steps, tokens, seconds, read)
+            self._ends_s = self.shell.now_s() + seconds
+        self.model.begin(tip)
+        self._looks_out = True
+        await self._take_steps(tip)
+        self._looks_out = False
+        self.model.advance()
+        if not self._newer:
+            return self._lesson
+        # The step under way was finished: so there is one at least.
+        left_s = max(0.0, self._ends_s - self.shell.now_s())
+        steps = max(1, int(self._lesson.steps * (1 - left_s / self._lesson.seconds)))
+        return replace(self._lesson, steps=steps, completed=False)
+
+    def _look_at(self, read: Stretches) -> None:
+        """No sample is read again by a model that contains it, while rounds overlap [V6]."""
+        if self.task.rules.overlaps and one_after_the_other([*self._read, *read]) is None:
+            raise Violation("V6", f"{self.shell.me} reads {read} once more after {self._read}")
+
+    async def _take_steps(self, tip: Manifest) -> None:
+        # A pause may have outlasted them.
+        left_s = max(WRITE_S, self._ends_s - self.shell.now_s())
+        self.shell.after(WRITE_S, self._expect, self._job, tip, left_s - WRITE_S)
+        await self._pass(left_s)
+
+    def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
+        """How many local steps there are to be, and how long they take."""
+        if self.task.rules.round_seconds is None:
+            return left(0, 0.0), self.shell.local_steps_s()
+        steps, step_s = 0, self.shell.step_s()
+        while left(steps, step_s):
+            steps += 1
+        return steps, steps * step_s
+
+    def _expect(self, job: int, tip: Manifest, remaining_s: float) -> None:
+        if job == self._job:
+            self.shell.tell(Expected(tip.digest, remaining_s))
+
+    # ------------------------------------------------------------ offers
+
+    def store(
+        self,
+        tip: Manifest,
+        bases: Mapping[Unit, Digest],
+        tokens: int,
+    ) -> dict[Unit, OfferedUnit]:
+        samples = tokens // self.task.rules.sequence_length
+        units = self.model.values(bases, last(self._read, samples))
+        self.shell.after(WRITE_S, self._write, units)
+        return units
+
+    async def save(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        units = self.store(tip, bases, work.tokens)
+        await self._pass(WRITE_S)
+        self.shell.disk.private = PrivateState(
+            work.with_values(units),
+            dict(self.model.progress),
+            dict(self.model.deltas.live),
+            dict(self.model.deltas.named),
+            dict(self.model.started),
+            last(self._read, work.tokens // self.task.rules.sequence_length),
+            self.model.past.missed,
+        )
+        await self._pass(WRITE_S)
+        return units
+
+    async def save_offer(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        units = self.store(tip, bases, work.tokens)
+        await self._pass(WRITE_S)
+        offer = work.with_values(units)
+        self.shell.disk.sync(offer.blobs)
+        self.shell.disk.offer = offer
+        await self._pass(WRITE_S)
+        return units
+
+    def load_offer(self) -> SavedWork | None:
+        offer, disk = self.shell.disk.offer, self.shell.disk
+        if offer is None:
+            return None
+        if not all(digest in disk for digest in offer.blobs):
+            return None
+        self.model.again = offer.blobs
+        return offer
+
+    def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
+        """Makes blobs readable, and deltas durable: they may be counted while this peer is gone."""
+        disk, coding = self.shell.disk, self.task.rules.unit_coding
+        for unit, offered in units.items():
+            digests = [digest for digest in (offered.digest, offered.delta) if digest]
+            for digest in digests:
+                disk.write(digest)
+            if unit in coding:
+                disk.sync(digests)
+
+    def submit(self, tip: Manifest, offer: Offer) -> None:
+        if offer.is_late:
+            self.shell.after(WRITE_S, self.shell.tell, Offered(offer))
+            return
+        disk, offered = self.shell.disk, {u: v.digest for u, v in offer.units.items()}
+        if self.training.again is None:
+            saves_state = self.task.rules.saves_state(tip)
+            saved = disk.private and disk.private.work if saves_state else disk.offer
+            if not saved or (saved.base_tip, saved.offered) != (tip.digest, offered):
+                raise Violation("P6", f"{self.shell.me} offers what its disk lacks: {offered}")
+        self.shell.tell(Offered(offer))
+
+    async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
+        while not (self._newer and self.shell.is_up):
+            may_train = self.shell.me in tip.members and not self.shell.merge_is_due(tip)
+            self.is_idle = may_train and state is not PeerState.AVERAGING
+            self._looks_out = True
+            await _Pause()
+            self._looks_out = self.is_idle = False
+        newer, self._newer = self._newer, []
+        return newer
+
+    # ------------------------------------------------------------ a newer tip
+
+    def adopt(
+        self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
+    ) -> bool:
+        if not self.adopt_frozen(manifest):
+            return False
+        if not at_start:
+            self.shell.adopting(before, manifest)
+        if self._is_read_anew(manifest, decision, at_start=at_start):
+            self._read = ()
+        follows, self._at = manifest.parent == self._at, manifest.digest
+        taken = self.model.adopt(manifest, decision, follows=follows)
+        self.shell.adopted(taken, before, manifest)
+        return True
+
+    def _is_read_anew(self, manifest: Manifest, decision: Adoption, *, at_start: bool) -> bool:
+        """Whether what was read and not counted is lost, and may come again [V6].
+
+        On another line it is unless the peer is dealt the very samples there; a peer that starts
+        does not know any more what they were. Parts that were not due keep what they learned [S1].
+        """
+        begins_anew = decision.begins_anew(self.task.rules.shared_units)
+        if begins_anew or self.shell.me not in manifest.members:
+            return True
+        if manifest.parent == self._at:
+            return False
+        ahead = self.training.ahead.uncounted + self.training.work
+        samples = ahead.tokens // self.task.rules.sequence_length
+        first = split(manifest.dealt[self.shell.me], samples)[0]
+        return at_start or one_after_the_other(first) != one_after_the_other(
+            last(self._read, samples)
+        )
+
+    def release(self) -> None:
+        self.model.decided()
+        self.model.again.clear()

@@ -1,0 +1,130 @@
+"""What every part of a simulated peer needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple, Protocol
+
+from swarm.emulation.simulator.symbols.values import Tag
+from swarm.protocol.chain.trust import Chain, with_reforms
+from swarm.protocol.messages.events import Event, Record
+from swarm.protocol.messages.messages import Link, OfferedUnit
+from swarm.protocol.training import SavedWork
+from swarm.protocol.values.manifest import Digest, PeerId, Unit
+from swarm.protocol.values.work import Stretches
+
+SURVIVAL = 0.3
+"""Share of the blobs not yet synced that are there again after a crash, by luck."""
+
+
+class Progress(NamedTuple):
+    """Local progress on one expert: its value now, and the agreed value it was trained from."""
+
+    base: Digest
+    value: Digest
+
+
+class Live(NamedTuple):
+    """A value that is trained: the agreed one that it is based on, and what it has over that."""
+
+    base: Digest
+    extra: Mapping[Tag, int]
+
+
+@dataclass(frozen=True)
+class PrivateState:
+    """What a peer keeps for itself [P6], replaced atomically."""
+
+    work: SavedWork
+    progress: Mapping[int, Progress]
+    live: Mapping[Unit, Live] = field(default_factory=dict)
+    """Of units that move by deltas."""
+    named: Mapping[Unit, OfferedUnit] = field(default_factory=dict)
+    """What was offered of these."""
+    started: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Model.started`."""
+    read: Stretches = ()
+    """Samples behind the offer."""
+    missed: frozenset[Unit] = frozenset()
+    """See `restarts.Past`."""
+
+
+class Disk:
+    """Record, private state and blobs; blobs are readable when written, durable when synced."""
+
+    def __init__(
+        self, record: Record, durable: Iterable[Digest], chain: Iterable[Link] = ()
+    ) -> None:
+        self.record = record
+        self.tip_s = 0.0
+        """When the record got its tip."""
+        self.came_from: Digest | None = None
+        """The tip before that."""
+        self.links = tuple(chain) or Chain.of(record).links
+        """Heads behind the tip."""
+        self.earlier: Record | None = None
+        """The record before, which is read when the newest one is damaged."""
+        self.is_lost = False
+        """Whether record, blobs and private state are gone."""
+        self.private: PrivateState | None = None
+        self.offer: SavedWork | None = None
+        """Made after the private state was written."""
+        self.durable = set(durable)
+        self.volatile: set[Digest] = set()
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self.durable or digest in self.volatile
+
+    def write(self, digest: Digest) -> None:
+        """Makes a blob readable."""
+        if digest not in self.durable:
+            self.volatile.add(digest)
+
+    def sync(self, digests: Iterable[Digest]) -> None:
+        """Makes those of the blobs durable that are readable."""
+        for digest in digests:
+            if digest in self.volatile:
+                self.volatile.remove(digest)
+                self.durable.add(digest)
+
+    def keep(self, digests: Collection[Digest]) -> None:
+        """Deletes every other blob."""
+        self.durable.intersection_update(digests)
+        self.volatile.intersection_update(digests)
+
+    def lose(self) -> None:
+        """Everything is gone."""
+        self.is_lost = True
+        self.private = self.earlier = self.offer = None
+        self.durable.clear()
+        self.volatile.clear()
+
+    def rewrite(self, links: tuple[Link, ...]) -> None:
+        """Keeps another chain of heads."""
+        self.links = with_reforms(links, self.links)
+
+    def crash(self, random: Random) -> None:
+        """Loses most of what was not synced."""
+        self.volatile = {digest for digest in sorted(self.volatile) if random.random() < SURVIVAL}
+
+    def readable(self) -> list[Digest]:
+        """All blobs that a restarted peer finds."""
+        return sorted(self.durable | self.volatile)
+
+
+class Shell(Protocol):
+    """The peer, as its parts see it; each adds what it alone needs."""
+
+    me: PeerId
+    disk: Disk
+
+    def tell(self, event: Event) -> None:
+        """Hands an event to the machine."""
+
+    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls the method later, unless the peer crashes first."""
+
+    def now_s(self) -> float:
+        """The time."""

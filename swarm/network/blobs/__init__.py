@@ -1,0 +1,1 @@
+"""Blobs on this machine: content under its digest, in append-only packs."""

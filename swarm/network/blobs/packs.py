@@ -1,0 +1,563 @@
+"""Where the bytes of blobs lie: append-only pack files, each with an index.
+
+`PackSet` places blobs in packs, makes them durable, and rewrites packs with dropped blobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from swarm import durable
+from swarm.errors import CorruptState, MissingBlobs, StateError
+from swarm.network.blobs.disk_retry import MENDED_BY
+from swarm.protocol.values.digests import PIECE_BYTES, digest_of_index
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 2**30
+"""Asked of the system at once; Linux gives at most 2 GiB less a page."""
+WRITEBACK_BYTES = 16 * 2**20
+"""After so much has been written the disk begins with it."""
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Linux alone has it, and Python does not offer it."""
+if _sync_file_range:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+Placed = tuple[str, int, int]
+"""Digest, offset in the pack, size in bytes."""
+
+
+class Pack(Protocol):
+    """Room for blobs. The store serialises `allocate`; the rest may run in several threads.
+
+    Attributes:
+        num_bytes: allocated so far.
+        num_writers: allocations that are still being filled; kept by the store.
+        is_doubtful: writing contents back failed once. The system reports that to one caller and
+            then takes the pages for clean, so what is not durable has to be written elsewhere.
+    """
+
+    num_bytes: int
+    num_writers: int
+    is_doubtful: bool
+
+    def allocate(self, num_bytes: int) -> int:
+        """Reserves room and returns its offset."""
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """Takes an allocation back that nobody uses; serialised with `allocate`."""
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """Writes into an allocation, `start` bytes after its beginning."""
+
+    def read(self, offset: int, start: int, length: int) -> memoryview:
+        """Reads from an allocation, read-only; CorruptState if the bytes are not there."""
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """After this returns, these blobs survive kill -9 and loss of power."""
+
+    def delete(self) -> None:
+        """Gives the room back; reads that run now still succeed."""
+
+
+class MemoryPack:
+    """A pack that is gone when the process is."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_writers = 0
+        self.is_doubtful = False
+        self._contents: dict[int, bytearray] = {}
+
+    def allocate(self, num_bytes: int) -> int:
+        """See `Pack`."""
+        offset = self.num_bytes
+        self._contents[offset] = bytearray(num_bytes)
+        # Empty blobs take room too, else two allocations would share an offset.
+        self.num_bytes += max(num_bytes, 1)
+        return offset
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """See `Pack`; the offset is used again only if it is the last."""
+        del self._contents[offset]
+        if offset + max(num_bytes, 1) == self.num_bytes:
+            self.num_bytes = offset
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """See `Pack`."""
+        memoryview(self._contents[offset])[start : start + len(data)] = data
+
+    def read(self, offset: int, start: int, length: int) -> memoryview:
+        """See `Pack`; a view, for what is complete is never written again."""
+        return memoryview(self._contents[offset])[start : start + length].toreadonly()
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """Nothing to do: memory is as durable as it gets."""
+
+    def delete(self) -> None:
+        """Nothing to do: the last reader frees it."""
+
+
+class FilePack:
+    """A pack file, opened for as long as anybody refers to it."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        self.num_writers = 0
+        self.is_doubtful = False
+        self._unwritten_bytes = 0
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        self._descriptor = os.open(path, flags, 0o600)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def fileno(self) -> int:
+        """The file's descriptor, for as long as this object lives."""
+        return self._descriptor
+
+    def __del__(self) -> None:
+        # Readers hold the pack while they read, so its descriptor is never one of another file.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def allocate(self, num_bytes: int) -> int:
+        """See `Pack`."""
+        offset = self.num_bytes
+        self.num_bytes += num_bytes
+        return offset
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """See `Pack`; only the room at the end comes back at once, the rest is garbage."""
+        if offset + num_bytes != self.num_bytes:
+            return
+        try:
+            os.ftruncate(self._descriptor, offset)
+        except OSError as error:
+            logger.warning("%s keeps its garbage: %s", self.path, error.strerror)
+        else:
+            self.num_bytes = offset
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """See `Pack`; StateError when the disk is full."""
+        try:
+            while data:
+                written = os.pwrite(self._descriptor, data, offset + start)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                data, start = data[written:], start + written
+                self._unwritten_bytes += written
+            if self._unwritten_bytes >= WRITEBACK_BYTES:
+                self._unwritten_bytes = 0
+                _begin_writeback(self._descriptor)
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+
+    def read(self, offset: int, start: int, length: int) -> memoryview:
+        """See `Pack`; into one buffer, however many calls the system needs for it."""
+        content = memoryview(bytearray(length))
+        position = 0
+        try:
+            while position < length:
+                part = content[position : position + READ_BYTES]
+                num_read = os.preadv(self._descriptor, [part], offset + start + position)
+                if not num_read:
+                    raise CorruptState(f"{self.path} ends before byte {offset + start + length}")
+                position += num_read
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+        return content.toreadonly()
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """Contents first, then an index beside, then its new name: a crash leaves old or new."""
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self.is_doubtful = True
+            raise _state_error(self.path, error) from error
+        try:
+            durable.write_file(index_path(self.path), _index_bytes(placed))
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+
+    def delete(self) -> None:
+        """The index first: contents without an index hold nothing."""
+        try:
+            index_path(self.path).unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+
+
+def _begin_writeback(descriptor: int) -> None:
+    """Lets the disk begin, so that `make_durable` has little to wait for; only a hint.
+
+    112 MB that arrive over half a second: fdatasync takes 6 to 20 ms after it instead of 40 to 60
+    (measured). A failure shows in fdatasync.
+    """
+    if _sync_file_range:
+        _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+def index_path(pack: Path) -> Path:
+    """Where the index of a pack file lies."""
+    return pack.with_suffix(".index")
+
+
+def _index_bytes(placed: Iterable[Placed]) -> bytes:
+    content = json.dumps(sorted(placed), separators=(",", ":")).encode()
+    return blake3(content).hexdigest().encode() + b"\n" + content
+
+
+def read_index(path: Path) -> list[Placed]:
+    """The blobs that an index file lists.
+
+    Raises:
+        CorruptState: the file is torn or was changed.
+    """
+    try:
+        checksum, _, content = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise _state_error(path, error) from error
+    if blake3(content).hexdigest().encode() != checksum:
+        raise CorruptState(f"{path} is torn or was changed")
+    return [(digest, offset, num_bytes) for digest, offset, num_bytes in json.loads(content)]
+
+
+def _state_error(path: Path, error: OSError) -> StateError:
+    return StateError(f"{path}: {error.strerror}", hint=MENDED_BY.get(error.errno or 0, ""))
+
+
+PACK_BYTES = 2**30
+"""A pack that has grown beyond this takes no further blob."""
+TURN_S = 0.001
+"""Between two packs that are rewritten, for those that wait for a lock: a lock has no queue."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """An allocation in a pack, and whether what was written there is listed and durable."""
+
+    pack: Pack
+    offset: int
+    num_bytes: int
+    is_durable: bool = False
+
+    def read(self, start: int, length: int) -> memoryview:
+        """A part of it, cut at its end."""
+        return self.pack.read(self.offset, start, max(0, min(length, self.num_bytes - start)))
+
+    def index(self, see: Callable[[int, memoryview], None] | None = None) -> bytes:
+        """Concatenated digests of the pieces that are read there; `see` gets start and piece."""
+        index = bytearray()
+        for start in range(0, self.num_bytes, PIECE_BYTES):
+            piece = self.read(start, PIECE_BYTES)
+            index += blake3(piece).digest()
+            if see:
+                see(start, piece)
+        return bytes(index)
+
+
+class _Ended(Exception):
+    """Nobody wants it any more."""
+
+
+class PackSet:
+    """Packs and places; changes of a place take `lock`, and slow work runs outside of it.
+
+    An allocation counts as a writer of its pack until the same section that gives its content a
+    place, or abandons it, counts it off: so a pack without writers and places is garbage.
+
+    Attributes:
+        lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
+        durability: held by whoever writes indexes, moves blobs or removes packs; taken before
+            `lock`. Without it places may come and go, but none may change.
+        places: of all blobs that are here.
+    """
+
+    def __init__(self, folder: Path | None, on_lost: Callable[[str, str], None]) -> None:
+        """Opens the packs in `folder`; None: in memory only.
+
+        Args:
+            folder: of the packs.
+            on_lost: called with digest and reason for a blob whose bytes turned out damaged.
+
+        Raises:
+            StateError: the folder cannot be used.
+        """
+        self.lock = threading.Lock()
+        self.durability = threading.Lock()
+        self._shrinking = threading.Lock()
+        """Held while a pack is rewritten; taken before `durability`."""
+        self.places: dict[str, Place] = {}
+        self._folder = folder
+        self._on_lost = on_lost
+        self._packs: list[Pack] = []
+        self._open: Pack | None = None
+        self._next_number = 0
+        if folder:
+            self._load(folder)
+
+    def _load(self, folder: Path) -> None:
+        try:
+            durable.make_folder(folder)
+            for path in sorted(folder.iterdir()):
+                if path.suffix == ".pack":
+                    self._load_pack(path)
+                elif path.suffix != ".index" or not path.with_suffix(".pack").exists():
+                    path.unlink()
+        except OSError as error:
+            raise StateError(f"blob folder {folder}: {error.strerror}") from error
+
+    def _load_pack(self, path: Path) -> None:
+        self._next_number = max(self._next_number, int(path.stem) + 1)
+        try:
+            placed = read_index(index_path(path)) if index_path(path).exists() else []
+        except CorruptState as error:
+            logger.error("%s; its blobs are lost", error)
+            placed = []
+        if not placed:
+            index_path(path).unlink(missing_ok=True)
+            path.unlink()
+            return
+        pack = FilePack(path, create=False)
+        self._packs.append(pack)
+        for digest, offset, num_bytes in placed:
+            if offset + num_bytes <= pack.num_bytes:
+                self.places[digest] = Place(pack, offset, num_bytes, is_durable=True)
+            else:
+                logger.error("%s is too short for blob %s, which is lost", path, digest)
+
+    # ------------------------------------------------ allocations; the caller holds `lock`
+
+    def allocate(self, num_bytes: int) -> Place:
+        """Room in the open pack, which counts one writer more."""
+        if self._open is None or self._open.num_bytes >= PACK_BYTES:
+            self._open = self._new_pack()
+            self._packs.append(self._open)
+        place = Place(self._open, self._open.allocate(num_bytes), num_bytes)
+        self._open.num_writers += 1
+        return place
+
+    def _new_pack(self) -> Pack:
+        if self._folder is None:
+            return MemoryPack()
+        path = self._folder / f"{self._next_number:08d}.pack"
+        self._next_number += 1
+        try:
+            return FilePack(path, create=True)
+        except OSError as error:
+            raise StateError(f"{path}: {error.strerror}") from error
+
+    def settle(self, digest: str, place: Place) -> None:
+        """Makes what was written there this blob, unless it has a place already."""
+        self.places.setdefault(digest, place)
+        self.abandon(place)
+
+    def abandon(self, place: Place) -> None:
+        """Nobody fills this allocation any more; places that nothing refers to are garbage."""
+        place.pack.num_writers -= 1
+
+    def release(self, place: Place) -> None:
+        """The same for room that nobody writes to or reads from even now: it comes back at once."""
+        self.abandon(place)
+        place.pack.release(place.offset, place.num_bytes)
+
+    # ------------------------------------------------ durability; the caller holds `durability`
+
+    def make_durable(self, wanted: Collection[str]) -> None:
+        """Makes blobs durable; StateError if the disk failed, MissingBlobs if some are not here."""
+        new = self._new(wanted)
+        doubtful = {d: place for d, place in new.items() if place.pack.is_doubtful}
+        if doubtful:
+            self._move(doubtful, self._copies(doubtful), doubtful)
+            new = self._new(wanted)
+        for pack in _packs_of(new.values()):
+            listed = {digest: place for digest, place in new.items() if place.pack is pack}
+            self._list(pack, listed)
+            with self.lock:
+                self.places |= {d: replace(p, is_durable=True) for d, p in listed.items()}
+
+    def _new(self, wanted: Collection[str]) -> dict[str, Place]:
+        """Those of these blobs that are not durable yet."""
+        with self.lock:
+            missing = sorted(digest for digest in wanted if digest not in self.places)
+            if missing:
+                raise MissingBlobs(missing)
+            return {d: self.places[d] for d in wanted if not self.places[d].is_durable}
+
+    def _list(self, pack: Pack, new: dict[str, Place]) -> None:
+        """Makes a pack durable with an index of what was listed before and these; closes it."""
+        with self.lock:
+            if self._open is pack:
+                self._open = None
+            old = {d: p for d, p in self.places.items() if p.pack is pack and p.is_durable}
+        pack.make_durable((d, place.offset, place.num_bytes) for d, place in (old | new).items())
+
+    def drop(self, places: dict[str, Place], why: str) -> None:
+        """Drops blobs that still lie at these places, also from the indexes on disk."""
+        with self.lock:
+            dropped = {d: p for d, p in places.items() if self.places.get(d) is p}
+            for digest in dropped:
+                del self.places[digest]
+        for digest in dropped:
+            logger.error("blob %s is damaged and was dropped: %s", digest, why)
+            self._on_lost(digest, why)
+        for pack in _packs_of(place for place in dropped.values() if place.is_durable):
+            self._list(pack, {})
+
+    # ------------------------------------------------ room; the caller holds no lock
+
+    def shrink(self, is_ended: Callable[[], bool]) -> None:
+        """Deletes packs that are garbage, then rewrites those that are mostly garbage.
+
+        What becomes garbage meanwhile is seen to as well. `durability` is held for no longer than
+        the copies of one pack take to become durable.
+
+        Args:
+            is_ended: asked with every piece; from then on packs stay as they are.
+
+        Raises:
+            StateError: the disk failed for one of them, which is as it was; the others are done.
+        """
+        tried: list[Pack] = []
+        failure: StateError | None = None
+        while not is_ended():
+            if tried:
+                time.sleep(TURN_S)
+            with self._shrinking:
+                pack, placed = self._most_garbage(tried)
+                if pack is None:
+                    break
+                tried.append(pack)
+                try:
+                    self._shrink(pack, placed, is_ended)
+                except StateError as error:
+                    failure = failure or error
+                except _Ended:
+                    break
+        if failure:
+            raise failure
+
+    def _most_garbage(self, tried: Collection[Pack]) -> tuple[Pack | None, dict[str, Place]]:
+        """The pack that is filled least, and its blobs; None if all are filled by half or more.
+
+        It is closed, and nobody makes blobs durable at this moment: from now on none come into it.
+        """
+        with self.durability, self.lock:
+            live_bytes: dict[int, int] = {}
+            for place in self.places.values():
+                number = id(place.pack)
+                # An empty blob takes room in memory: a pack of such ones is no garbage for ever.
+                live_bytes[number] = live_bytes.get(number, 0) + max(place.num_bytes, 1)
+            live = {pack: live_bytes.get(id(pack), -1) for pack in self._packs}
+            garbage = [
+                pack
+                for pack in self._packs
+                if not pack.num_writers and pack not in tried and 2 * live[pack] < pack.num_bytes
+            ]
+            if not garbage:
+                return None, {}
+            pack = min(garbage, key=live.__getitem__)
+            if self._open is pack:
+                self._open = None
+            return pack, {d: place for d, place in self.places.items() if place.pack is pack}
+
+    def _shrink(self, pack: Pack, placed: dict[str, Place], is_ended: Callable[[], bool]) -> None:
+        copies = self._copies(placed, is_ended)
+        with self.durability:
+            with self.lock:  # blobs may have been dropped or become durable meanwhile
+                here = {d: p for d in placed if (p := self.places.get(d)) and p.pack is pack}
+            self._move(here, copies, {digest for digest, place in here.items() if place.is_durable})
+            if is_ended():  # others may have opened the folder by now
+                return
+            with self.lock:
+                self._packs.remove(pack)
+            pack.delete()
+
+    def _move(
+        self, placed: dict[str, Place], copies: dict[str, Place], durable: Collection[str]
+    ) -> None:
+        """Lets blobs lie where they were copied to, once those to be durable are.
+
+        Until then nothing refers to the copies and the old places stay as they are, so that
+        neither a failure nor a crash between any two steps costs a blob.
+        """
+        try:
+            listed = {digest: copy for digest, copy in copies.items() if digest in durable}
+            for pack in _packs_of(listed.values()):
+                if pack.is_doubtful:
+                    hint = MENDED_BY[errno.EIO]
+                    raise StateError("copies of blobs may not be on the disk", hint=hint)
+                self._list(pack, {d: copy for d, copy in listed.items() if copy.pack is pack})
+        except BaseException:
+            with self.lock:
+                for copy in copies.values():  # an index may list them, so their room stays
+                    self.abandon(copy)
+            raise
+        with self.lock:
+            for digest in placed.keys() & copies.keys():
+                if self.places.get(digest) is placed[digest]:
+                    self.places[digest] = replace(copies[digest], is_durable=digest in durable)
+            for copy in copies.values():
+                self.abandon(copy)
+        self.drop({d: place for d, place in placed.items() if d not in copies}, "it reads wrongly")
+
+    def _copies(
+        self, placed: dict[str, Place], is_ended: Callable[[], bool] = lambda: False
+    ) -> dict[str, Place]:
+        """Verified copies of these blobs, without those that are damaged."""
+        copies: dict[str, Place] = {}
+        try:
+            for digest, place in placed.items():
+                copy = self._copy(digest, place, is_ended)
+                if copy:
+                    copies[digest] = copy
+        except BaseException:
+            with self.lock:
+                for copy in reversed(copies.values()):
+                    self.release(copy)
+            raise
+        return copies
+
+    def _copy(self, digest: str, place: Place, is_ended: Callable[[], bool]) -> Place | None:
+        with self.lock:
+            copy = self.allocate(place.num_bytes)
+
+        def write(start: int, piece: memoryview) -> None:
+            if is_ended():
+                raise _Ended
+            copy.pack.write(copy.offset, start, piece)
+
+        is_right = False
+        try:
+            is_right = digest_of_index(place.index(write)) == digest
+        except CorruptState as error:
+            logger.error("%s", error)
+        finally:
+            if not is_right:
+                with self.lock:
+                    self.release(copy)
+        return copy if is_right else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all packs take, garbage included."""
+        with self.lock:
+            return sum(pack.num_bytes for pack in self._packs)
+
+
+def _packs_of(places: Iterable[Place]) -> list[Pack]:
+    """Each pack once, in order of appearance."""
+    return list({id(place.pack): place.pack for place in places}.values())

@@ -1,0 +1,1 @@
+"""hivemind's DHT with bounds: signed records, charged to the peer that stores them."""

@@ -1,0 +1,93 @@
+"""Which DHT records a peer accepts: small, soon to expire, and signed by the peer they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, replace
+
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+
+from swarm.network.dht.bounded_msgpack import is_bytes
+from swarm.network.wire.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
+from swarm.network.wire.steady_clock import dht_clock
+
+MAX_SIGNED_BYTES = 20 * 1024
+"""With signature: the largest of our records, and room."""
+MAX_TTL_S = 3600.0
+"""What a reader refuses; holders keep nothing that lives nearly as long, see `local_storage.py`."""
+_PACKED = MSGPackSerializer.dumps(bytes(KEY_BYTES))[:-KEY_BYTES]
+"""What msgpack puts before a subkey."""
+
+
+class SignedRecords(RecordValidatorBase):
+    """Accepts a record only under the subkey that is its owner's key, and signed by that key.
+
+    A record's value ends with the signature, over the rest of the record. hivemind's own rule knows
+    RSA keys alone, and lets records without owner pass.
+    """
+
+    def __init__(self, identity: Identity, refuse: Callable[[str], None]) -> None:
+        """Signs as `identity`, and tells `refuse` the reason of each record that it refuses."""
+        self._identity, self._refuse = identity, refuse
+
+    @property
+    def subkey(self) -> bytes:
+        """The subkey of this peer's own records: its public key, 32 bytes."""
+        return self._identity.public_key
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record is kept or read; a refusal is counted."""
+        reason = self._fault(record)
+        if reason:
+            self._refuse(reason)
+        return reason is None
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """The value with this peer's signature behind it."""
+        return bytes(record.value + self._identity.sign(_statement(record)))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value without its signature."""
+        return bytes(record.value[:-SIGNATURE_BYTES])
+
+    @property
+    def priority(self) -> int:
+        """Before whatever looks into a value."""
+        return 10
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Two validators of signatures are as good as one."""
+        return isinstance(other, SignedRecords)
+
+    def _fault(self, record: DHTRecord) -> str | None:
+        # In a dictionary that came as a whole these may be anything.
+        if not (isinstance(record.value, bytes) and isinstance(record.expiration_time, float)):
+            return "record_schema"
+        if len(record.value) > MAX_SIGNED_BYTES:
+            return "record_size"
+        # Written so that NaN is refused too; the lower bound refuses what no JSON can say.
+        if not 0.0 <= record.expiration_time <= dht_clock()() + MAX_TTL_S:
+            return "record_expiration"
+        owner = _owner_of_packed(record.subkey)
+        if owner is None:
+            return "record_owner"
+        value, signature = self.strip_value(record), record.value[-SIGNATURE_BYTES:]
+        if not verify(owner, _statement(replace(record, value=value)), signature):
+            return "record_signature"
+        return None if is_bytes(value) else "record_nesting"
+
+
+def owner_of(subkey: object) -> str | None:
+    """The peer id whose key a subkey is, or None."""
+    return peer_id_of(subkey) if isinstance(subkey, bytes) else None
+
+
+def _owner_of_packed(subkey: object) -> str | None:
+    if not (isinstance(subkey, bytes) and subkey.startswith(_PACKED)):
+        return None
+    return peer_id_of(subkey[len(_PACKED) :])
+
+
+def _statement(record: DHTRecord) -> bytes:
+    return b"swarm record " + bytes(MSGPackSerializer.dumps(astuple(record)))

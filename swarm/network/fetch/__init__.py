@@ -1,0 +1,1 @@
+"""The bulk path: blobs asked for, received, verified and served."""

@@ -1,0 +1,258 @@
+"""One life of libp2p's daemon, with the DHT node on it; a `Node` may go through several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+# As X: what stands in for libp2p and the DHT in virtual time takes these names from here.
+from hivemind.dht.storage import DHTLocalStorage as DHTLocalStorage
+from hivemind.p2p import P2P as P2P
+from hivemind.p2p import PeerID as PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError as P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.control import P2PHandlerError as P2PHandlerError
+from hivemind.proto import crypto_pb2 as crypto_pb2
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration as ValueWithExpiration
+
+from swarm.config import NetworkSection
+from swarm.errors import NetworkDown, NobodyReachable, StateLocked
+from swarm.network.dht.dht import Dht, open_dht
+from swarm.network.dht.signed_records import SignedRecords
+from swarm.network.wire import daemon
+from swarm.network.wire.identity import Identity
+from swarm.network.wire.ledger import Ledger
+from swarm.network.wire.traffic import Traffic
+from swarm.network.wire.upload_rate import LineBytes
+
+logger = logging.getLogger(__name__)
+
+ENTRANCES = 16
+"""Living addresses that a start goes in by, of all that were probed."""
+_PROBE_S = 3.0
+TRIES = 3
+"""To get in by living addresses: somebody listens there, so the next try may well succeed."""
+
+Register = Callable[[P2P], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What every life of the daemon has in common.
+
+    Attributes:
+        identity: the same in all of them.
+        network: what the person decided.
+        traffic: counters.
+        register: makes this peer's handlers known to a new daemon, before the DHT is up.
+        ledger: what others may store in the DHT, and whose records go before those of strangers.
+        locate: has it looked up from where a peer is connected.
+        signer: whose records are published.
+    """
+
+    identity: Identity
+    network: NetworkSection
+    traffic: Traffic
+    register: Register
+    ledger: Ledger
+    locate: Callable[[P2P, str], None]
+    signer: Identity
+
+
+@dataclass(frozen=True)
+class Substrate:
+    """A daemon that ran when this was made, and its DHT node.
+
+    Attributes:
+        p2p: the daemon.
+        dht: the node.
+        addresses: to be handed out; empty for a peer that does not listen.
+        line: counts what the daemon moves.
+    """
+
+    p2p: P2P
+    dht: Dht
+    addresses: tuple[str, ...]
+    line: LineBytes
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Peer ids in the routing table."""
+        return self.dht.neighbours
+
+    async def ended(self) -> str:
+        """Waits until the daemon is dead, or can no longer be heard, and says which."""
+        ended = asyncio.create_task(self.p2p._child.wait())
+        try:
+            watched = {ended, self.p2p._client.control._read_task}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=daemon.CLOSE_S)  # the connection ends first
+        finally:
+            ended.cancel()
+        if ended.done() and not ended.cancelled():
+            return f"libp2p's daemon ended with status {ended.result()}"
+        return "the connection to libp2p's daemon broke"
+
+    async def reach(self, address: daemon.Address) -> bool:
+        """Connects to an address and pings the peer there; whether its DHT node answered."""
+        peer = PeerID.from_base58(address.peer_id)
+        try:
+            async with asyncio.timeout(daemon.CONNECT_S):
+                await self.p2p._client.connect(peer, [Multiaddr(address.transport)])
+                return await self.dht.ping(peer)
+        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            logger.debug("%s does not answer: %s", address.text, error)
+            return False
+
+    async def close(self, *, is_dead: bool) -> None:
+        """Leaves the DHT, if there is still a way to, and ends the daemon; bounded."""
+        if not is_dead:
+            with suppress(TimeoutError, P2PDaemonError, OSError):
+                async with asyncio.timeout(daemon.CLOSE_S):
+                    await self.dht.close()
+        await daemon.end_daemon(self.p2p, self.line)
+
+
+async def open_substrate(
+    opening: Opening,
+    peers: Sequence[daemon.Address],
+    port: int | None,
+    *,
+    must_reach: bool,
+    check_identity: bool,
+) -> Substrate:
+    """Starts daemon, handlers and DHT node, in this order.
+
+    Args:
+        opening: who and how.
+        peers: to enter by, the best first; some may be dead.
+        port: to listen on, where the configuration leaves it open.
+        must_reach: whether it is an error that none of them answers.
+        check_identity: whether to look for a living peer with the same identity.
+
+    Raises:
+        NobodyReachable: `must_reach`, and nobody answered.
+        NetworkDown: the daemon did not start.
+        StateLocked: a living peer of the swarm has this identity.
+    """
+    entrances = await _answering(opening.identity.peer_id, peers, must_reach)
+    if must_reach:
+        p2p = await _enter(opening, entrances, port, check_identity=check_identity)
+    else:
+        try:
+            p2p = await _start(opening, entrances, port, check_identity=check_identity)
+        except NobodyReachable:  # it goes on trying once it is up
+            entrances = []
+            p2p = await _start(opening, entrances, port, check_identity=check_identity)
+    enter = partial(
+        open_dht, peers=entrances, client_mode=opening.network.client_mode, must_reach=must_reach
+    )
+    return await begun(opening, p2p, enter)
+
+
+async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]) -> Substrate:
+    """Puts handlers and a DHT node on a new daemon, which ends if one of them fails.
+
+    Args:
+        opening: whose daemon it is.
+        p2p: the daemon.
+        enter: makes the DHT node, of the daemon and what a `Dht` takes besides its node.
+    """
+    try:
+        await opening.register(p2p)
+        dht = await enter(
+            p2p,
+            SignedRecords(opening.signer, opening.traffic.refuse),
+            opening.traffic,
+            opening.ledger,
+            partial(opening.locate, p2p),
+        )
+        addresses = () if opening.network.client_mode else await visible_addresses(p2p)
+    except BaseException:
+        await daemon.end_daemon(p2p, opening.traffic.line)
+        raise
+    return Substrate(p2p, dht, addresses, opening.traffic.line)
+
+
+async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
+    """The addresses that a daemon has now, to be handed out; `says` which are left out."""
+    try:
+        texts = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+    except ValueError:  # hivemind's word for none
+        texts = []
+    return daemon.dialable(texts, daemon.host_of_default_route(), says=says)
+
+
+def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
+    """The addresses to be handed out from now on: those of the port that this peer listens on.
+
+    A machine that has none for a while, as when its network is down, keeps those it had.
+    """
+    if not before or set(now) == set(before):
+        return tuple(before)
+    port = daemon.Address.parse(before[0]).port
+    found = tuple(text for text in now if daemon.Address.parse(text).port == port)
+    is_cut_off = all(map(daemon.is_loopback, found)) and not all(map(daemon.is_loopback, before))
+    return tuple(before) if is_cut_off or not found else found
+
+
+async def _enter(
+    opening: Opening, peers: Sequence[daemon.Address], port: int | None, *, check_identity: bool
+) -> P2P:
+    """`_start`, more than once: the daemon's own patience is too short for a line with losses."""
+    for _ in range(TRIES - 1):
+        with suppress(NobodyReachable):
+            return await _start(opening, peers, port, check_identity=check_identity)
+        logger.info("no way in yet by %s; trying again", ", ".join(peer.text for peer in peers))
+    return await _start(opening, peers, port, check_identity=check_identity)
+
+
+async def _start(
+    opening: Opening, peers: Sequence[daemon.Address], port: int | None, *, check_identity: bool
+) -> P2P:
+    listen, texts = (
+        daemon.listen_addresses(opening.network, port),
+        [address.text for address in peers],
+    )
+    me = opening.identity
+    try:
+        if (
+            peers
+            and check_identity
+            and await daemon.is_identity_taken(me.peer_id, texts, opening.traffic.line)
+        ):
+            raise StateLocked(
+                f"a living peer already is {me.peer_id}",
+                hint="end it, or start with another state directory",
+            )
+        return await daemon.start_daemon(
+            opening.network,
+            identity_path=me.path,
+            listen=listen,
+            initial_peers=texts,
+            line=opening.traffic.line,
+        )
+    except P2PDaemonError as error:
+        if peers and daemon.is_unanswered(error):
+            raise NobodyReachable(f"another peer, or none, is at {', '.join(texts)}") from error
+        where = ", ".join(listen)
+        raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
+
+
+async def _answering(
+    me: str, peers: Sequence[daemon.Address], must_reach: bool
+) -> list[daemon.Address]:
+    """The peers that libp2p answers for: the daemon would wait long for the others."""
+    faults = await asyncio.gather(*(daemon.probe(address, _PROBE_S) for address in peers))
+    there = [address for address, fault in zip(peers, faults, strict=True) if not fault]
+    if peers and must_reach and not there:
+        tried = "; ".join(f"{a.text}: {f}" for a, f in zip(peers, faults, strict=True))
+        raise NobodyReachable(
+            f"no known peer answers: {tried}",
+            hint="check the address, and that the other peer still runs",
+        )
+    return [address for address in there if address.peer_id != me][:ENTRANCES]

@@ -1,0 +1,1 @@
+"""The shell of the round machine: messages, transfers, means, and the record on disk."""

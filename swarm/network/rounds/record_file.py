@@ -1,0 +1,311 @@
+"""The protocol's record on disk: one small file, replaced atomically, and its chain of heads.
+
+The chain has one link a line, appended before the record that ends with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from blake3 import blake3
+
+from swarm import durable
+from swarm.errors import BadManifest, BadMessage, CorruptState, no_access
+from swarm.protocol.chain import chain_record
+from swarm.protocol.chain.chain_record import decode_link, decode_record, encode_link, encode_record
+from swarm.protocol.chain.trust import RECENT, Chain, with_reforms
+from swarm.protocol.messages.events import Record
+from swarm.protocol.messages.messages import Link
+from swarm.protocol.values.manifest import Digest, Head, Kind
+
+logger = logging.getLogger(__name__)
+
+REFORM = f'"{Kind.REFORM.value}"'.encode()
+"""Is in the line of each link whose head is a reform, and of some others."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was read of a chain file.
+
+    Attributes:
+        links: all that are whole, as they were written.
+        torn: digests of links that are behind a damaged line.
+        has_beginning: whether the first line is whole.
+        has_end: whether the last line is.
+    """
+
+    links: tuple[Link, ...] = ()
+    torn: frozenset[Digest] = frozenset()
+    has_beginning: bool = False
+    has_end: bool = False
+
+
+@dataclass(frozen=True)
+class ChainFile:
+    """Where one peer's chain of one run lives; its methods may run in several threads."""
+
+    path: Path
+    _writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """While lines are added, or the file changes place: milliseconds."""
+    _replacing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def append(self, links: Sequence[Link]) -> None:
+        """Makes links durable, behind those that are there."""
+        if links:
+            with self._writing:
+                lines = b"".join(map(_line, links))
+                durable.append_lines(self.path, lines, sync=True)
+
+    def rewrite(self, links: Callable[[], Sequence[Link]]) -> None:
+        """Puts these links in the place of those that are there, durably.
+
+        What is appended while this writes stays behind them, and waits for no more than the change
+        of place.
+
+        Args:
+            links: asked once, for the links of now; all that are in the file by then are judged.
+
+        Raises:
+            OSError: the disk refused to write; what cannot be read is replaced.
+        """
+        with self._replacing:
+            reforms, new = self.read(holding=REFORM), durable.beside(self.path)
+            with self._writing:
+                size, now = self._size(), links()
+            new.write_bytes(b"".join(map(_line, with_reforms(now, reforms))))
+            durable.sync_file(new)
+            with self._writing:
+                if since := self._since(size):
+                    durable.append_lines(new, since, sync=True)
+                durable.put_in_place(self.path)
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _since(self, size: int) -> bytes:
+        """What was appended since the file had so many bytes."""
+        if self._size() <= size:
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(size, os.SEEK_SET)
+            return file.read()
+
+    def read(self, *, holding: bytes = b"") -> tuple[Link, ...]:
+        """All links that are whole, oldest first; none if there is no file, or no reading it.
+
+        Args:
+            holding: those alone whose lines hold these bytes; at 256 members a line has 34 kB.
+        """
+        return tuple(link for link in self._read(holding) if link)
+
+    def read_kept(self) -> Kept:
+        """The same, and where some are lost."""
+        links, torn, is_torn = list[Link](), set[Digest](), not self.path.exists()
+        has_beginning = not is_torn
+        for link in self._read(b""):
+            if link is None:
+                is_torn = True
+                continue
+            if is_torn:
+                has_beginning = has_beginning and bool(links)
+                link = replace(link, alike=False)  # than one that is not here
+                torn.add(link.head.digest)
+            links.append(link)
+            is_torn = False
+        return Kept(tuple(links), frozenset(torn), has_beginning and bool(links), not is_torn)
+
+    def _read(self, holding: bytes) -> Iterator[Link | None]:
+        """The links; None in the place of a damaged line, or of the rest if it cannot be read."""
+        if not self.path.exists():
+            return
+        try:
+            yield from self._lines(holding)
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.path.name, error.strerror)
+            yield None
+
+    def _lines(self, holding: bytes) -> Iterator[Link | None]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip() and holding in line:
+                    yield self._link(line.rstrip(b"\n"), number)
+
+    def _link(self, line: bytes, number: int) -> Link | None:
+        digest, _, body = line.partition(b" ")
+        if blake3(body).hexdigest().encode() != digest:
+            logger.warning("%s: line %d is torn or was changed", self.path.name, number)
+            return None
+        try:
+            return decode_link(body)
+        except BadMessage as error:
+            logger.warning("%s: line %d: %s", self.path.name, number, error)
+            return None
+
+
+def _line(link: Link) -> bytes:
+    body = encode_link(link)
+    return blake3(body).hexdigest().encode() + b" " + body + b"\n"
+
+
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What keeps a file from being read that is whole."""
+
+
+def with_digest(body: bytes) -> bytes:
+    """What a file holds that is to notice when it was torn or changed."""
+    return blake3(body).hexdigest().encode() + b"\n" + body
+
+
+def without_digest(content: bytes) -> bytes | None:
+    """The body of such a file; None if it is not what was written."""
+    digest, _, body = content.partition(b"\n")
+    return body if blake3(body).hexdigest().encode() == digest else None
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """Where one peer's record of one run lives."""
+
+    path: Path
+
+    @property
+    def previous(self) -> Path:
+        """The record before the newest."""
+        return self.path.with_suffix(".previous")
+
+    @cached_property
+    def chain(self) -> ChainFile:
+        """The heads behind the record's tip, beside it."""
+        return ChainFile(self.path.with_name("chain"))
+
+    def write(self, record: Record, links: Sequence[Link] = ()) -> None:
+        """Makes the record durable: when this returns it survives a kill and a power cut.
+
+        Before it, what the chain of heads has gained: a link more than the tip's does no harm.
+        Killed at any moment, it leaves an intact record, if there was one.
+        """
+        self.chain.append(links)
+        content = with_digest(encode_record(record))
+        if self._is_lost():
+            # The damaged one must not become the predecessor, nor the one before it stay there:
+            # its peer may have voted at more heights since than it would abstain from [P5].
+            durable.write_file(self.previous, content)
+            durable.write_file(self.path, content)
+        else:
+            durable.write_file(self.path, content, previous=self.previous)
+
+    def _is_lost(self) -> bool:
+        """Whether there was a record and the newest is missing or damaged."""
+        try:
+            return without_digest(self.path.read_bytes()) is None
+        except FileNotFoundError:
+            return self.previous.exists()
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.path, error.strerror)
+            return True
+
+    def read(self) -> Record | None:
+        """The newest intact record, or None when this peer never had one.
+
+        Raises:
+            CorruptState: files are there, but none is intact.
+            StateError: this user may not read them.
+            OSError: this process, or the machine, has too many files open.
+        """
+        problems = []
+        for path in (self.path, self.previous):
+            try:
+                record = _read(path)
+            except FileNotFoundError:
+                problems.append(f"{path.name} is missing")
+                continue
+            except CorruptState as error:
+                problems.append(str(error))
+                continue
+            return _rolled_back(record, problems) if problems else record
+        if self.path.exists() or self.previous.exists():
+            raise CorruptState(
+                f"{self.path.parent}: {'; '.join(problems)}",
+                hint="without a record a peer cannot tell what it has promised: join the others "
+                "with a new --state-dir and --initial-peers ADDRESS, or, if there are none, found "
+                "the run anew with --run FILE and a new --state-dir",
+            )
+        return None
+
+    def read_chain(self, record: Record, founding: Head | None = None) -> Chain:
+        """The chain that ends with the record's tip; writes the file if there is none.
+
+        Args:
+            record: of this peer.
+            founding: manifest 0's head, with which a chain begins again that has lost its
+                beginning.
+        """
+        kept = self.chain.read_kept()
+        links, torn = kept.links, kept.torn
+        if not kept.has_end:
+            torn |= {record.tip.head.digest}
+        if founding and not kept.has_beginning and founding.digest != record.tip.head.digest:
+            logger.warning("%s lacks its beginning; members are asked", self.chain.path.name)
+            links = (Link(founding), *links)
+        chain = Chain.of(record, links, torn)
+        if len(links) > 2 * len(chain.links) + RECENT or not self.chain.path.exists():
+            self.chain.rewrite(lambda: chain.links)
+        return chain
+
+    def read_earlier(self) -> Record | None:
+        """The record before the newest, when the newest's state is lost; None if there is none.
+
+        Its votes are forgotten too: they were for what was lost.
+        """
+        try:
+            record = _read(self.previous)
+        except (FileNotFoundError, CorruptState):
+            return None
+        return chain_record.rolled_back(replace(record, promised=None, accepted=None))
+
+
+def _rolled_back(record: Record, problems: list[str]) -> Record:
+    abstaining_record = chain_record.rolled_back(record)
+    logger.warning(
+        "%s; going on from height %d without voting up to height %d",
+        "; ".join(problems),
+        record.tip.height,
+        abstaining_record.abstain_until_height,
+    )
+    return abstaining_record
+
+
+def _read(path: Path) -> Record:
+    try:
+        body = without_digest(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # as of a sector that went bad
+        if denied := no_access(error):
+            raise denied from error
+        if error.errno in _NO_DAMAGE:
+            raise
+        raise CorruptState(f"{path.name} cannot be read: {error.strerror}") from error
+    if body is None:
+        raise CorruptState(f"{path.name} is torn or was changed")
+    try:
+        record = decode_record(body)
+    except (BadManifest, BadMessage) as error:
+        raise CorruptState(f"{path.name} cannot be read: {error}") from error
+    repaired = chain_record.repaired(record)
+    if repaired:
+        logger.warning(
+            "%s has a ballot beyond the bound; going on without it and without voting up to "
+            "height %d",
+            path.name,
+            repaired.abstain_until_height,
+        )
+    return repaired or record

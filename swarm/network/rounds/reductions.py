@@ -1,0 +1,168 @@
+"""What a peer computes for a round: means of values and of deltas, and values that deltas make.
+
+Means of deltas leave something over, which is a blob of the store while it is good
+(`swarm.protocol.exchange.deltas` says how long); nothing of that is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.codecs import Content, mean_of
+from swarm.codings import coded_bytes
+from swarm.deltas.unit_deltas import apply_delta, reduced
+from swarm.errors import BadBlob
+from swarm.network.blobs.blob_store import BlobGone, BlobStore, Draft, delta_in, kept, reader, write
+from swarm.protocol.exchange.deltas import Remainders
+from swarm.protocol.messages.events import Rebuild, Reduce
+from swarm.protocol.messages.messages import ReducedUnit
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import Digest, Manifest, Unit
+
+Merger = Callable[[Manifest], Mapping[Unit, Content]]
+"""The merged experts of a due tip, computed from its agreed values as they are asked for."""
+OpenValue = Callable[[int], Draft]
+"""Of so many bytes."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What was computed for a `Reduce`.
+
+    Attributes:
+        result: for the round machine; its blobs are in the store, pinned until that heard of them.
+        left: what the mean of deltas left over, a blob that is pinned until somebody lets it go.
+    """
+
+    result: ReducedUnit
+    left: Digest | None = None
+
+
+class LeftOver:
+    """What means of deltas made here left over, kept for the next ones; in the node's loop."""
+
+    def __init__(self, store: BlobStore, tip: Manifest, rules: Rules) -> None:
+        """See `Remainders`; what is due once a cycle is good for some cycles."""
+        self._store, self._tip = store, tip
+        self._remainders = Remainders[Digest](tip.digest, rules.silent_rounds)
+        self._pinned = set[Digest]()
+
+    def of(self, effect: Reduce) -> Digest | None:
+        """What is to be added to a mean."""
+        return self._remainders.of(effect.unit) if effect.base else None
+
+    def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
+        """A mean of deltas was made after this tip."""
+        if mean.left is None or mean.result.delta is None:
+            return
+        self._remainders.found(tip.digest, unit, mean.result.delta, mean.left)
+        if mean.left in self._pinned:
+            self._store.unpin([mean.left])
+        self._pinned.add(mean.left)
+        self._let_go()
+
+    def applied(self, manifest: Manifest) -> None:
+        """There is a new tip."""
+        self._remainders.applied(manifest, self._tip)
+        self._tip = manifest
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Pins what is good and nothing else; each came with one pin."""
+        good = {left for _, left in self._remainders.items()}
+        self._store.unpin(self._pinned - good)
+        self._pinned &= good
+
+
+class Reductions:
+    """Computes in whatever thread it is called."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        layout: Layout,
+        open_value: OpenValue,
+        is_stored: Callable[[Digest], None],
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            store: of the peer.
+            layout: of the run.
+            open_value: room for a value; the round machine hears when it is finished.
+            is_stored: tells the machine of a blob that is pinned for it.
+        """
+        self.store, self.layout = store, layout
+        self.open_value, self.is_stored = open_value, is_stored
+
+    def mean(self, effect: Reduce, remainder: Digest | None) -> Mean | None:
+        """The mean that a `Reduce` asks for; None if a blob that it takes is no longer here.
+
+        Args:
+            effect: with or without deltas.
+            remainder: what the mean of the unit's deltas before left over.
+        """
+        wanted = [digest for _, digest in effect.inputs]
+        with kept(self.store, [*wanted, *filter(None, [effect.base, remainder])]) as missing:
+            if missing:
+                return None
+            if effect.base is None:
+                return Mean(self._mean_of_values(effect, wanted))
+            return self._mean_of_deltas(effect, effect.base, remainder)
+
+    def _mean_of_values(self, effect: Reduce, digests: Sequence[Digest]) -> ReducedUnit:
+        layout = self.layout.by_unit[effect.unit]
+        if len(digests) == 1:  # the mean of one value is that value
+            self.store.pin(digests)
+            self.is_stored(digests[0])
+            return ReducedUnit(digests[0], layout.num_bytes)
+        reads = [reader(self.store, digest) for digest in digests]
+        value = mean_of(reads, layout.num_bytes, layout.codec, effect.weights)
+        return ReducedUnit(write(self.open_value(layout.num_bytes), value), layout.num_bytes)
+
+    def _mean_of_deltas(self, effect: Reduce, base: Digest, remainder: Digest | None) -> Mean:
+        layout = self.layout.by_unit[effect.unit]
+        sizes = coded_bytes(layout), layout.num_bytes
+        runs = reduced(
+            layout,
+            reader(self.store, base),
+            [delta_in(self.store, digest) for _, digest in effect.inputs],
+            reader(self.store, remainder) if remainder else None,
+            effect.weights,
+        )
+        with (
+            self.open_value(sizes[0]) as delta,
+            self.open_value(sizes[1]) as value,
+            self.store.draft(4 * layout.num_elements) as left,
+        ):
+            for run in runs:
+                delta.write(run.delta)
+                value.write(run.value)
+                left.write(run.left)
+            made, moved = delta.finish(), value.finish()
+            self.store.sync([made, moved])  # before anybody hears of them [W5]
+            return Mean(ReducedUnit(moved, sizes[1], made), left.finish())
+
+    def rebuild(self, effect: Rebuild) -> str | None:
+        """Stores the value that a delta makes of another; the machine hears of it.
+
+        Returns:
+            None, or why that is not the value: it is not here then.
+        """
+        layout = self.layout.by_unit[effect.unit]
+        with kept(self.store, [effect.base, effect.delta]) as missing:
+            if missing:
+                return "what it is made of is no longer here"
+            try:
+                base, delta = reader(self.store, effect.base), delta_in(self.store, effect.delta)
+                value = apply_delta(layout, base, delta)
+                made = write(self.store.draft(layout.num_bytes), value)
+            except (BadBlob, BlobGone) as error:
+                return str(error)
+        if made != effect.digest:
+            self.store.unpin([made])
+            return f"the delta {effect.delta[:12]} makes {made[:12]} of {effect.base[:12]}"
+        self.is_stored(made)
+        return None

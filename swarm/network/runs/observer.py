@@ -1,0 +1,273 @@
+"""A guest who only reads: finds a run, looks at its records, fetches its newest model.
+
+It dials out and forgets its identity, so it disturbs nobody. It publishes nothing but scores, and
+those only when it is told to, under the key of the person who measured them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from swarm.background import Tasks
+from swarm.config import NetworkSection, RunConfig
+from swarm.errors import NetworkDown, NobodyReachable
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.node.node import Node
+from swarm.network.runs.joiner import fetch_state
+from swarm.network.runs.run_records import fetch_dated, fetch_records, publish
+from swarm.network.runs.run_search import Announced, answers_of, fetch_config, find_run, whom_to_ask
+from swarm.network.runs.tips import Trust, newest_tip
+from swarm.network.wire.identity import Identity
+from swarm.network.wire.steady_clock import dht_clock
+from swarm.protocol.records import records
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+GRACE_S = 1.0
+"""Whoever only looks on waits less for a newer tip than a joiner: it looks again."""
+RENEW_S = records.EVENT_TTL_S / 3
+"""Scores are repeated so often; they outlive two attempts that fail."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Records of one run that have not expired, by the peer that signed them.
+
+    Attributes:
+        published: when a peer published its presence: seconds since 1970 by its own clock.
+        at: when all this was read, likewise by the clock here.
+    """
+
+    peers: Mapping[PeerId, records.PeerRecord]
+    merges: Mapping[PeerId, records.MergeRecord]
+    validations: Mapping[PeerId, records.ValidationRecord]
+    published: Mapping[PeerId, float] = field(default_factory=dict)
+    at: float = 0.0
+    scores: Mapping[PeerId, records.ScoreRecord] = field(default_factory=dict)
+
+
+class Observer:
+    """See the module; every call has a deadline and may come from any thread but the node's."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: BlobStore,
+        vouched: Digest | None = None,
+        signer: Identity | None = None,
+    ) -> None:
+        self._node, self._store = node, store
+        self._signer = signer.peer_id if signer else node.peer_id
+        self._trust = Trust(vouched) if vouched else None
+        self._downloads = Downloads(node, store)
+        self._renewing = Tasks("the scores")
+
+    @classmethod
+    def start(
+        cls,
+        known_peers: Sequence[str],
+        store: BlobStore,
+        deadline_s: float,
+        vouched: Digest | None = None,
+        signer: Identity | None = None,
+    ) -> Observer:
+        """Enters the network by any of these addresses; fetched blobs go into the store.
+
+        Tips are proved from the head that is `vouched` for, or from manifest 0. Scores are those of
+        `signer`, else of an identity that is forgotten.
+
+        Raises:
+            NobodyReachable: none of them answers.
+            NetworkDown: libp2p's daemon did not start.
+            ConfigError: an address is malformed.
+        """
+        node = Node.start(
+            identity_path=None,
+            network=NetworkSection(client_mode=True),
+            known_peers=known_peers,
+            deadline_s=deadline_s,
+            signer=signer,
+        )
+        return cls(node, store, vouched, signer)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Leaves."""
+        self._node.stop(timeout_s)
+
+    def find(self, wanted: str | None, deadline_s: float) -> Announced:
+        """The run with this id, or the only one.
+
+        Raises:
+            NobodyReachable: no such run is announced, maybe since its founder still prepares it, or
+                the network does not answer.
+            RunMismatch: several are, and none was named.
+        """
+        node, none = self._node, f"no peer announces {wanted or 'a run'}"
+
+        async def found() -> Announced:
+            opened = await find_run(
+                node, self._downloads, fingerprint=None, wanted=wanted, deadline_s=deadline_s / 2
+            )
+            if opened:
+                return opened.announced
+            if founder := await self._founder(deadline_s / 8):
+                raise NobodyReachable(
+                    f"{none} yet: peer {founder[-6:]} prepares a run",
+                    hint="it begins once that peer has read its text: look again later",
+                )
+            raise NobodyReachable(none, hint="is a peer of it running?")
+
+        return self._within(deadline_s, "runs", found)
+
+    async def _founder(self, within_s: float) -> PeerId | None:
+        """Who at the given addresses says in time that it prepares a run."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                told = await answers_of(self._node, self._node.entrances)
+                return next(iter(told.preparing), None)
+        return None
+
+    def look(self, run: str, deadline_s: float) -> Seen:
+        """All records of a run.
+
+        Raises:
+            NobodyReachable: the network does not answer.
+        """
+
+        async def read() -> Seen:
+            node = self._node
+            peers, merges, validations, scores = await asyncio.gather(
+                fetch_dated(node, records.PeerRecord, records.peers_keys(run)),
+                fetch_records(node, records.MergeRecord, records.merges_keys(run)),
+                fetch_records(node, records.ValidationRecord, records.validation_keys(run)),
+                fetch_records(node, records.ScoreRecord, records.scores_keys(run)),
+            )
+            # The given ones may end, and libp2p forgets how it reached a peer by another.
+            node.remember([a for _, record in peers.values() for a in record.addresses])
+            return Seen(
+                {peer: record for peer, (_, record) in peers.items()},
+                merges,
+                validations,
+                {peer: expires - records.RECORD_TTL_S for peer, (expires, _) in peers.items()},
+                dht_clock()(),
+                scores,
+            )
+
+        return self._within(deadline_s, "records", read)
+
+    def tip(
+        self, announced: Announced, peers: Mapping[PeerId, records.PeerRecord], deadline_s: float
+    ) -> Manifest:
+        """The newest manifest that a member proves, from manifest 0 or the head that is trusted.
+
+        Raises:
+            NobodyReachable: nobody showed one in time.
+        """
+        asked = whom_to_ask(self._node, announced, peers)
+
+        async def ask() -> Manifest:
+            shown = await newest_tip(
+                self._node,
+                self._downloads,
+                announced.record,
+                asked,
+                self._trust,
+                grace_s=GRACE_S,
+            )
+            return shown.record.tip
+
+        return self._within(deadline_s, "the newest manifest", ask)
+
+    def config(self, announced: Announced, deadline_s: float) -> RunConfig:
+        """The run's configuration.
+
+        Raises:
+            NobodyReachable: no member gave it in time.
+            RunMismatch: what came is not what was announced.
+        """
+        return self._within(
+            deadline_s, "the run configuration", lambda: fetch_config(announced, self._downloads)
+        )
+
+    def fetch_model(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        *,
+        sources: Sequence[PeerId],
+        on_blob: Callable[[int, int], None],
+        deadline_s: float,
+    ) -> None:
+        """Brings every blob of a manifest into the store, checked.
+
+        Args:
+            manifest: the state to fetch.
+            layout: what its values must look like.
+            sources: peers that may have it.
+            on_blob: told how many of how many bytes are here, in the node's thread.
+            deadline_s: for all of it.
+
+        Raises:
+            NobodyReachable: not all was here in time.
+        """
+        self._within(
+            deadline_s,
+            "the model",
+            lambda: fetch_state(
+                self._downloads,
+                self._store,
+                layout,
+                manifest,
+                sources=sources,
+                on_blob=on_blob,
+            ),
+        )
+
+    def publish_scores(self, run: str, record: records.ScoreRecord, deadline_s: float) -> None:
+        """Shows scores to everybody who watches the run, in place of those published before.
+
+        They are repeated until the observer stops, and gone `EVENT_TTL_S` later.
+
+        Raises:
+            NobodyReachable: no peer keeps them.
+        """
+        key = records.scores_key(run, self._signer)
+
+        async def store() -> bool:
+            await self._renewing.stop()
+            self._renewing.supervise(partial(self._renew, key, record))
+            return await publish(self._node, key, record)
+
+        if not self._within(deadline_s, "a place for scores", store):
+            raise NobodyReachable("no peer keeps the scores", hint="is the run still going on?")
+
+    async def _renew(self, key: str, record: records.ScoreRecord) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await publish(self._node, key, record)
+            except (NobodyReachable, NetworkDown) as error:
+                logger.warning("the scores were not repeated, which is tried again: %s", error)
+
+    def _within(
+        self, deadline_s: float, what: str, work: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        async def bounded() -> Result:
+            async with asyncio.timeout(deadline_s):
+                return await work()
+
+        try:
+            # The outer limit only matters when the loop itself hangs.
+            return self._node.run(bounded(), deadline_s + 2)
+        except TimeoutError as error:
+            raise NobodyReachable(f"{what}: no answer within {deadline_s:.0f} s") from error

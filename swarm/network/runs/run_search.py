@@ -1,0 +1,409 @@
+"""How a peer or an observer finds the run that was meant, and how a founder announces one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.config import RunConfig
+from swarm.errors import BadRecord, HostileInput, NobodyReachable, RunMismatch, Unreachable
+from swarm.network.fetch.fetcher import Downloads, Want
+from swarm.network.node.node import Node
+from swarm.network.runs.run_records import check_announcement, decode_config, fetch_records, heard
+from swarm.protocol.messages.message_bytes import foreign_manifest
+from swarm.protocol.records.records import RunRecord, RunState, decode_record, runs_keys
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.manifest import Manifest, PeerId, run_id
+
+_IS_PREPARING = re.compile(rb"preparing ([0-9a-f]{64})")
+
+
+def encode_preparing(fingerprint: str) -> bytes:
+    """The answer of a peer that founds a run with this configuration."""
+    return f"preparing {fingerprint}".encode()
+
+
+def decode_preparing(answer: Buffer) -> str | None:
+    """The fingerprint in such an answer of a stranger; None of all other bytes."""
+    match = _IS_PREPARING.fullmatch(answer)
+    return match[1].decode() if match else None
+
+
+def is_forestalled(
+    me: PeerId,
+    fingerprint: str,
+    *,
+    preparing: Mapping[PeerId, str],
+    announced: Iterable[str],
+    is_beside: bool,
+) -> bool:
+    """Whether a peer that prepares a run is to leave founding to others, or must not found.
+
+    Of peers that prepare at the same time and ask each other, the one with the smallest id goes on
+    and the others wait for it, so that neither all of them found nor all wait.
+
+    Args:
+        me: this peer.
+        fingerprint: of the run that it prepares.
+        preparing: who else does at the addresses that it was given, and the run's fingerprint.
+        announced: fingerprints of the runs that those there are in.
+        is_beside: whether a run beside others is meant, so that only equal ones count.
+    """
+    there = {of for peer, of in preparing.items() if peer < me}.union(announced)
+    return fingerprint in there if is_beside else bool(there)
+
+
+logger = logging.getLogger(__name__)
+
+RUN_QUESTION = b"run"
+"""Asks a peer which run it is in; the answer is its `RunRecord`, or `preparing`, or nothing."""
+POLL_S = 0.3
+ASK_S = 3.0
+ALONE_S = 0.5
+"""For so long only the answers of those who were asked directly are waited for."""
+OPEN_S = 20.0
+"""For configuration and manifest 0 of one candidate."""
+NEXT_AFTER_S = 1.0
+"""A candidate that has not been opened by then does not keep the next one waiting."""
+OTHERS_S = 4.0
+"""Where other runs than the named one are announced, it is looked for no longer."""
+MAX_CANDIDATES = 32
+MAX_ASKED = 8
+LookOn = Callable[[], Awaitable[float]]
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A run that somebody announced, and who did."""
+
+    record: RunRecord
+    publishers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose announcement was found true.
+
+    Attributes:
+        announced: bound by the run id and manifest 0; by the founder's word while it gathers.
+        run: its configuration.
+        founding: manifest 0; None while its founder gathers peers.
+    """
+
+    announced: Announced
+    run: RunConfig
+    founding: Manifest | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What peers say when they are asked for their run.
+
+    Attributes:
+        runs: that they are in.
+        preparing: those that found a run which cannot be announced yet, with its fingerprint.
+    """
+
+    runs: list[Announced]
+    preparing: dict[PeerId, str]
+
+
+async def answers_of(node: Node, peers: Iterable[PeerId]) -> Answers:
+    """What these peers say about their run; many are not all asked."""
+    asked = [peer for peer in dict.fromkeys(peers) if peer != node.peer_id][:MAX_ASKED]
+    answers = await asyncio.gather(*(_run_of(node, peer) for peer in asked))
+    said = dict(zip(asked, answers, strict=True))
+    records = {peer: one for peer, one in said.items() if isinstance(one, RunRecord)}
+    preparing = {peer: one for peer, one in said.items() if isinstance(one, str)}
+    return Answers(_sound(node, records), preparing)
+
+
+async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
+    """The runs that these peers are in, as each of them says."""
+    return (await answers_of(node, peers)).runs
+
+
+async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answers:
+    """What these peers say, as soon as one of them says anything; empty if none does in time.
+
+    Args:
+        node: which goes on connecting to the addresses that it was given.
+        peers: who is asked.
+        within_s: for so long they are asked again and again; once in any case.
+    """
+    end_s = time.monotonic() + within_s
+    while True:
+        told = await answers_of(node, peers)
+        if told.runs or told.preparing or time.monotonic() >= end_s:
+            return told
+        await asyncio.sleep(POLL_S)
+
+
+async def _run_of(node: Node, peer: PeerId) -> RunRecord | str | None:
+    try:
+        answer = await node.request(peer, RUN_QUESTION, ASK_S)
+        preparing = decode_preparing(answer)
+        return preparing or (decode_record(RunRecord, answer) if answer else None)
+    except Unreachable as error:
+        logger.info("peer=%s did not say which run it is in: %s", peer[-6:], error)
+    except BadRecord as error:
+        node.traffic.refuse(error.reason)
+        logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
+    return None
+
+
+async def announced_runs(node: Node) -> list[Announced]:
+    """All runs in the DHT, running ones first, then by number of publishers.
+
+    Raises:
+        NobodyReachable: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
+    return _sound(node, await fetch_records(node, RunRecord, runs_keys()))
+
+
+def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
+    """Equal announcements together, without those that need no look to be known as false."""
+    publishers: dict[RunRecord, list[PeerId]] = {}
+    for peer, record in sorted(records.items()):
+        try:
+            check_announcement(record)
+            if record.state is RunState.RUNNING:
+                check_run_id(record)
+            elif record.founder != peer:
+                raise BadRecord("record_founder", f"{record.run} gathers at {record.founder}")
+        except (BadRecord, RunMismatch) as error:
+            _refuse(node, peer, error)
+            continue
+        publishers.setdefault(record, []).append(peer)
+    return sorted(
+        (Announced(record, tuple(peers)) for record, peers in publishers.items()),
+        key=lambda a: (a.record.state is not RunState.RUNNING, -len(a.publishers), a.record.run),
+    )
+
+
+def check_run_id(record: RunRecord) -> None:
+    """Refuses an announcement whose id does not bind what it announces.
+
+    Raises:
+        RunMismatch: name, fingerprint or manifest 0 is not what the id was made of.
+    """
+    if record.run != run_id(record.name, record.fingerprint, record.founding):
+        raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
+
+
+async def no_longer() -> float:
+    """Nobody is waited for: 0 s."""
+    return 0.0
+
+
+async def find_run(
+    node: Node,
+    downloads: Downloads,
+    *,
+    fingerprint: str | None,
+    wanted: str | None,
+    preferred: str | None = None,
+    deadline_s: float,
+    look_on: LookOn = no_longer,
+) -> Opened | None:
+    """The run to join, or None when none shows up before the deadline.
+
+    Args:
+        node: connected to the DHT.
+        downloads: fetches manifest 0 and the configuration.
+        fingerprint: of the configuration that was asked for, if one was.
+        wanted: run id that was asked for, or that this peer was in.
+        preferred: the run that is taken if it is among several of one configuration.
+        deadline_s: how long to look; a run that is found by then is still opened.
+        look_on: asked when that is over: for how many more seconds to look.
+
+    Raises:
+        RunMismatch: several runs are announced and none was asked for, or others than that one.
+        NobodyReachable: a peer whose address was given is in the run, and it cannot be opened.
+    """
+    begin_s = time.monotonic()
+    end_s = begin_s + deadline_s
+    others, is_named = set[str](), wanted is not None or fingerprint is not None
+
+    def meant(runs: list[Announced]) -> list[Announced]:
+        others.update(run.record.run for run in runs if wanted not in (None, run.record.run))
+        fits = [
+            run
+            for run in runs
+            if wanted in (None, run.record.run) and fingerprint in (None, run.record.fingerprint)
+        ]
+        return sorted(fits, key=lambda run: run.record.run != preferred)
+
+    while True:
+        told, rumours = await _heard_of(node, meant, is_named=is_named)
+        if opened := await _open(node, downloads, told or rumours, is_named=is_named):
+            return opened
+        if others and not (told or rumours) and time.monotonic() > begin_s + OTHERS_S:
+            raise RunMismatch(
+                f"no peer announces {wanted}; announced are {', '.join(sorted(others))}",
+                hint="name one of these with --run-id",
+            )
+        if (now_s := time.monotonic()) > end_s:
+            end_s = now_s + (more_s := await look_on())
+            if not more_s and told:
+                raise NobodyReachable(f"{told[0].record.run} is announced and cannot be fetched")
+            if not more_s:
+                return None
+        await asyncio.sleep(POLL_S)
+
+
+async def _heard_of(
+    node: Node, meant: Callable[[list[Announced]], list[Announced]], *, is_named: bool
+) -> tuple[list[Announced], list[Announced]]:
+    """The runs of the peers at the given addresses that may be meant, and those of all others."""
+    asking = asyncio.create_task(answers_of(node, node.entrances))
+    try:
+        await asyncio.wait([asking], timeout=ALONE_S)
+        told = meant(asking.result().runs) if asking.done() else []
+        if not is_named and asking.done() and asking.result().preparing and not told:
+            return [], []  # what it prepares is meant
+        rumours = [] if told else meant(await heard(announced_runs(node), []))
+        several = len({run.record.run for run in rumours}) > 1
+        # Of several runs that of the given addresses is meant, unless another was named.
+        if not rumours or asking.done() or (several and not is_named):
+            told = meant((await asking).runs)
+    finally:
+        asking.cancel()
+    if not (told or rumours) and is_named:
+        rumours = meant(await runs_of(node, node.neighbours))
+    return told, rumours
+
+
+async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConfig]]:
+    """Id and configuration of each run that is announced here and proves true."""
+    found = [*await runs_of(node, node.entrances), *await heard(announced_runs(node), [])]
+    return [
+        (opened.announced.record.run, opened.run)
+        for opened in await _open_each(node, downloads, found)
+    ]
+
+
+async def _open(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced], *, is_named: bool
+) -> Opened | None:
+    """The run among the candidates; where none was named there must be only one that is true."""
+    if is_named:
+        return await _open_first(node, downloads, candidates)
+    opened = await _open_each(node, downloads, candidates)
+    if len(opened) > 1:
+        names = ", ".join(one.announced.record.run for one in opened)
+        raise RunMismatch(
+            f"several runs are announced here: {names}", hint="name one with --run-id"
+        )
+    return opened[0] if opened else None
+
+
+async def _open_each(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced]
+) -> list[Opened]:
+    """Each run among the candidates that proves true."""
+    by_run: dict[str, list[Announced]] = {}
+    for candidate in candidates[:MAX_CANDIDATES]:
+        by_run.setdefault(candidate.record.run, []).append(candidate)
+    tries = (_open_first(node, downloads, by_run[run]) for run in sorted(by_run))
+    return [one for one in await asyncio.gather(*tries) if one]
+
+
+async def _open_first(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced]
+) -> Opened | None:
+    """The first candidate that proves true; each gets a moment before the next one is tried too."""
+    waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
+    try:
+        while waiting or running:
+            if waiting:
+                running.add(asyncio.create_task(_opened(node, downloads, waiting.pop(0))))
+            done, running = await asyncio.wait(
+                running,
+                timeout=NEXT_AFTER_S if waiting else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if opened := next(filter(None, (task.result() for task in done)), None):
+                return opened
+        return None
+    finally:
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+
+async def _opened(node: Node, downloads: Downloads, candidate: Announced) -> Opened | None:
+    try:
+        return await open_run(candidate, downloads, timeout_s=OPEN_S)
+    except (HostileInput, NobodyReachable, RunMismatch) as error:
+        _refuse(node, candidate.publishers[0], error)
+        return None
+
+
+def _refuse(node: Node, peer: PeerId, error: Exception) -> None:
+    if not isinstance(error, NobodyReachable):
+        node.traffic.refuse(getattr(error, "reason", "record_run"))
+    logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
+
+
+async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: float) -> Opened:
+    """Fetches what an announcement names, and checks that it is what it says.
+
+    Args:
+        announced: with a run id that binds it, unless it gathers.
+        downloads: fetches from its publishers.
+        timeout_s: for each of manifest 0 and the configuration, which come at the same time.
+
+    Raises:
+        NobodyReachable: no publisher gave them in time.
+        HostileInput: one of them is none.
+        RunMismatch: the id, manifest 0 or the configuration is not what was announced.
+    """
+    record = announced.record
+    if record.state is RunState.GATHERING:
+        return Opened(announced, await fetch_config(announced, downloads, timeout_s), None)
+    check_run_id(record)
+    wanted = Want(record.founding, record.founding_bytes, announced.publishers)
+    run, blob = await asyncio.gather(
+        fetch_config(announced, downloads, timeout_s),
+        downloads.fetch_one(wanted, timeout_s=timeout_s),
+    )
+    founding = foreign_manifest(bytes(blob))
+    fixed = founding.founding
+    said = (record.founder, record.config, record.config_bytes)
+    if (fixed.founder, fixed.config, fixed.config_bytes) != said:
+        raise RunMismatch(f"the announcement of {record.run} contradicts its manifest 0")
+    return Opened(announced, run, founding)
+
+
+async def fetch_config(
+    announced: Announced, downloads: Downloads, timeout_s: float = OPEN_S
+) -> RunConfig:
+    """The run's configuration, checked against the announced fingerprint.
+
+    Raises:
+        NobodyReachable: no publisher gave it in time.
+        BadBlob: it is no configuration.
+        RunMismatch: what came is not what was announced.
+    """
+    record = announced.record
+    wanted = Want(record.config, record.config_bytes, announced.publishers)
+    return decode_config(await downloads.fetch_one(wanted, timeout_s=timeout_s), record)
+
+
+def whom_to_ask(node: Node, announced: Announced, present: Collection[PeerId]) -> list[PeerId]:
+    """Peers to ask for the newest tip: those of the given addresses, then others by lot.
+
+    No figure in a record puts anybody first, and no number of records crowds out the entrances.
+    """
+    others = sorted({*announced.publishers, *present})
+    random.shuffle(others)
+    chosen = dict.fromkeys([*node.entrances[: MAX_ASKED // 2], *others])
+    return [peer for peer in chosen if peer != node.peer_id][:MAX_ASKED]

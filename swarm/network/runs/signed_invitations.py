@@ -1,0 +1,116 @@
+"""Signs invitations, reads those that somebody was sent, and proves possession of them."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import replace
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarm.errors import InvitationError
+from swarm.network.wire.identity import Identity, identity_of, verify
+from swarm.protocol.messages import signatures
+from swarm.protocol.values.invitation import (
+    Credential,
+    Invitation,
+    PrivateInvitation,
+    from_text,
+    possession_statement,
+)
+from swarm.protocol.values.manifest import PeerId
+
+
+def invite(
+    identity: Identity,
+    run: str,
+    *,
+    uses: int,
+    last_round: int,
+    invites: int = 0,
+    guest: PeerId | None = None,
+    secret: str | None = None,
+    weight: int = 1,
+) -> PrivateInvitation:
+    """A new invitation, signed with a peer's key.
+
+    Args:
+        identity: the inviter's.
+        run: id of the run.
+        uses: how many peers may come with it.
+        last_round: of the manifests that it may take somebody in.
+        invites: how many peers each of them may invite.
+        guest: the one peer that it is for, known by its key; None for any that is given the line.
+        secret: private key of the invitation in hex digits; None for a new one.
+        weight: with how many ordinary members' work each of them is trusted.
+    """
+    if guest:
+        secret, key = "", guest
+    else:
+        secret = secret or Ed25519PrivateKey.generate().private_bytes_raw().hex()
+        key = identity_of(secret).peer_id
+    me = identity.peer_id
+    unsigned = Invitation(run, key, uses, invites, last_round, me, signature="", weight=weight)
+    return PrivateInvitation(
+        replace(unsigned, signature=_signed(identity, unsigned.statement)), secret
+    )
+
+
+def credential_for(private: PrivateInvitation, identity: Identity) -> Credential:
+    """What a peer shows of an invitation: with this the private key is not needed any more.
+
+    Raises:
+        InvitationError: it is for another peer.
+    """
+    require_guest(private, identity.peer_id)
+    invitation = private.invitation
+    signer = identity_of(private.secret) if private.secret else identity
+    statement = possession_statement(invitation.run, identity.peer_id)
+    return Credential(invitation, _signed(signer, statement))
+
+
+def require_guest(private: PrivateInvitation, peer: PeerId) -> None:
+    """Refuses an invitation that is for another peer.
+
+    Raises:
+        InvitationError: it is.
+    """
+    if not private.secret and private.invitation.key != peer:
+        raise InvitationError(
+            f"the invitation is for the peer {private.invitation.key}, and this is {peer}",
+            hint="ask for one that is for this peer, or start with that peer's --state-dir",
+        )
+
+
+def is_of(credential: Credential, peer: PeerId) -> bool:
+    """Whether both signatures of a credential hold for this peer."""
+    return signatures.credential_problem(credential, peer, verify) is None
+
+
+def proves(possession: str, key: PeerId, run: str, guest: PeerId) -> bool:
+    """Whether a possession is by the invitation's key, for this run and guest."""
+    return signatures.is_possession(possession, key, run, guest, verify)
+
+
+def read_invitation(text: str) -> PrivateInvitation:
+    """The invitation of a line that swarm-invite printed.
+
+    Args:
+        text: the word that begins with `swarm-invitation-`.
+
+    Raises:
+        InvitationError: it is none, or was damaged.
+    """
+    private = from_text(text)
+    is_whole = signatures.is_signed(private.invitation, verify)
+    if private.secret and identity_of(private.secret).peer_id != private.invitation.key:
+        is_whole = False
+    if not is_whole:
+        raise InvitationError(
+            "the invitation is damaged: its signature does not hold",
+            hint="pass on the whole line that swarm-invite printed",
+        )
+    return private
+
+
+def _signed(signer: Identity, statement: bytes) -> str:
+    return b64encode(signer.sign(statement)).decode()

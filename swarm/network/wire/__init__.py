@@ -1,0 +1,1 @@
+"""Connections between peers: libp2p's daemon, TCP streams, relays, and what a peer may cost."""

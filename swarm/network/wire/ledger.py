@@ -1,0 +1,365 @@
+"""What a peer may cost: one account per origin, one per network, and one for all strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from swarm.errors import TooCostly
+from swarm.protocol.values.manifest import PeerId
+
+STRANGERS_SHARE = 1 / 4
+"""Of everything that is shared; the rest is reserved for members of the current tip."""
+PREFIX_SHARE = 1 / 2
+"""Of what strangers have, for one /24 of IPv4 or /48 of IPv6: the smallest networks that people are
+given as a whole. A half, because many honest peers may stand behind one address."""
+MAX_KNOWN = 4096
+"""Accounts and addresses that are remembered. Whoever is forgotten begins with a full account, but
+draws from what all strangers share as before."""
+
+
+class Cost(StrEnum):
+    """What is counted; the word stands in the reasons of refusals."""
+
+    MESSAGES = "messages"  # calls over the control path
+    LETTERS = "letters"  # calls that bring what another peer has sealed
+    BYTES = "bytes"  # attachments that are to be fetched
+    PROOFS = "proofs"  # proofs of strangers that are to be fetched
+    MANIFESTS = "manifests"  # bytes of manifests that a stranger has proved
+    SECONDS = "seconds"  # processor time for parsing and decoding
+    PENDING = "pending"  # messages that are being worked on
+    STREAMS = "streams"  # streams that are served
+    ASKS = "asks"  # asks on them, whether or not the blob is here
+    OPENING = "opening"  # streams passed on to this peer whose letter has not come
+    ADMITTING = "admitting"  # connections beside libp2p's, of whom is not known yet
+    FORWARDS = "forwards"  # messages that are being passed on for others
+    RELAYED = "relayed"  # streams that are being passed on for others
+    MEASURING = "measuring"  # measurements under way
+    MEASURED = "measured"  # bytes that only measure a link
+    RECORDS = "records"  # bytes of records that are to be stored in this peer's part of the DHT
+    DIALS = "dials"  # connections tried at somebody's wish
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How much at once, and how much comes back in a second; 0: what is given back only."""
+
+    most: float
+    per_s: float = 0.0
+
+    def part(self, share: float) -> Rate:
+        """The same share of both."""
+        return Rate(self.most * share, self.per_s * share)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of one cost: what all peers share, and what one member and one stranger may draw from it."""
+
+    shared: Rate
+    member: Rate
+    stranger: Rate
+
+
+KIB, MIB = 2**10, 2**20
+LIMITS: Mapping[Cost, Limit] = {
+    # 1,024 members that each answer a poll of 1.5 s send 683 a second to a convener. A stranger
+    # that joins sends a READY and some HELLOs in 3 s, and a burst of questions before.
+    Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
+    # A relay carries the messages of many, and each is charged to its origin when it is opened.
+    Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
+    # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
+    Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
+    # However small, a proof takes a stream and 7 ms of a processor: strangers get a tenth of one in
+    # all. One COMMIT brings a peer that was away up to date, and all others bring the same.
+    Cost.PROOFS: Limit(Rate(256, 64), Rate(64, 16), Rate(8, 1)),
+    # Two manifests of 8 MiB each go with a COMMIT; nobody proves one that this peer does not want.
+    Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
+    # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.
+    Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
+    Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
+    # An honest peer fetches over two streams, and measures over one.
+    Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
+    # Each takes up to 50 us of a processor, so all together a fifth of one. Who fetches 1,000 units
+    # that are not here yet asks for each five times in the first 15 s, and then every 15 s.
+    Cost.ASKS: Limit(Rate(65_536, 4096), Rate(16_384, 1024), Rate(4096, 256)),
+    Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
+    # Charged to the network, since nobody has said who it is; a letter is there in a round trip.
+    Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
+    Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
+    Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
+    # More at a time would only measure each other. An honest peer makes one, and the one before may
+    # not have ended here; those that gather for a run in one network are strangers to each other.
+    Cost.MEASURING: Limit(Rate(16), Rate(4), Rate(2)),
+    # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
+    Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
+    # A peer has 52 kB of records at most and renews them every 8 s. Who meets another node gives it
+    # all that it holds, 3 MiB. A record counts as 2 KiB at least, see
+    # `network/dht/local_storage.py`.
+    Cost.RECORDS: Limit(Rate(32 * MIB, MIB), Rate(8 * MIB, 128 * KIB), Rate(256 * KIB, 16 * KIB)),
+    Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
+}
+
+Account = tuple[Cost, str, str]
+"""Cost; whose: `member`, `trainees`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What was taken, and out of which accounts, to be given back."""
+
+    accounts: tuple[Account, ...]
+    amount: float
+
+
+@dataclass(frozen=True)
+class _Place:
+    """From where a peer is connected."""
+
+    host: str
+    prefix: str
+
+
+@dataclass
+class _Balance:
+    left: float
+    at_s: float
+
+
+class Ledger:
+    """The accounts of one peer; all its methods run in one thread, `admit` in any."""
+
+    def __init__(self, limits: Mapping[Cost, Limit] = LIMITS) -> None:
+        """Knows no member yet, so everybody is a stranger."""
+        self._rates = {
+            (cost, whose): rate
+            for cost, limit in limits.items()
+            for whose, rate in _rates(limit).items()
+        }
+        self._members: frozenset[PeerId] = frozenset()
+        self._trainees: frozenset[PeerId] = frozenset()
+        self._places: OrderedDict[PeerId, _Place] = OrderedDict()
+        self._balances: OrderedDict[Account, _Balance] = OrderedDict()
+
+    def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
+        """Takes these for members from now on, and nobody else; some of them are trainees."""
+        self._members, self._trainees = frozenset(members), frozenset(trainees)
+
+    @property
+    def members(self) -> frozenset[PeerId]:
+        """Who draws from the members' part; the same object until somebody else does."""
+        return self._members
+
+    def is_trainee(self, peer: PeerId) -> bool:
+        """Whether a peer is a member that has no vote yet."""
+        return peer in self._trainees
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Whether a peer draws from the members' part."""
+        return peer in self._members
+
+    def standing_of(self, peer: PeerId) -> str:
+        """With whom a peer shares what all of them have: members, trainees or strangers."""
+        if not self.is_member(peer):
+            return "strangers"
+        return "trainees" if self.is_trainee(peer) else "members"
+
+    def most_of_all(self, peer: PeerId, cost: Cost) -> float:
+        """The most that those of a peer's standing may take together."""
+        return self._rates[cost, self.standing_of(peer)].most
+
+    def locate(self, peer: PeerId, address: str) -> None:
+        """Notes from where a peer is connected, as libp2p writes it; names count for nothing."""
+        prefix = prefix_of(address)
+        if prefix is None:
+            return
+        self._places[peer] = _Place(host_of(address), prefix)
+        self._places.move_to_end(peer)
+        while len(self._places) > MAX_KNOWN:
+            self._places.popitem(last=False)
+
+    def is_located(self, peer: PeerId) -> bool:
+        """Whether a peer's network is known."""
+        return peer in self._places
+
+    def member_at(self, address: str) -> PeerId | None:
+        """A member that is connected from the host of an address; None where none is known."""
+        host, places = host_of(address), self._places
+        at = (peer for peer in self._members if peer in places and places[peer].host == host)
+        return next(at, None)
+
+    def network_of(self, peer: PeerId) -> str:
+        """The network of a stranger, empty where it is not known; a member is one of its own."""
+        if self.is_member(peer):
+            return peer
+        place = self._places.get(peer)
+        return place.prefix if place else ""
+
+    def public_network_of(self, peer: PeerId) -> str | None:
+        """The network of any peer, if it is one of the internet and known."""
+        place = self._places.get(peer)
+        return place.prefix if place and ipaddress.ip_network(place.prefix).is_global else None
+
+    def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
+        """Takes something out of a peer's accounts, or nothing out of any.
+
+        More than an account can ever hold is taken from a full one, which is then in debt: an
+        honest peer must not wait for ever.
+
+        Args:
+            peer: whose doing it is.
+            cost: what is taken.
+            amount: how much; 0 asks only whether anything is left.
+            now_s: seconds of a clock that never goes back.
+
+        Raises:
+            TooCostly: one of them has too little left; reason `COST_of_ACCOUNT`.
+        """
+        accounts = self._accounts(peer, cost)
+        for account in accounts:
+            left = self._left(account, now_s)
+            if left <= 0 or left < min(amount, self._rate(account).most):
+                raise TooCostly(
+                    f"{cost}_of_{account[1]}",
+                    f"{peer[-6:]} asks for {amount:g} {cost}, {max(left, 0.0):g} left "
+                    f"of its {account[1]} account",
+                )
+        self._add(accounts, -amount, now_s)
+        return Held(accounts, amount)
+
+    def give_back(self, held: Held, now_s: float) -> None:
+        """Puts back what was taken for a time, into the same accounts."""
+        self._add(held.accounts, held.amount, now_s)
+
+    def charge(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> None:
+        """Takes what was spent already; the accounts may end in debt."""
+        self._add(self._accounts(peer, cost), -amount, now_s)
+
+    def left(self, peer: PeerId, cost: Cost, now_s: float) -> float:
+        """How much a peer could take now; below 0 in debt."""
+        return min(self._left(account, now_s) for account in self._accounts(peer, cost))
+
+    def _accounts(self, peer: PeerId, cost: Cost) -> tuple[Account, ...]:
+        if self.is_member(peer):
+            together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
+            return ((cost, "member", peer), *together, (cost, "members", ""))
+        # Those whose network is not known share one: before they are located, or through a relay.
+        network = (cost, "prefix", self.network_of(peer))
+        return ((cost, "stranger", peer), network, (cost, "strangers", ""))
+
+    def _rate(self, account: Account) -> Rate:
+        return self._rates[account[:2]]
+
+    def _left(self, account: Account, now_s: float) -> float:
+        rate, balance = self._rate(account), self._balances.get(account)
+        if balance is None:
+            return rate.most
+        return min(rate.most, balance.left + rate.per_s * max(0.0, now_s - balance.at_s))
+
+    def _add(self, accounts: Iterable[Account], amount: float, now_s: float) -> None:
+        for account in accounts:
+            left = self._left(account, now_s) + amount
+            if left >= self._rate(account).most:
+                self._balances.pop(account, None)  # as one that was never used
+            else:
+                self._balances[account] = _Balance(left, now_s)
+                self._balances.move_to_end(account)
+        self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Lets go what has filled up again and the oldest, never what is still held."""
+        if len(self._balances) <= MAX_KNOWN:
+            return
+        kept = MAX_KNOWN * 3 // 4  # many at once, since it takes a look at all of them
+        rates = [account for account in self._balances if self._rate(account).per_s]
+        rates.sort(key=lambda a: self._left(a, now_s) < self._rate(a).most)
+        for account in rates[: len(self._balances) - kept]:
+            del self._balances[account]
+
+
+def _rates(limit: Limit) -> dict[str, Rate]:
+    strangers = limit.shared.part(STRANGERS_SHARE)
+    return {
+        "member": limit.member,
+        "members": limit.shared.part(1 - STRANGERS_SHARE),
+        # A third of what members have: any key may become a trainee, and voters keep the rest.
+        "trainees": strangers,
+        "stranger": limit.stranger,
+        "prefix": strangers.part(PREFIX_SHARE),
+        "strangers": strangers,
+    }
+
+
+def host_of(address: str) -> str:
+    """The host of a libp2p address such as `/ip4/192.0.2.7/tcp/4001`."""
+    return [*address.strip("/").split("/"), ""][1]
+
+
+def prefix_of(address: str) -> str | None:
+    """The network of a libp2p address such as `/ip4/192.0.2.7/tcp/4001`; None for a name.
+
+    A mapped IPv4 address counts as the IPv4 address that it is.
+    """
+    kind, host = [*address.strip("/").split("/"), ""][:2]
+    if kind not in ("ip4", "ip6"):
+        return None
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    mapped = getattr(found, "ipv4_mapped", None)
+    found = mapped or found
+    bits = 24 if found.version == 4 else 48
+    return str(ipaddress.ip_network(f"{found}/{bits}", strict=False))
+
+
+LARGE_BYTES = 2**18
+"""More is decoded in another thread: a roster of 256 peers takes a second."""
+
+Result = TypeVar("Result")
+
+
+class Costs:
+    """Charges the sender of one message."""
+
+    def __init__(self, source: PeerId, ledger: Ledger, turn: asyncio.Lock | None = None) -> None:
+        """Begins with nothing spent.
+
+        Args:
+            source: who is charged.
+            ledger: its account.
+            turn: shared by messages of which one at a time is worked on in another thread: what
+                many peers show alike is then known to the second, and not worked out, and charged
+                for, by as many threads as there are.
+        """
+        self._source, self._ledger, self._turn = source, ledger, turn or asyncio.Lock()
+
+    def fetching(self, amount: int, cost: Cost = Cost.BYTES) -> None:
+        """Charges attachments that are not here, by bytes or number; raises TooCostly."""
+        self._ledger.take(self._source, cost, amount, time.monotonic())
+
+    async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
+        """Does some work, in another thread if it is much, and charges its processor time."""
+        spent_s: list[float] = []
+        try:
+            if off_loop:
+                loop = asyncio.get_running_loop()
+                async with self._turn:
+                    return await loop.run_in_executor(None, _timed, work, spent_s)
+            return _timed(work, spent_s)
+        finally:
+            self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())
+
+
+def _timed(work: Callable[[], Result], spent_s: list[float]) -> Result:
+    began_s = time.thread_time()
+    try:
+        return work()
+    finally:
+        spent_s.append(time.thread_time() - began_s)

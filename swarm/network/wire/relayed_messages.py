@@ -1,0 +1,181 @@
+"""Signed messages that a third peer relays.
+
+The signature proves the sender, and each message counts once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+
+from swarm.errors import BadMessage
+from swarm.network.wire.bounded_tables import recalled
+from swarm.network.wire.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
+from swarm.protocol.values.digests import digest_of
+
+_HEAD = struct.Struct(f">B{KEY_BYTES}s{SIGNATURE_BYTES}sB")
+"""Kind, the sender's key, its signature, the length of the destination."""
+
+LENGTH = struct.Struct(">H")
+"""Before an envelope on a stream."""
+
+
+class EnvelopeKind(IntEnum):
+    """What an envelope holds."""
+
+    MESSAGE = 1  # wants no answer but that it was handled
+    REQUEST = 2  # a question
+    ANSWER = 3  # to an envelope, whose digest it is bound to
+    STREAM = 4  # opens a stream through a relay
+    DIRECT = 5  # opens a connection beside those of libp2p
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """An opened envelope: its content is from `source` and was meant for the opener."""
+
+    kind: EnvelopeKind
+    source: str
+    payload: bytes
+
+
+def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
+    """Signs a payload for one destination: a peer id, or for an answer the question's digest.
+
+    Costs about 0.1 ms and 150 bytes.
+    """
+    signature = identity.sign(_statement(kind, destination, payload))
+    to = destination.encode()
+    return _HEAD.pack(kind, identity.public_key, signature, len(to)) + to + payload
+
+
+def with_length(sealed: bytes) -> bytes:
+    """An envelope as a stream carries it, where `LENGTH` comes first."""
+    return LENGTH.pack(len(sealed)) + sealed
+
+
+def open_sealed(sealed: bytes, destination: str) -> Envelope:
+    """The content of an envelope that was sealed for this destination; about 0.3 ms.
+
+    Raises:
+        BadMessage: malformed, for somebody else, or not signed by its sender.
+    """
+    try:
+        number, key, signature, to_bytes = _HEAD.unpack_from(sealed)
+        kind = EnvelopeKind(number)
+    except (struct.error, ValueError) as error:
+        raise BadMessage("envelope_schema", "no envelope") from error
+    body = memoryview(sealed)[_HEAD.size :]
+    to, payload = bytes(body[:to_bytes]), bytes(body[to_bytes:])
+    if to != destination.encode():
+        raise BadMessage("envelope_destination", "the envelope is for somebody else")
+    source = peer_id_of(key)
+    if source is None or not verify(source, _statement(kind, destination, payload), signature):
+        raise BadMessage("envelope_signature", "the envelope is not signed by its sender")
+    return Envelope(kind, source, payload)
+
+
+def _statement(kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
+    return f"swarm letter {kind:d} {destination} {digest_of(payload)}".encode()
+
+
+FRESH_S = 30.0
+"""A letter counts for so long: one is passed on within 10 s, and clocks agree within 3 s."""
+FRESH_MS = int(FRESH_S * 1e3)
+WINDOW = 128
+"""Letters of one peer may overtake each other by fewer than so many."""
+MAX_PEERS = 4096
+"""So many are remembered. Of one that is forgotten a letter may count again while it is fresh."""
+_STAMP = struct.Struct(">QQ")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What tells a letter from all others of its sender to one destination.
+
+    Attributes:
+        sealed_ms: when it was sealed, by the DHT's clock, in milliseconds since 1970.
+        number: one more than that of the letter before. The first one after a start is the time in
+            microseconds, so that numbers of a later start are higher.
+    """
+
+    sealed_ms: int
+    number: int
+
+
+@dataclass
+class Window:
+    """The numbers of one sender's letters that were seen, and of when the latest letter is."""
+
+    newest: int = 0
+    seen: int = 0
+    """Bit i says that the number `newest - i` was seen."""
+    sealed_ms: int = 0
+
+    def takes(self, stamp: Stamp, now_ms: int) -> bool:
+        """Whether a fresh letter was not seen before; from then on it was.
+
+        One whose number is too far behind the newest, as are all of an older start, is refused.
+        Once all that were seen are too old to count nothing of them is needed any more, and a peer
+        that has set its clock back between two starts is heard again.
+        """
+        if self.sealed_ms < now_ms - FRESH_MS:
+            self.newest = self.seen = 0
+        behind = self.newest - stamp.number
+        if behind >= WINDOW or (behind >= 0 and self.seen >> behind & 1):
+            return False
+        if behind < 0:
+            self.seen = self.seen << -behind & (1 << WINDOW) - 1 if -behind < WINDOW else 0
+            self.newest, behind = stamp.number, 0
+        self.seen |= 1 << behind
+        self.sealed_ms = max(self.sealed_ms, stamp.sealed_ms)
+        return True
+
+
+class RelayedMessages:
+    """What one peer remembers of the letters that it seals and gets; times are by the DHT's clock.
+
+    Nothing of it outlives the process: after a restart a letter counts again while it is fresh.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was sealed or seen yet."""
+        self._numbers: dict[str, Iterator[int]] = {}
+        self._windows: dict[str, Window] = {}
+
+    def stamped(self, destination: str, content: bytes, now_s: float) -> bytes:
+        """What is to be sealed: 16 bytes that no other letter to this destination has, content."""
+        numbers = recalled(self._numbers, destination, lambda: count(int(now_s * 1e6)), MAX_PEERS)
+        return _STAMP.pack(int(now_s * 1e3), next(numbers)) + content
+
+    def take(self, source: str, stamp: Stamp, now_s: float) -> None:
+        """Notes that a letter to this peer has come.
+
+        Args:
+            source: who has signed it; to be verified before.
+            stamp: the letter's.
+            now_s: seconds since 1970.
+
+        Raises:
+            BadMessage: it was sealed too long ago, or after now, or has come before.
+        """
+        now_ms = int(now_s * 1e3)
+        late_ms = now_ms - stamp.sealed_ms
+        if abs(late_ms) > FRESH_MS:
+            raise BadMessage("envelope_age", f"sealed {late_ms / 1e3:.1f} s ago by this clock")
+        if not recalled(self._windows, source, Window, MAX_PEERS).takes(stamp, now_ms):
+            raise BadMessage("envelope_seen", "the letter has come before, or others overtook it")
+
+
+def split(payload: bytes) -> tuple[Stamp, bytes]:
+    """Stamp and content of a letter.
+
+    Raises:
+        BadMessage: it has no stamp.
+    """
+    if len(payload) < _STAMP.size:
+        raise BadMessage("envelope_schema", "the letter has no stamp")
+    return Stamp(*_STAMP.unpack_from(payload)), payload[_STAMP.size :]

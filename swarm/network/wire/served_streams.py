@@ -1,0 +1,181 @@
+"""Streams that others have opened to this peer: those that wait for their peer make room.
+
+A stream costs its peer's account only while it is answered. Between two asks it is *idle*: it costs
+the account nothing, and of each standing (members, trainees, strangers) so many may be idle as may
+be served. One more ends the longest idle stream of the network that has most of them. A stream that
+is answered and whose peer takes nothing gives way likewise, after a while, to one that asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from swarm.errors import TooCostly
+from swarm.network.wire.ledger import Cost, Held, Ledger
+
+STALLED_S = 5.0
+"""A peer that takes no part of its answer for so long may lose its place; it may ask again."""
+
+
+@dataclass(eq=False)
+class ServedStream:
+    """One of them.
+
+    Attributes:
+        source: whose it is.
+        waits_since_s: since when it has waited for its peer, to ask or to take what is sent; None
+            while its peer waits for us.
+    """
+
+    source: str
+    _writer: asyncio.StreamWriter
+    waits_since_s: float | None = None
+    _held: Held | None = None
+    _made_room: bool = False
+
+    def require_open(self) -> None:
+        """Raises ConnectionError if it was ended."""
+        if self._made_room:
+            raise ConnectionError("it made room for another stream")
+
+    def end(self) -> None:
+        """Ends it: whoever serves it meets that as an error of the stream."""
+        self._made_room = True
+        connection = self._writer.get_extra_info("socket")
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class ServedStreams:
+    """See the module; in one event loop."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cost: Cost = Cost.STREAMS,
+        *,
+        stalled_s: float = STALLED_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Has none.
+
+        Args:
+            ledger: the node's; says who is a member, and how many streams each may have.
+            cost: as which they are counted.
+            stalled_s: how long a stream that is answered may wait for its peer.
+            clock: in seconds, never goes back.
+        """
+        self._ledger, self._cost = ledger, cost
+        self._stalled_s, self._clock = stalled_s, clock
+        self._idle: dict[ServedStream, None] = {}
+        """The longest idle first."""
+        self._asking: dict[ServedStream, None] = {}
+
+    @property
+    def num_asking(self) -> int:
+        """How many are being answered."""
+        return len(self._asking)
+
+    @property
+    def num_idle(self) -> int:
+        """How many wait for an ask."""
+        return len(self._idle)
+
+    @contextmanager
+    def opened(self, source: str, writer: asyncio.StreamWriter) -> Iterator[ServedStream]:
+        """A stream of this peer for as long as it lasts; idle at first."""
+        stream = ServedStream(source, writer)
+        self.rest(stream)
+        try:
+            yield stream
+        finally:
+            self._idle.pop(stream, None)
+            self._give_back(stream)
+
+    def rest(self, stream: ServedStream) -> None:
+        """The stream is answered, and waits for an ask; raises ConnectionError if it was ended."""
+        stream.require_open()
+        self._give_back(stream)
+        stream.waits_since_s = self._clock()
+        self._idle[stream] = None
+        most = self._ledger.most_of_all(stream.source, self._cost)
+        if len(self._idle) > most:
+            self._end_one([one for one in self._idle if self._is_like(one, stream)], most)
+
+    def begin(self, stream: ServedStream, most: float) -> None:
+        """An ask has come on the stream, which costs its peer's account until it rests.
+
+        Args:
+            stream: on which it came.
+            most: streams that may be answered at a time.
+
+        Raises:
+            TooCostly: too many are answered, and none gives way.
+            ConnectionError: it was ended before the ask was read.
+        """
+        stream.require_open()
+        del self._idle[stream]
+        while True:
+            try:
+                self._take(stream, most)
+                return
+            except TooCostly as error:
+                if not self._makes_room(stream, error.reason.rpartition("_")[2]):
+                    raise
+
+    def _take(self, stream: ServedStream, most: float) -> None:
+        if len(self._asking) >= most:
+            why = "each would be too slow for whoever waits for it"
+            raise TooCostly("streams_of_cap", why)
+        stream._held = self._ledger.take(stream.source, self._cost, 1, self._clock())
+        stream.waits_since_s = self._clock()
+        self._asking[stream] = None
+
+    def _give_back(self, stream: ServedStream) -> None:
+        self._asking.pop(stream, None)
+        if stream._held:
+            self._ledger.give_back(stream._held, self._clock())
+            stream._held = None
+
+    def _makes_room(self, stream: ServedStream, account: str) -> bool:
+        """Ends a stream that its peer has let wait for long, out of the account that is empty."""
+        now_s, network = self._clock(), self._ledger.network_of(stream.source)
+        stalled = [
+            one
+            for one in self._asking
+            if one.waits_since_s is not None and now_s - one.waits_since_s >= self._stalled_s
+        ]
+        if account == "prefix":
+            stalled = [one for one in stalled if self._network(one) == network]
+        elif account in ("strangers", "trainees", "members"):
+            stalled = [one for one in stalled if self._is_like(one, stream)]
+        elif account == "cap":  # a member's own line may be as slow
+            stalled = [one for one in stalled if not self._ledger.is_member(one.source)]
+        else:  # its own: it may end one itself
+            return False
+        return self._end_one(sorted(stalled, key=lambda one: one.waits_since_s or 0.0), 0)
+
+    def _end_one(self, streams: list[ServedStream], most: float) -> bool:
+        """Ends one, where there are more: the first of the network that has most."""
+        if len(streams) <= most:
+            return False
+        counts = Counter(map(self._network, streams))
+        ended = max(streams, key=lambda one: counts[self._network(one)])  # the first of those
+        self._idle.pop(ended, None)
+        self._give_back(ended)
+        ended.end()
+        return True
+
+    def _network(self, stream: ServedStream) -> str:
+        return self._ledger.network_of(stream.source)
+
+    def _is_like(self, one: ServedStream, other: ServedStream) -> bool:
+        """Whether two draw from what their standing shares."""
+        standing = self._ledger.standing_of
+        return standing(one.source) == standing(other.source)

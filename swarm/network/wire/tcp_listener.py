@@ -1,0 +1,269 @@
+"""Accepts TCP connections without libp2p's daemon; both ends prove who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from swarm.background import Tasks
+from swarm.config import NetworkSection
+from swarm.errors import BadMessage, HostileInput, NetworkDown
+from swarm.network.wire.daemon import foreign_address_hint
+from swarm.network.wire.identity import Identity
+from swarm.network.wire.ledger import Cost, Ledger
+from swarm.network.wire.relayed_messages import LENGTH, EnvelopeKind, open_sealed, seal, with_length
+from swarm.network.wire.streams import Serve, receive_into
+from swarm.network.wire.traffic import Traffic
+from swarm.protocol.values.digests import digest_of
+
+NONCE_BYTES = 16
+MAX_LETTER_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """A dialling peer that has proved who it is; `confirm` tells it that it is at the right one.
+
+    Attributes:
+        peer_id: of the dialling peer.
+        purpose: what it wants the connection for.
+    """
+
+    peer_id: str
+    purpose: str
+    letter: bytes
+
+    async def confirm(self, connection: socket.socket, identity: Identity) -> None:
+        """Proves who the accepting side is; what follows belongs to the stream."""
+        await _send(connection, seal(identity, EnvelopeKind.ANSWER, digest_of(self.letter), b""))
+
+
+async def introduce(
+    connection: socket.socket, identity: Identity, peer_id: str, purpose: str
+) -> None:
+    """The dialling side's part; returns once the other side has proved to be `peer_id`.
+
+    Raises:
+        BadMessage: somebody else is there, or no peer at all.
+        OSError: the connection ended, as when the other side does not want it.
+    """
+    nonce = await _receive(connection, NONCE_BYTES)
+    letter = seal(identity, EnvelopeKind.DIRECT, peer_id, f"{purpose} {nonce.hex()}".encode())
+    await _send(connection, letter)
+    answer = open_sealed(await _receive_letter(connection), digest_of(letter))
+    if answer.kind is not EnvelopeKind.ANSWER or answer.source != peer_id:
+        raise BadMessage("direct_letter", "another peer answered")
+
+
+async def admit(connection: socket.socket, identity: Identity) -> Introduced:
+    """The accepting side's part, up to the decision whether to confirm.
+
+    Raises:
+        BadMessage: the letter is none, for another peer, or for another connection.
+        OSError: the connection ended.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(connection, nonce)
+    letter = await _receive_letter(connection)
+    envelope = open_sealed(letter, identity.peer_id)
+    purpose, _, proof = envelope.payload.decode("ascii", "replace").rpartition(" ")
+    if envelope.kind is not EnvelopeKind.DIRECT or proof != nonce.hex():
+        raise BadMessage("direct_letter", "no letter for this connection")
+    return Introduced(envelope.source, purpose, letter)
+
+
+async def _send(connection: socket.socket, letter: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, with_length(letter))
+
+
+async def _receive_letter(connection: socket.socket) -> bytes:
+    (size,) = LENGTH.unpack(await _receive(connection, LENGTH.size))
+    if size > MAX_LETTER_BYTES:
+        raise BadMessage("direct_letter", f"a letter of {size} bytes")
+    return await _receive(connection, size)
+
+
+async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    await receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+logger = logging.getLogger(__name__)
+
+ADMIT_S = 5.0
+"""Whoever has not said by then who it is, is not listened to."""
+BACKLOG = 128
+PAUSE_S = 0.1
+"""After a connection that could not be accepted."""
+MOST = 512
+"""Connections at a time; the ledger bounds those of each peer, and of each network, long before."""
+UNSENT_BYTES = 128 * 1024
+"""What the kernel takes beyond what is on its way: more would only grow old there."""
+CALLED = "called"
+"""Purpose of a connection for which its accepting side has asked."""
+
+
+class TcpListener:
+    """Connections that others open to this peer; all in the node's loop.
+
+    Attributes:
+        port: where it listens; 0: nowhere.
+        streams: who serves which bulk protocol.
+        tasks: what is being served.
+    """
+
+    def __init__(
+        self, identity: Identity, traffic: Traffic, ledger: Ledger, streams: Mapping[str, Serve]
+    ) -> None:
+        """Is closed."""
+        self.port, self.streams, self.tasks = 0, streams, Tasks("the door")
+        self._identity, self._traffic, self._ledger = identity, traffic, ledger
+        self._listening: list[socket.socket] = []
+        self._expected: dict[str, tuple[str, asyncio.Future[socket.socket]]] = {}
+        """Token of a call -> who is to call, and who waits for it."""
+
+    def open(self, hosts: Sequence[str], port: int) -> None:
+        """Begins to listen on hosts (IPv4 or IPv6 numbers), at one port; 0 takes a free one.
+
+        Raises:
+            NetworkDown: somebody else has the port; then it listens nowhere.
+        """
+        opened: list[socket.socket] = []
+        for host in dict.fromkeys(hosts):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            except OSError as error:
+                for listening in opened:
+                    listening.close()
+                hint = "choose another --direct-port, or go without: --no-direct"
+                raise NetworkDown(
+                    f"cannot take connections for blobs on {host} port {port}: {error.strerror}",
+                    hint=foreign_address_hint(error, host, port) or hint,
+                ) from error
+            listening.setblocking(False)
+            opened.append(listening)
+            port = listening.getsockname()[1]
+        self.port = port if opened else 0
+        self._listening += opened
+        for listening in opened:
+            self.tasks.supervise(partial(self._accept, listening))
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        await self.tasks.stop()
+        for listening in self._listening:
+            listening.close()
+
+    @contextmanager
+    def expecting(self, token: str, peer_id: str) -> Iterator[asyncio.Future[socket.socket]]:
+        """Waits for a connection that this peer has asked another for."""
+        expected = asyncio.get_running_loop().create_future()
+        self._expected[token] = peer_id, expected
+        try:
+            yield expected
+        finally:
+            del self._expected[token]
+            expected.cancel()
+
+    async def serve(self, serve: Serve, source: str, connection: socket.socket) -> None:
+        """Serves a peer that has proved who it is, until it closes the connection."""
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            with self._traffic.sent.watching(source, connection):
+                await serve(self._traffic, source, reader, writer)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            logger.debug("direct stream of %s ended: %s", source, error)
+        finally:
+            writer.close()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptors are left, or the other side has gone already
+                logger.debug("no connection accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if len(self.tasks) > MOST:
+                self._traffic.refuse("direct_room")
+                connection.close()
+                continue
+            self.tasks.spawn(self._enter(self._traffic.line.connection(connection), address[0]))
+
+    async def _enter(self, connection: socket.socket, host: str) -> None:
+        taken = False
+        try:
+            introduced = await self._introduced(tuned(connection), host)
+            kind, _, token = introduced.purpose.partition(" ")
+            if kind == CALLED:
+                taken = await self._called(connection, introduced, token)
+            elif serve := self.streams.get(introduced.purpose):
+                await introduced.confirm(connection, self._identity)
+                taken = True
+                await self.serve(serve, introduced.peer_id, connection)
+        except HostileInput as error:
+            self._traffic.refuse(error.reason)
+            logger.debug("connection from %s refused: %s", host, error)
+        except (OSError, TimeoutError) as error:
+            logger.debug("connection from %s ended: %s", host, error)
+        finally:
+            if not taken:
+                connection.close()
+
+    async def _introduced(self, connection: socket.socket, host: str) -> Introduced:
+        """Who has come; until then it costs the network that it comes from.
+
+        From the host of a member it costs that member, so that strangers keep no member out.
+        """
+        version = "ip6" if ":" in host else "ip4"
+        address = f"/{version}/{host}/tcp/0"
+        payer = self._ledger.member_at(address)
+        if payer is None:
+            self._ledger.locate(payer := address, address)
+        held = self._ledger.take(payer, Cost.ADMITTING, 1, time.monotonic())
+        try:
+            async with asyncio.timeout(ADMIT_S):
+                introduced = await admit(connection, self._identity)
+        finally:
+            self._ledger.give_back(held, time.monotonic())
+        self._ledger.locate(introduced.peer_id, address)
+        return introduced
+
+    async def _called(self, connection: socket.socket, introduced: Introduced, token: str) -> bool:
+        peer_id, expected = self._expected.get(token, ("", None))
+        if expected is None or expected.done() or peer_id != introduced.peer_id:
+            return False
+        await introduced.confirm(connection, self._identity)
+        if expected.done():
+            return False
+        expected.set_result(connection)
+        return True
+
+
+def port_beside(network: NetworkSection) -> int:
+    """The port after the first that libp2p is told to take, so that two can be opened beforehand.
+
+    0, any: it is told none.
+    """
+    ports = [int(text.rpartition("/")[2]) for text in network.host_maddrs]
+    first = next((port for port in ports if port), 0)
+    return first + 1 if 0 < first < 65_535 else 0
+
+
+def tuned(connection: socket.socket) -> socket.socket:
+    """The same socket, non-blocking, with little that is kept unsent in the kernel."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with suppress(OSError, AttributeError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    return connection

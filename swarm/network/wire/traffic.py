@@ -1,0 +1,209 @@
+"""What a node sends, receives and refuses: counters, and token buckets that cap both directions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from swarm.config import NetworkSection
+from swarm.network.wire.upload_rate import LineBytes, UploadRate
+from swarm.protocol.timing.pace import Arrivals
+
+BURST_S = 0.15
+"""A machine that was idle, or too busy to wake up in time, may send or take so much at once. Over t
+seconds a cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a
+quarter of a second drops what comes in larger bursts, and TCP is slower than the cap for seconds.
+"""
+ROOM_S = 0.1
+PART_S = 0.05
+"""So much is moved at a time, for the same reason."""
+LARGEST_PART_BYTES = 64 * 1024
+"""Of a capped transfer: what the other side calls progress, so that no stream waits for the parts
+of all others for longer than its deadline allows."""
+SMALLEST_PART_BYTES = 4096
+PROGRESS_BYTES_PER_S = LARGEST_PART_BYTES / 7.5
+"""For each stream, twice what a receiver calls progress; with more streams all would starve."""
+
+
+class Bucket:
+    """A token bucket without a clock, as a virtual schedule (GCRA, ITU-T I.371)."""
+
+    def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
+        """Is full.
+
+        Args:
+            bytes_per_s: its rate.
+            burst_s: what it holds, in seconds of that rate.
+        """
+        self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
+        self._paid_s = -inf
+
+    def idle_s(self, now_s: float) -> float:
+        """For how long nobody has needed the tokens that came; below 0 while some are owed."""
+        return now_s - self._paid_s
+
+    def take(self, now_s: float, num_bytes: int) -> float:
+        """Takes tokens, be they there or not; returns after how many seconds they are.
+
+        Whoever takes later waits longer, so takers have their turns in the order of their calls.
+
+        Args:
+            now_s: moments of calls never go back.
+            num_bytes: how many.
+        """
+        self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
+        return max(0.0, self._paid_s - now_s)
+
+
+class Throttle:
+    """One direction of this machine's link; from any thread.
+
+    Attributes:
+        mbit: the cap in Mbit/s; None: there is none, and nobody waits.
+        bytes_per_s: the same; inf without.
+    """
+
+    def __init__(
+        self, mbit: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self.hold(mbit)
+
+    def hold(self, mbit: float | None) -> None:
+        """Sets the cap from now on; whoever waits already waits as it was told."""
+        with self._lock:
+            self.mbit = mbit
+            self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
+            self._bucket = Bucket(self.bytes_per_s) if mbit else None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether others leave some of a cap unused for longer than between two of their parts.
+
+        False too where there is no cap, since nobody knows then.
+        """
+        with self._lock:
+            return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S
+
+    def part_bytes(self, most: int) -> int:
+        """How many bytes to move at a time, of at most so many."""
+        if not self.mbit:
+            return most
+        part = int(self.bytes_per_s * PART_S)
+        return min(most, LARGEST_PART_BYTES, max(part, SMALLEST_PART_BYTES))
+
+    @property
+    def most_streams(self) -> float:
+        """Streams at a time of which each gets on fast enough for whoever waits for it."""
+        return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
+
+    def count(self, num_bytes: int) -> float:
+        """Counts bytes that are moved at once; returns how long others would have waited, in s."""
+        with self._lock:
+            return self._bucket.take(self._clock(), num_bytes) if self._bucket else 0.0
+
+    async def wait(self, num_bytes: int) -> None:
+        """Returns when so many bytes may be moved."""
+        if wait_s := self.count(num_bytes):
+            await asyncio.sleep(wait_s)
+
+    def wait_in_thread(self, num_bytes: int, stop: threading.Event) -> None:
+        """The same in a thread; returns at once when `stop` is set."""
+        if wait_s := self.count(num_bytes):
+            stop.wait(wait_s)
+
+
+class Arriving:
+    """When bytes of blobs arrive, over all streams together; from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing has arrived; `clock` is in seconds."""
+        self._clock, self._lock, self._arrivals = clock, threading.Lock(), Arrivals()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that have just come."""
+        with self._lock:
+            self._arrivals.arrived(num_bytes, self._clock())
+
+    def begin(self) -> tuple[int, float]:
+        """Bytes and flowing seconds so far, when a fetch begins; see `Arrivals`."""
+        with self._lock:
+            self._arrivals.begin(self._clock())
+            return self._arrivals.num_bytes, self._arrivals.flowing_s
+
+    def since(self, before: tuple[int, float]) -> tuple[int, float]:
+        """What was added to what `begin` returned."""
+        with self._lock:
+            return (
+                self._arrivals.num_bytes - before[0],
+                self._arrivals.flowing_s - before[1],
+            )
+
+
+@dataclass
+class Traffic:
+    """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
+
+    `line` is what a provider counts. The other counters say what bytes were for, each where it is
+    used: what measures this peer's line is in none of them.
+
+    Attributes:
+        control_messages_sent: calls of `post` and `request`, answers not counted.
+        control_messages_received: the same, from others.
+        control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
+            path, and blobs that belong to messages.
+        control_bytes_received: the same, from others.
+        blob_bytes_sent: contents of other blobs only, of moments neither.
+        blob_bytes_received: contents of blobs, those refused later and those of messages included.
+        measuring_bytes_sent: to others that measure their lines.
+        relayed_bytes: passed on between two other peers; in no other counter.
+        moments_bytes_sent: contents of moments blobs, which are in no other figure.
+        moments_bytes_received: contents of moments blobs that were whole and in order; they are
+            in `blob_bytes_received` too.
+        dht_bytes: the DHT's questions and answers, both ways together.
+        refused: how often bytes of others were refused, by reason.
+        up: cap on what is sent.
+        down: cap on what is received.
+        sent: how fast the line sent of late.
+        line: all that the line carries, whatever it is for.
+        arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.
+    """
+
+    control_messages_sent: int = 0
+    control_messages_received: int = 0
+    control_bytes_sent: int = 0
+    control_bytes_received: int = 0
+    blob_bytes_sent: int = 0
+    moments_bytes_sent: int = 0
+    moments_bytes_received: int = 0
+    blob_bytes_received: int = 0
+    measuring_bytes_sent: int = 0
+    relayed_bytes: int = 0
+    dht_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    up: Throttle = field(default_factory=Throttle)
+    down: Throttle = field(default_factory=Throttle)
+    sent: UploadRate = field(default_factory=UploadRate)
+    arriving: Arriving = field(default_factory=Arriving)
+    line: LineBytes = field(default_factory=LineBytes)
+
+    @classmethod
+    def of(cls, network: NetworkSection) -> Traffic:
+        """Nothing moved yet; the caps are those that the person has set."""
+        up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
+        return cls(up=up, down=down)
+
+    @property
+    def bytes_sent(self) -> int:
+        """For others; messages are few beside it, and what measures this line is none of it."""
+        of_blobs = self.blob_bytes_sent + self.moments_bytes_sent
+        return of_blobs + self.measuring_bytes_sent + self.relayed_bytes
+
+    def refuse(self, reason: str) -> None:
+        """Counts one refusal."""
+        self.refused[reason] += 1

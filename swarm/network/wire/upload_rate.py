@@ -1,0 +1,361 @@
+"""How many bytes this machine's TCP connections carry, and how fast they are acknowledged.
+
+Read from `struct tcp_info` of linux/tcp.h, which Linux has since version 4.18.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakSet
+
+from swarm.protocol.timing.pace import Recent
+
+_LAYOUT = struct.Struct("=16xI48xI48xQQ8xII16xQQQI")
+
+
+class TcpInfo(NamedTuple):
+    """Of one connection, from its beginning; in the order of the kernel's fields.
+
+    Attributes:
+        packet_bytes: of a full packet.
+        rtt_us: the smoothed round trip, in microseconds.
+        acked: bytes up to the first that the other side has not acknowledged.
+        received: bytes that came in order.
+        unsent: bytes that wait in this machine.
+        least_rtt_us: the shortest round trip of late.
+        busy_us: for how long something was under way, or waited to be.
+        by_receiver_us: for how long of that the other side had no room.
+        by_buffer_us: for how long of that this machine's buffer had none.
+        delivered: packets that the other side has; beyond one that is missing, too.
+    """
+
+    packet_bytes: int
+    rtt_us: int
+    acked: int
+    received: int
+    unsent: int
+    least_rtt_us: int
+    busy_us: int
+    by_receiver_us: int
+    by_buffer_us: int
+    delivered: int
+
+
+def tcp_info(connection: socket.socket) -> TcpInfo | None:
+    """What the kernel says now; None where it says nothing, or the connection is closed."""
+    if sys.platform != "linux":
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAYOUT.size)
+        return TcpInfo(*_LAYOUT.unpack(info))
+    except (OSError, struct.error):
+        return None
+
+
+class LineBytes:
+    """Counts both directions together, from any thread."""
+
+    def __init__(self) -> None:
+        """Nothing was moved yet."""
+        self._lock = threading.RLock()  # a connection that is collected may be closed at any time
+        self._open: WeakSet[CountedSocket] = WeakSet()
+        self._daemons: dict[int, int] = {}
+        """Process -> what it had moved when it was looked at last."""
+        self._ended = 0
+        """Moved by connections and daemons that are no more."""
+        self._is_known: bool | None = None
+        """Whether the kernel counts all of it; None before the first daemon."""
+
+    def connection(self, raw: socket.socket) -> CountedSocket:
+        """Takes a TCP connection over; what it moves counts from its beginning."""
+        counted = CountedSocket(self, raw)
+        with self._lock:
+            self._open.add(counted)
+            if tcp_info(counted) is None:
+                self._is_known = False
+        return counted
+
+    def daemon_began(self, pid: int) -> None:
+        """Counts what a daemon of this node moves."""
+        with self._lock:
+            self._daemons[pid] = 0
+            if self._is_known is not False:
+                self._is_known = moved_by_process(pid) is not None
+
+    def daemon_ends(self, pid: int) -> None:
+        """Looks at a daemon for the last time, before its number may become another's."""
+        with self._lock:
+            if pid in self._daemons:
+                self._ended += max(self._daemons.pop(pid), moved_by_process(pid) or 0)
+
+    def connection_ends(self, connection: CountedSocket) -> None:
+        """Looks at a connection for the last time, before it is closed."""
+        with self._lock:
+            if connection in self._open:
+                self._open.discard(connection)
+                self._ended += _moved_on(connection)
+
+    def total(self) -> int | None:
+        """Bytes without the headers of TCP and IP; None where the kernel does not say."""
+        with self._lock:
+            if not self._is_known:
+                return None
+            for pid, before in self._daemons.items():  # a process that died says nothing
+                self._daemons[pid] = max(before, moved_by_process(pid) or 0)
+            of_connections = sum(map(_moved_on, list(self._open)))
+            return self._ended + of_connections + sum(self._daemons.values())
+
+
+class CountedSocket(socket.socket):
+    """A TCP connection of a node; see `LineBytes.connection`."""
+
+    def __init__(self, line: LineBytes, raw: socket.socket) -> None:
+        super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
+        self._line = line
+
+    def close(self) -> None:
+        """Counts what was moved, and closes it."""
+        self._line.connection_ends(self)
+        super().close()
+
+
+def moved_by_process(pid: int) -> int | None:
+    """Half of the bytes that a process has read and written; None where the kernel does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        found = dict(line.split(": ") for line in lines)
+        return (int(found["rchar"]) + int(found["wchar"])) // 2
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _moved_on(connection: socket.socket) -> int:
+    info = tcp_info(connection)
+    return info.acked + info.received if info else 0
+
+
+SAMPLE_S = 0.25
+WINDOW_S = 2.0
+"""Shorter, and a single burst of acknowledgements would count."""
+KEPT = 8
+"""Windows of late; of these the fast ones are nearest to what the line can do, since in the others
+receivers may have been the slower ones. The upper quartile counts: one window may be wrong."""
+ALONE_S = 3600.0
+"""A receiver is the only one if nobody else has taken anything for so long."""
+SHOWN_BY = 4
+"""Windows that show that a line has changed."""
+
+
+@dataclass
+class _Watched:
+    receiver: str
+    acked: int
+
+
+class UploadRate:
+    """Looks at the connections on which this machine sends; its methods run in one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing was sent yet; `clock` is in seconds."""
+        self._clock = clock
+        self._watched: dict[socket.socket, _Watched] = {}
+        self._is_ticking = False
+        self._began_s: float | None = None
+        """Since when there was always something unsent; None: there is nothing."""
+        self._num_bytes = 0
+        self._receivers: set[str] = set()
+        self._rates, self._all = Recent(KEPT), Recent(KEPT)
+        """Of windows that count, and of all, also those of one receiver of several."""
+        self._last, self._others_s = "", -inf
+        """The receiver that took something last, and when any other one did."""
+
+    @property
+    def mbit(self) -> float | None:
+        """In Mbit/s; None until the line has been the bound for long enough."""
+        return self.mbit_since(-inf)
+
+    def mbit_since(self, since_s: float) -> float | None:
+        """The same by windows after a moment alone."""
+        return self._rates.high(self._clock(), since_s)
+
+    def shown_since(self, since_s: float) -> float | None:
+        """What any receivers took since a moment, in Mbit/s; None of fewer than `SHOWN_BY` windows.
+
+        The line may carry more: it is a reason to measure it.
+        """
+        now_s = self._clock()
+        is_enough = len(self._all.of_late(now_s, since_s)) >= SHOWN_BY
+        return self._all.high(now_s, since_s) if is_enough else None
+
+    @contextmanager
+    def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
+        """While a peer is served on a connection; several at a time share the line."""
+        counters = tcp_info(connection)
+        if counters is None:
+            yield
+            return
+        self._watched[connection] = _Watched(receiver, counters.acked)
+        if not self._is_ticking:
+            self._is_ticking = True
+            asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+        try:
+            yield
+        finally:
+            del self._watched[connection]
+
+    def _tick(self) -> None:
+        try:
+            self.sample()
+        finally:  # a fault of one sample, which the loop logs, must not be the last of them
+            self._is_ticking = bool(self._watched)
+            if self._is_ticking:
+                asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+
+    def sample(self) -> None:
+        """Looks at all connections."""
+        now, acked, waiting = self._clock(), 0, set[str]()
+        for connection, watched in self._watched.items():
+            counters = tcp_info(connection)
+            if counters is None:
+                continue
+            newly = counters.acked - watched.acked
+            watched.acked, acked = counters.acked, acked + newly
+            if counters.unsent and newly:  # what waits for a receiver that is gone says nothing
+                waiting.add(watched.receiver)
+        if not waiting:
+            self._began_s = None
+            return
+        if self._began_s is None:
+            self._begin(now, waiting)
+            return
+        self._num_bytes += acked
+        self._receivers |= waiting
+        if now - self._began_s >= WINDOW_S:
+            rate = self._num_bytes * 8e-6 / (now - self._began_s)
+            self._all.add(rate, now)
+            if self._are_all_there_are(now) or rate > (self.mbit or 0.0):
+                self._rates.add(rate, now)
+            self._begin(now, waiting)
+
+    def _are_all_there_are(self, now_s: float) -> bool:
+        """Whether the receivers of a window are several, or the only one of late."""
+        if len(self._receivers) > 1:
+            self._others_s = now_s
+            return True
+        (receiver,) = self._receivers
+        if receiver != self._last:
+            self._last, self._others_s = receiver, now_s if self._last else self._others_s
+        return now_s - self._others_s >= ALONE_S
+
+    def _begin(self, now_s: float, waiting: set[str]) -> None:
+        self._began_s, self._num_bytes, self._receivers = now_s, 0, waiting
+
+
+LINE_SAMPLE_S = 0.05
+BOUND = 0.9
+"""Of the time the line must have been the bound. Where a processor is, nothing is under way."""
+STEADY = 1.25
+"""A rate that still rises by more from one quarter of the time to the next is TCP's slow start."""
+QUEUED_S = 0.02
+"""A line that is full makes packets wait for longer, at every moment."""
+ALIKE = 1.15
+"""Two rates of one line differ by less; those of busy receivers hardly ever do."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of one connection, from its beginning.
+
+    Attributes:
+        at_s: when.
+        num_bytes: what the other side has; beyond a packet that is missing, too.
+        bound_s: for how long something was under way that only the line held up.
+        queued_s: for how long packets waited of late.
+    """
+
+    at_s: float
+    num_bytes: int
+    bound_s: float
+    queued_s: float
+
+
+def fill(connection: socket.socket) -> None:
+    """Has a connection send until packets are lost; cubic may stop early, bbr leaves no queue."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+@contextmanager
+def sampled(connection: socket.socket) -> Iterator[list[Sample]]:
+    """Samples of a connection while it sends; none where the kernel says nothing."""
+    samples: list[Sample] = []
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def look() -> None:
+        nonlocal timer
+        if sample := sample_of(connection):
+            samples.append(sample)
+            timer = loop.call_later(LINE_SAMPLE_S, look)
+
+    look()
+    try:
+        yield samples
+    finally:
+        if timer:
+            timer.cancel()
+
+
+def sample_of(connection: socket.socket) -> Sample | None:
+    """What the kernel says now of a TCP connection; None where it says nothing."""
+    info = tcp_info(connection)
+    if info is None:
+        return None
+    return Sample(
+        time.monotonic(),
+        info.packet_bytes * info.delivered,
+        (info.busy_us - info.by_receiver_us - info.by_buffer_us) * 1e-6,
+        (info.rtt_us - info.least_rtt_us) * 1e-6,
+    )
+
+
+def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
+    """The rate of a full line in the second half of the time, in Mbit/s; None if it was not full.
+
+    Args:
+        samples: in their order, `SAMPLE_S` or so apart.
+    """
+    if len(samples) < 8:  # no quarter has two
+        return None
+    last = len(samples) - 1
+    begin, middle, end = [samples[last * k // 4] for k in (2, 3, 4)]
+    if end.bound_s - begin.bound_s < BOUND * (end.at_s - begin.at_s):
+        return None
+    if min(sample.queued_s for sample in samples[last // 2 :]) < QUEUED_S:
+        return None
+    is_steady = _mbit(middle, end) <= STEADY * _mbit(begin, middle)
+    return _mbit(begin, end) if is_steady else None
+
+
+def agreed_mbit(rates: Mapping[str, float]) -> float | None:
+    """The lower of the two highest rates that were alike, by receiver; None if no two are."""
+    ordered = sorted(rates.values(), reverse=True)
+    return next((b for a, b in pairwise(ordered) if a <= ALIKE * b), None)
+
+
+def _mbit(first: Sample, last: Sample) -> float:
+    return (last.num_bytes - first.num_bytes) * 8e-6 / (last.at_s - first.at_s)

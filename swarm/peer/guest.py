@@ -1,0 +1,183 @@
+"""A guest's view of a run: what the monitor shows, for a program or a script."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.errors import NobodyReachable
+from swarm.monitor.health import is_finished
+from swarm.monitor.history import with_history
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of, without_peers
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.dht.dht import MAX_RECORDS_PER_KEY
+from swarm.network.runs.observer import Observer, Seen
+from swarm.network.runs.run_search import Announced
+from swarm.protocol.records.records import RunState
+from swarm.protocol.values.manifest import Digest, Manifest
+
+logger = logging.getLogger(__name__)
+
+START_S = 8.0
+LOOK_S = 4.0
+"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
+TIP_S = 2.5
+REFRESH_S = 2.0
+PEERS_A_SECOND = 16
+"""All that 256 peers say of themselves are 3 MB, and peers say it every 8 s: in larger runs looks
+take longer, and there are fewer."""
+
+
+class History(Protocol):
+    """What outlives a restart, see `peers.actions.monitor_files`."""
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known before the first look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps what is new.
+
+        Raises:
+            OSError: it cannot be written; the next call tries again.
+        """
+
+
+@dataclass
+class Watch:
+    """Looks at one run again and again; remembers what records forget."""
+
+    observer: Observer
+    store: BlobStore
+    """Where the observer's manifests go; emptied, since one a round adds up."""
+    wanted: str | None
+    history: History | None = None
+    announced: Announced | None = None
+    tip: Manifest | None = None
+    before: Snapshot | None = None
+    _keeps: bool = True
+
+    def look(self) -> Snapshot:
+        """The swarm now.
+
+        Raises:
+            NobodyReachable: no run is announced, or none of its peers is present; not of a run
+                whose end was seen, which stays as it was, without peers.
+        """
+        try:
+            return self._look()
+        except NobodyReachable:
+            if self.before is None or not is_finished(self.before):
+                raise
+            self.before = with_history(without_peers(self.before), self.before)
+            return self.before
+
+    def _look(self) -> Snapshot:
+        if self.announced is None or self.announced.record.state is RunState.GATHERING:
+            self.announced = self.observer.find(self.wanted, LOOK_S)
+            if self.tip and self.tip.run != self.announced.record.run:
+                self.tip = None
+        run, deadline_s = self.announced.record.run, LOOK_S + self._all_said_s / 2
+        seen = self.observer.look(run, deadline_s)
+        if not seen.peers:  # who has just arrived on a slow line misses records that come too late
+            seen = self.observer.look(run, deadline_s)
+        had_tip = self.tip is not None
+        if self._is_stale(seen):
+            self._renew_tip(seen)
+        shown = None if self.announced.record.state is RunState.GATHERING else run
+        snapshot = snapshot_of(
+            Sighting(
+                shown,
+                self.announced.record.name,
+                seen.peers,
+                seen.merges,
+                seen.validations,
+                self.tip,
+                seen.published,
+                seen.at,
+                self.announced.record.wait_for_peers,
+                seen.scores,
+            )
+        )
+        if snapshot is None:
+            self.announced = None
+            if self.before and self.before.run_id is None:  # its peers speak of manifest 0 soon
+                return self.before
+            raise NobodyReachable(f"no peer of {run} is present")
+        # Before the first manifest strangers were heard too: nothing of that is remembered.
+        known = self.before if had_tip or not self.tip else None
+        if known is None and self.history:
+            known = self.history.before(snapshot)
+        self.before = with_history(snapshot, known)
+        if self.history and self.tip:
+            self._keep(self.history, self.before)
+        return self.before
+
+    def _keep(self, history: History, snapshot: Snapshot) -> None:
+        """A run is seen whether or not a disk takes what was seen; says so when that changes."""
+        try:
+            history.keep(snapshot)
+        except OSError as error:
+            if self._keeps:  # an error, as a terminal's view hides warnings
+                where = f"{error.filename}: " if error.filename else ""
+                logger.error("the history is not kept now: %s%s", where, error.strerror)
+            self._keeps = False
+        else:
+            self._keeps = True
+
+    @property
+    def refresh_s(self) -> float:
+        """Seconds from one look to the next."""
+        return max(REFRESH_S, self._all_said_s)
+
+    @property
+    def _all_said_s(self) -> float:
+        """For how long a look at all peers is one's share of what the DHT moves."""
+        if self.tip:  # the first look goes by what somebody announces
+            return len(self.tip.members) / PEERS_A_SECOND
+        announced = self.announced.record.wait_for_peers if self.announced else 0
+        return min(announced, MAX_RECORDS_PER_KEY) / PEERS_A_SECOND
+
+    def _is_stale(self, seen: Seen) -> bool:
+        """Whether any peer has a tip other than the one known here."""
+        digest = self.tip.digest if self.tip else None
+        return any(record.manifest_digest != digest for record in seen.peers.values())
+
+    def _renew_tip(self, seen: Seen) -> None:
+        """Without an answer the one known before is shown; peers' own rows are always new."""
+        assert self.announced is not None
+        if self.announced.record.state is RunState.GATHERING:
+            return
+        try:
+            tip = self.observer.tip(self.announced, seen.peers, TIP_S)
+        except NobodyReachable:
+            return
+        finally:
+            self.store.collect(())
+        if self.tip is None or tip.code > self.tip.code:
+            self.tip = tip
+
+
+def look(
+    addresses: Sequence[str], run_id: str | None = None, vouched: Digest | None = None
+) -> Snapshot:
+    """A run as the monitor sees it: its peers, owners of experts, losses and last merges.
+
+    It enters the network as a guest that publishes nothing, looks once and leaves: some 5 s.
+
+    Args:
+        addresses: of peers of the run, such as `Peer.addresses`.
+        run_id: which run, if several are announced there.
+        vouched: digest of a manifest that the caller trusts; None trusts the run's first.
+
+    Raises:
+        NobodyReachable: none of the addresses answers, or no such run is announced.
+        RunMismatch: several runs are announced, and none was named.
+    """
+    store = BlobStore(None)
+    observer = Observer.start(addresses, store, START_S, vouched=vouched)
+    try:
+        return Watch(observer, store, run_id).look()
+    finally:
+        observer.stop()

@@ -1,0 +1,350 @@
+"""CPU threads of this peer: how many torch uses, and a pool that works on several units at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm.background import SYSTEM, Joinable
+from swarm.config import ComputeSection, RunConfig
+from swarm.data.masks import Masks
+from swarm.deltas.unit_deltas import Parts
+from swarm.errors import OutOfMemory
+from swarm.experts import Slice
+from swarm.model.routing import RoutingControls
+from swarm.train.engine.engine import StepStats
+from swarm.train.fallback_engine import Fits, SteppingEngine
+from swarm.train.planning.ladder import EnginePlan
+
+GAIN = 0.9
+"""More threads are taken if a step takes at most this share of the time with fewer."""
+GAIN_TO_STAY = 0.95
+"""Threads that a peer has already are kept for less: the choice shall not swing with noise."""
+BUSY_SHARE = 0.8
+"""A thread that gets less of a core than this shares it with others."""
+PASSES = 5
+"""Each number of threads is measured at most so often, in turn."""
+LEAST_BUDGET_S = 3.0
+BUDGET_OF_ROUND = 0.05
+"""Measuring takes at most this share of a round's local steps, or `LEAST_BUDGET_S`."""
+SLOWER = 1.5
+"""Steps that take this many times as long, or as short, as at the choice are measured again."""
+WINDOW = 8
+"""Steps whose median is compared."""
+REST_S = 180.0
+"""Between two measurements."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured computation.
+
+    Attributes:
+        threads: that it ran with.
+        seconds: that passed.
+        cpu_s: that the calling thread had a core for.
+    """
+
+    threads: int
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number of threads, and why."""
+
+    threads: int
+    reason: str
+
+
+def candidates(cores: int) -> tuple[int, ...]:
+    """The numbers of threads that are tried on so many cores: 1, 2, 4 ... and all of them."""
+    powers = [2**k for k in range(cores.bit_length()) if 2**k < cores]
+    return (*powers, cores)
+
+
+def budget_s(steps: int, step_s: float) -> float:
+    """How long measuring may take where a round has so many steps of this length."""
+    return max(LEAST_BUDGET_S, BUDGET_OF_ROUND * steps * step_s)
+
+
+def choose(trials: Sequence[Trial], current: int | None = None) -> Choice:
+    """The number of threads to compute with.
+
+    Args:
+        trials: at least one, of whatever numbers of threads; medians count.
+        current: the number that is in use since an earlier choice.
+    """
+    median_s = {
+        threads: statistics.median(t.seconds for t in trials if t.threads == threads)
+        for threads in sorted({trial.threads for trial in trials})
+    }
+    shown = ", ".join(f"{threads}: {s * 1e3:.1f} ms" for threads, s in median_s.items())
+    if crowded := _crowded(trials):
+        return Choice(1, f"{crowded}; {shown}")
+    best = min(median_s)
+    for threads, seconds in median_s.items():
+        gain = GAIN_TO_STAY if threads == current else GAIN
+        if seconds < gain * median_s[best]:
+            best = threads
+    return Choice(best, f"the fewest that are about as fast as any; {shown}")
+
+
+def choose_unmeasured(short: Trial, otherwise: int) -> Choice:
+    """The number of threads where there was only time for a short computation with one."""
+    if crowded := _crowded([short]):
+        return Choice(1, crowded)
+    return Choice(otherwise, "a step takes too long to be measured")
+
+
+def _crowded(trials: Sequence[Trial]) -> str | None:
+    """Says so if one thread did not get a core for itself, in the middle."""
+    shares = [trial.cpu_s / trial.seconds for trial in trials if trial.threads == 1]
+    if not shares or statistics.median(shares) >= BUSY_SHARE:
+        return None
+    share = statistics.median(shares)
+    return f"one thread gets only {share:.0%} of a core, others use the rest"
+
+
+@dataclass
+class StepWatch:
+    """Notices when steps have become slower, or faster, than they were at the last choice.
+
+    Attributes:
+        measured_s: when the last choice was made.
+    """
+
+    measured_s: float
+    _first: list[float] = field(default_factory=list)
+    _last: list[float] = field(default_factory=list)
+
+    def saw(self, seconds_per_token: float, now_s: float) -> str | None:
+        """Takes a step in.
+
+        Returns:
+            Why the threads should be measured again, or None.
+        """
+        if len(self._first) < WINDOW:
+            self._first.append(seconds_per_token)
+            return None
+        self._last = [*self._last[1 - WINDOW :], seconds_per_token]
+        if len(self._last) < WINDOW or now_s - self.measured_s < REST_S:
+            return None
+        ratio = statistics.median(self._last) / statistics.median(self._first)
+        if 1 / SLOWER < ratio < SLOWER:
+            return None
+        return f"steps take {ratio:.2f} times as long as at the last choice"
+
+
+logger = logging.getLogger(__name__)
+
+SHORT_TOKENS = 64
+"""Of one sequence: what is computed where a whole micro-batch takes too long to be measured."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Cores that this process may use: its affinity, or the container's quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        limit, _, period = quota.read_text().partition(" ")
+    except OSError:
+        return cores
+    return min(cores, max(1, math.ceil(int(limit) / int(period)))) if limit.isdigit() else cores
+
+
+def start_threads(compute: ComputeSection) -> None:
+    """Sets the threads of the calling thread: those asked for, else all that may be used.
+
+    `OMP_NUM_THREADS` in the environment is a bound too: torch starts with it.
+    """
+    torch.set_num_threads(compute.threads or min(torch.get_num_threads(), usable_cores()))
+
+
+def is_exact(run: RunConfig) -> bool:
+    """Whether a run computes and sends fp32 values alone: one thread then is SPES to the bit.
+
+    More threads add sums up in another order. Peers agree all the same, on what was computed.
+    """
+    types = {run.train.compute, run.train.frozen, run.wire.shared, run.wire.experts}
+    return types == {"fp32"} and {run.wire.shared_coding, run.wire.experts_coding} == {"none"}
+
+
+class ThreadedEngine(SteppingEngine):
+    """A stepping engine that chooses the number of threads itself, and again when steps slow down.
+
+    To be used by one thread. What it measures with changes no value; see `Engine.rehearse`.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        plan: EnginePlan,
+        folder: Path | None = None,
+        fits: Fits = lambda *_: True,
+        *,
+        cores: int,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """Makes the engine of a plan; at the first step it measures with 1 to `cores` threads."""
+        super().__init__(run, plan.options, plan.below, folder, fits)
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._numbers = candidates(cores)
+        self._steps = run.round.local_steps
+        self._micro_rows = run.train.micro_batch_sequences
+        self._watch: StepWatch | None = None
+        self._why: str | None = "not measured yet"
+
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
+        """See `Engine`."""
+        if self._why is not None:
+            self._choose(tokens_BT1, self._why)
+        began_s = self._clock()
+        stats = super().step(tokens_BT1, lr=lr, controls=controls, masks=masks)
+        assert self._watch is not None
+        now_s = self._clock()
+        self._why = self._watch.saw((now_s - began_s) / stats.tokens, now_s)
+        return stats
+
+    def _choose(self, tokens_BT1: Tensor, why: str) -> None:
+        current = torch.get_num_threads() if self._watch is not None else None
+        short, trials = self._trials(tokens_BT1)
+        if trials:
+            choice = choose(trials, current)
+        else:
+            choice = choose_unmeasured(short, current or self._numbers[-1])
+        torch.set_num_threads(choice.threads)
+        logger.info("threads: %d (%s; %s)", choice.threads, choice.reason, why)
+        self._watch = StepWatch(self._clock())
+
+    def _trials(self, tokens_BT1: Tensor) -> tuple[Trial, list[Trial]]:
+        """Computes a short piece, and then with each number what there is time for."""
+        short_BT1 = tokens_BT1[:1, : SHORT_TOKENS + 1]
+        micro_BT1 = tokens_BT1[: self._micro_rows]
+        began_s = self._clock()
+        self._trial(short_BT1, self._numbers[-1])  # takes its memory for the first time
+        short = self._trial(short_BT1, 1)
+        per_token_s = short.seconds / short_BT1[:, 1:].numel()
+        left_s = budget_s(self._steps, per_token_s * tokens_BT1[:, 1:].numel())
+        left_s -= self._clock() - began_s
+        piece_BT1, piece_s = micro_BT1, per_token_s * micro_BT1[:, 1:].numel()
+        if left_s < 2 * piece_s * len(self._numbers):
+            piece_BT1, piece_s = short_BT1, short.seconds
+        trials: list[Trial] = []
+        for _ in range(PASSES):
+            if left_s < piece_s * len(self._numbers):
+                break
+            passed_s = self._clock()
+            trials += [self._trial(piece_BT1, threads) for threads in self._numbers]
+            left_s -= self._clock() - passed_s
+        return short, trials
+
+    def _trial(self, tokens_BT1: Tensor, threads: int) -> Trial:
+        torch.set_num_threads(threads)
+        began_s, cpu_began_s = self._clock(), self._cpu_clock()
+        self.rehearse(tokens_BT1)
+        return Trial(threads, self._clock() - began_s, self._cpu_clock() - cpu_began_s)
+
+
+WORTH_ELEMENTS = 2**22
+"""Fewer are done before threads have started."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class OneAtATime:
+    """The parts of an engine, which is made for one thread, for several."""
+
+    def __init__(self, engine: Parts) -> None:
+        self._engine, self._lock = engine, threading.Lock()
+
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`."""
+        with self._lock:
+            return self._engine.read_part(part)
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`."""
+        with self._lock:
+            self._engine.write_part(part, values)
+
+
+class UnitThreads:
+    """So many threads, the caller's among them; each computes with one thread of torch's."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def each(
+        self, work: Callable[[Item], Result], items: Sequence[Item], elements: int
+    ) -> list[Result]:
+        """What `work` makes of each item, in their order.
+
+        After an error nothing new is begun, and it is raised when all have come to an end. Threads
+        that cannot be started are done without.
+
+        Args:
+            work: may be called by several threads at once, in any order.
+            items: such as units.
+            elements: of all items together; with few of them the caller works alone.
+        """
+        if min(self.number, len(items)) == 1 or elements < WORTH_ELEMENTS:
+            return [work(item) for item in items]
+        found: dict[int, Result] = {}
+        errors: list[BaseException] = []
+        todo, lock = iter(range(len(items))), threading.Lock()
+
+        def run() -> None:
+            torch.set_num_threads(1)
+            while not errors:
+                with lock:
+                    index = next(todo, None)
+                if index is None:
+                    return
+                try:
+                    found[index] = work(items[index])
+                except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+                    errors.append(error)
+
+        usual = torch.get_num_threads()
+        threads = _started(run, min(self.number, len(items)) - 1)
+        run()
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(usual)  # of this thread, and of those that torch has not met
+        if errors:
+            raise errors[0]
+        return [found[index] for index in range(len(items))]
+
+
+ONE_THREAD = UnitThreads(1)
+
+
+def _started(run: Callable[[], None], number: int) -> list[Joinable]:
+    started = []
+    with suppress(OutOfMemory):  # the others do its work
+        for _ in range(number):
+            started.append(SYSTEM.start(run, "swarm-units"))
+    return started

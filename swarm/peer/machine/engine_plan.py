@@ -1,0 +1,232 @@
+"""What a run costs a peer, which engine runs it on a machine, and what the machine lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from swarm import durable
+from swarm.config import ComputeSection, PeerConfig, RunConfig
+from swarm.errors import ConfigError
+from swarm.model.cost import Cost, cost_of, owned_per_peer
+from swarm.peer.machine.gpu_bus import bus_here
+from swarm.peer.machine.machine_survey import described_machine, this_machine, wishes_of
+from swarm.peer.machine.worker_processes import fabric_of, for_workers, num_workers
+from swarm.protocol.membership.ownership import losses_survived
+from swarm.train.engine.hardware import Machine
+from swarm.train.engine.mesh import Bus
+from swarm.train.engine.sizes import Need
+from swarm.train.planning.ladder import EnginePlan, most_experts, plan_engine
+from swarm.train.planning.memory import HostPeaks
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """One thing of which a machine has less than a plan needs.
+
+    Attributes:
+        what: in words.
+        needed: bytes.
+        there: bytes that may be used.
+        remedy: what would help.
+    """
+
+    what: str
+    needed: float
+    there: float
+    remedy: str
+
+    def __str__(self) -> str:
+        needs = f"{self.needed / 1e9:,.1f} GB of {self.what} needed, {self.there / 1e9:,.1f} GB"
+        return f"{needs} usable: {self.remedy}"
+
+
+def shortfalls(
+    need: Need, peaks: HostPeaks, state_bytes: float, machine: Machine, most: int | None
+) -> list[Shortfall]:
+    """Of what a machine has too little.
+
+    Args:
+        need: of the engine.
+        peaks: of the process in host memory.
+        state_bytes: of the state directory.
+        machine: what there is.
+        most: experts that fit with some engine; None if not even the shared tensors do.
+    """
+    fewer = "rent a machine with more, or take smaller micro-batches or a smaller model"
+    if most is not None:
+        fewer = f"own at most {most} experts (more --peers, or a lower --capacity)"
+    bounds = [
+        ("disk", state_bytes + need.disk, machine.disk_bytes, "free some, or take a larger one"),
+    ]
+    if machine.device != "cpu":
+        bounds.append(("GPU memory", need.crowded, machine.usable_device, fewer))
+    bounds.append(("host memory", peaks.highest, machine.usable_host, fewer))
+    return [Shortfall(*bound) for bound in bounds if bound[1] > max(bound[2], 0.0)]
+
+
+AS_IT_IS: Mapping[str, str | None] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run costs one peer of it.
+
+    Attributes:
+        cost: parameters, and bytes of state, disk and traffic, by formula.
+        machine: what it is planned for; with several workers (`machine.fabric`) what each has.
+        engine: the engine chosen for it, with its peaks of memory and predicted seconds of a step.
+        owned_experts: that the peer trains.
+        experts_that_fit: that it could train with some engine; None if not even the shared tensors.
+        losses_survived: of as many such machines as the run has peers, how many may be lost before
+            an expert waits for an owner; None: one does as it is.
+        losses_until_pause: likewise before too few experts have one (`ownership.min_owned_share`).
+        shortfalls: of what the machine has too little, and what would help.
+        is_beside: whether offers are made beside steps where rounds overlap [V9].
+    """
+
+    cost: Cost
+    machine: Machine
+    engine: EnginePlan
+    owned_experts: int
+    experts_that_fit: int | None
+    losses_survived: int | None
+    losses_until_pause: int | None
+    shortfalls: tuple[Shortfall, ...]
+    is_beside: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has enough of everything."""
+        return not self.shortfalls
+
+
+def plan_run(
+    run: RunConfig,
+    config: PeerConfig | None = None,
+    folder: Path | str = "~/.swarm/default",
+    sizes: Mapping[str, str | None] = AS_IT_IS,
+) -> RunPlan:
+    """Plans a run for this machine, or for one that is described.
+
+    Multiplies matrices for a moment, to know how fast this machine is.
+
+    Args:
+        run: what is to be trained, by `run.run.peers` peers with equal shares.
+        config: of the machine: device, engine, memory that may be used.
+        folder: the state directory; need not exist. What it holds of the run counts as free.
+        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB"; "gpus" as
+            "8x80GB", or "8" or "all", for as many workers; `compute.remote_workers` are more of
+            them in machines alike.
+
+    Raises:
+        ConfigError: a size is none, a GPU is asked for that is not there, or several are described
+            without their bus.
+    """
+    compute, folder = (config or PeerConfig()).compute, Path(folder).expanduser()
+    compute, sizes = _with_gpus(compute, sizes)
+    cost, owned = cost_of(run, run.run.peers), owned_per_peer(run, run.run.peers)
+    found = this_machine(compute, folder)
+    found = replace(found, disk_bytes=found.disk_bytes + held_bytes(folder, run))
+    machine = described_machine(found, sizes)
+    wishes, here = wishes_of(compute, folder), _workers(compute, machine, sizes)
+    if here:
+        fabric = fabric_of(compute, here, _bus(compute, here, sizes))
+        machine, wishes = for_workers(run, compute, machine, wishes, fabric)
+    # What an engine maps from disk lies beside the state directory.
+    beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
+    engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
+    short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
+    is_beside = engine.options.is_read_beside(run)
+    rooms, experts = [most or 0] * run.run.peers, run.model.num_experts
+    return RunPlan(
+        cost=cost,
+        machine=machine,
+        engine=engine,
+        owned_experts=owned,
+        experts_that_fit=most,
+        losses_survived=losses_survived(experts, rooms),
+        losses_until_pause=losses_survived(experts, rooms, run.ownership.min_owned_share),
+        shortfalls=tuple(short),
+        is_beside=is_beside,
+    )
+
+
+def held_bytes(folder: Path, run: RunConfig) -> int:
+    """Bytes on disk that a state directory holds already of a run with this configuration.
+
+    Args:
+        folder: the state directory; a peer may be running with it.
+        run: as its file is; a run founded twice counts once.
+    """
+    configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
+    of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]
+    return max((durable.bytes_on_disk(path) for path in of_run), default=0)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _with_gpus(
+    compute: ComputeSection, sizes: Mapping[str, str | None]
+) -> tuple[ComputeSection, Mapping[str, str | None]]:
+    """Takes "8x80GB" apart: so many workers, each with such a GPU; "8" and "all" are of this kind.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    text = sizes.get("gpus")
+    if text is None:
+        return compute, sizes
+    number, is_described, size = text.lower().replace(" ", "").partition("x")
+    if is_described and sizes.get("gpu") is not None:
+        raise ConfigError(
+            f"--gpus {text} and --gpu {sizes['gpu']} both say what a GPU has", hint="give one"
+        )
+    if number != "all" and not (number.isascii() and number.isdigit() and 0 < int(number) <= 64):
+        raise ConfigError(f"--gpus {text!r} is no number of GPUs", hint="write 8x80GB, 8 or all")
+    parallel = "all" if number == "all" else int(number)
+    compute = compute.model_copy(update={"parallel": parallel})
+    return compute, {**sizes, "gpu": size} if is_described else sizes
+
+
+def _workers(compute: ComputeSection, machine: Machine, sizes: Mapping[str, str | None]) -> int:
+    """Workers of one machine, which may be described only; 0 for none.
+
+    Raises:
+        ConfigError: there are not so many GPUs, or it is not said how many.
+    """
+    asked = compute.parallel
+    if compute.remote_workers and asked == "off":
+        raise ConfigError(
+            f"compute.remote_workers (--remote-workers) = {compute.remote_workers}: this machine "
+            "has no workers",
+            hint="give --gpus too: at least one worker is the peer's own",
+        )
+    if sizes.get("gpu") is None or asked == "off" or machine.device == "cpu":
+        # Where workers of other machines dial in matters to a peer, not to its plan.
+        without = {"remote_workers": 0, "workers_from": ""}
+        return num_workers(compute.model_copy(update=without), machine.device)
+    if asked == "all":
+        raise ConfigError("--gpus all of a GPU that is only described", hint="write 8x80GB")
+    return asked
+
+
+def _bus(compute: ComputeSection, here: int, sizes: Mapping[str, str | None]) -> Bus:
+    """The bus between GPUs.
+
+    Raises:
+        ConfigError: several are described, but not this.
+    """
+    if here > 1 and compute.bus == "auto" and sizes.get("gpu") is not None:
+        raise ConfigError(
+            f"{here} GPUs that are only described may have NVLink or not",
+            hint="say --bus nvlink or --bus pcie",
+        )
+    return bus_here(compute.bus, here)

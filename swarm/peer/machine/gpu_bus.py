@@ -1,0 +1,84 @@
+"""Which bus the GPUs of this machine reach each other by; measured in a process of its own.
+
+`python -m swarm.peer.machine.gpu_bus` prints the rate. A process that has touched a GPU keeps
+memory there, so the peer leaves it to one that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from typing import Literal
+
+import torch
+
+from swarm.train.engine.mesh import BUSES, NVLINK, PCIE, Bus, BusName
+
+logger = logging.getLogger(__name__)
+
+NVLINK_FROM_GB_S = 75.0
+"""More than PCIe 5 x16 carries each way, 64, and less than any NVLink of a GPU with a switch."""
+COPIED_BYTES = 64 * 2**20
+MEASURE_S = 120.0
+"""For loading PyTorch, waking all GPUs and some copies."""
+
+
+def bus_here(asked: Literal["auto"] | BusName, gpus: int) -> Bus:
+    """The bus between the GPUs of this machine.
+
+    Args:
+        asked: by the person; auto finds it.
+        gpus: that are used, from the first one on.
+    """
+    if asked != "auto":
+        return BUSES[asked]
+    if gpus < 2 or not torch.cuda.is_available():
+        return PCIE
+    if not all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)):
+        logger.info("bus: pcie, since GPUs have no access to each other")
+        return PCIE
+    command = [sys.executable, "-m", "swarm.peer.machine.gpu_bus", str(gpus)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=MEASURE_S
+        )
+        gb_s = float(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("bus: taken to be pcie, since it could not be measured: %s", error)
+        return PCIE
+    bus = bus_of(gb_s)
+    logger.info("bus: %s, since the slowest copy between two GPUs had %.0f GB/s", bus.name, gb_s)
+    return bus
+
+
+def bus_of(gb_s: float) -> Bus:
+    """The bus that a copy of this speed came over."""
+    return NVLINK if gb_s > NVLINK_FROM_GB_S else PCIE
+
+
+def slowest_copy(devices: list[torch.device], num_bytes: int = COPIED_BYTES) -> float:
+    """GB/s of copies from the first device to each other one, the best of five each."""
+    rates = []
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=devices[0])
+    for device in devices[1:]:
+        target = torch.empty_like(source, device=device)
+        best_s = float("inf")
+        for _ in range(5):
+            began_s = time.perf_counter()
+            target.copy_(source)
+            target[-1].item()
+            best_s = min(best_s, time.perf_counter() - began_s)
+        rates.append(num_bytes / best_s / 1e9)
+    return min(rates)
+
+
+def main() -> None:
+    """Says how fast the slowest copy between so many GPUs is."""
+    devices = [torch.device("cuda", gpu) for gpu in range(int(sys.argv[1]))]
+    sys.stdout.write(f"{slowest_copy(devices)}\n")
+
+
+if __name__ == "__main__":
+    main()

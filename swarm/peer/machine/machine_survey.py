@@ -1,0 +1,322 @@
+"""What this machine has: memory, disk, cores, and how fast it multiplies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from math import inf
+from pathlib import Path
+
+import torch
+
+from swarm.config import ComputeSection, RunConfig
+from swarm.config.amounts import size_in_bytes
+from swarm.errors import ConfigError
+from swarm.model.cost import owned_per_peer
+from swarm.peer.machine import worker_processes
+from swarm.peer.machine.cpu_threads import ThreadedEngine, is_exact, usable_cores
+from swarm.peer.machine.gpu_bus import bus_here
+from swarm.protocol.values.manifest import ALL_EXPERTS
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.hardware import Machine, Processor
+from swarm.train.fallback_engine import SteppingEngine
+from swarm.train.planning.ladder import EnginePlan, Wishes, fits_here, most_with, plan_engine, rungs
+from swarm.train.workers.parallel_engine import ParallelEngine
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 64e6
+"""Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
+_DEVICES = Path("/dev")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_UPDATES_PER_CORE = 0.15e9
+"""Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
+
+
+def machine_size(flag: str, text: str) -> float:
+    """Bytes of what a described machine has, as `size_in_bytes`; 0 for `--gpu` means none.
+
+    Raises:
+        ConfigError: it is none, or less than any machine has.
+    """
+    try:
+        size = size_in_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag} {error}") from error
+    if size < LEAST_BYTES and not (flag == "gpu" and size == 0):
+        hint = f"at least {LEAST_BYTES / 1e6:.0f}MB, for example 24GB"
+        raise ConfigError(f"--{flag} {text!r} is too small", hint=hint)
+    return size
+
+
+def device_of(asked: str) -> str:
+    """The device that "auto", "cpu" or "cuda" means here.
+
+    Raises:
+        ConfigError: "cuda", and PyTorch finds none here.
+    """
+    has_gpu = torch.cuda.is_available()
+    if asked == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if asked == "cuda" and not has_gpu:
+        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(
+            f"compute.device (--device) = cuda: PyTorch {torch.__version__} {why} on this machine",
+            hint="use --device cpu, or install a driver and a PyTorch with CUDA",
+        )
+    return asked
+
+
+def processor() -> Processor:
+    """What computes here; with a remedy where that is the CPU although there is a GPU."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return Processor(f"GPU {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    has_cuda = torch.version.cuda is not None
+    why = f"PyTorch {torch.__version__} {'finds no GPU' if has_cuda else 'is built without CUDA'}"
+    cores, unused = f"{usable_cores()} CPU cores", _unused_gpu()
+    if unused is None:
+        return Processor(f"no GPU, {cores}: {why}")
+    remedy = (
+        "install its driver anew, or the one that this PyTorch asks for; nvidia-smi must show it"
+        if has_cuda
+        else "install a PyTorch with CUDA: pip install torch, from PyPI, with no other index"
+    )
+    return Processor(f"{cores}, not the GPU of {unused}: {why}", remedy)
+
+
+def _unused_gpu() -> Path | None:
+    """The file of a GPU of this machine, where PyTorch finds none and nobody has hidden them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return None
+    return min(_DEVICES.glob("nvidia[0-9]*"), default=None)
+
+
+def this_machine(compute: ComputeSection, folder: Path) -> Machine:
+    """What this machine has for an engine, or what the person lets it use.
+
+    Multiplies matrices for a moment, to know how fast.
+
+    Args:
+        compute: device and the memory that may be used.
+        folder: on the disk that holds the state directory; need not exist yet.
+    """
+    device = device_of(compute.device)
+    while not os.path.exists(folder):  # nor where nobody else may look
+        folder = folder.parent
+    cores = compute.threads or usable_cores()
+    on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    return Machine(
+        device=device,
+        device_bytes=compute.device_memory_gb * 1e9 or on_gpu,
+        host_bytes=compute.host_memory_gb * 1e9 or _host_bytes(),
+        disk_bytes=shutil.disk_usage(folder).free,
+        cores=cores,
+        tflops=_measured_tflops(device),
+        updates_g_s=cores * _UPDATES_PER_CORE / 1e9,
+    )
+
+
+def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Machine:
+    """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
+
+    A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s. A machine that
+    is to have none computes as fast as the cores of this one, which are measured.
+
+    Raises:
+        ConfigError: a size is none, has no unit, or is absurd.
+    """
+    if sizes.get("gpu") is not None:
+        gpu = machine_size("gpu", str(sizes["gpu"]))
+        if gpu:
+            machine = replace(machine, tflops=Machine.tflops, updates_g_s=Machine.updates_g_s)
+        elif machine.device == "cuda":
+            machine = replace(machine, tflops=_measured_tflops("cpu"))
+        machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
+    if sizes.get("host") is not None:
+        machine = replace(machine, host_bytes=machine_size("host", str(sizes["host"])))
+    if sizes.get("disk") is not None:
+        machine = replace(machine, disk_bytes=machine_size("disk", str(sizes["disk"])))
+    return machine
+
+
+def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
+    """What the person decided; `folder` is where frozen experts would be mapped from disk."""
+    return Wishes(
+        engine=compute.engine,
+        precision=compute.precision,
+        frozen=compute.frozen,
+        moments=compute.moments,
+        recompute=compute.recompute,
+        activation_checkpoints=compute.activation_checkpoints,
+        folder=folder if compute.map_frozen else None,
+    )
+
+
+def plan_here(
+    run: RunConfig, owned: int, compute: ComputeSection, folder: Path
+) -> tuple[Machine, EnginePlan]:
+    """The engine for this machine, and for its workers if the person wants some.
+
+    Args:
+        run: what is trained.
+        owned: experts of this peer.
+        compute: what the person decided.
+        folder: where frozen experts would be mapped from disk.
+
+    Returns:
+        What the engine, or each worker, has; and the plan.
+
+    Raises:
+        ConfigError: the person wants what is not there, or cannot be had together.
+    """
+    machine, wishes = _with_wishes(run, compute, folder)
+    return machine, plan_engine(run, owned, machine, wishes)
+
+
+class Room:
+    """How many experts fit this machine's memory, in every phase of a round; asked at any time.
+
+    A disk does not count: one that is full is waited for, and takes no peer down.
+
+    Attributes:
+        engine: once there is one, its present level counts and those below, else all that the
+            person allows. It takes memory that the machine has before, so ask once without it.
+    """
+
+    def __init__(self, run: RunConfig, compute: ComputeSection, folder: Path) -> None:
+        """Looks at nothing yet; the arguments are as of `engine_for`."""
+        self.engine: SteppingEngine | ParallelEngine | None = None
+        self._place = run, compute, folder / "frozen"
+        self._found: tuple[Machine, Wishes] | None = None
+        self._known: dict[int, int] = {}
+
+    def __call__(self) -> int:
+        """`ALL_EXPERTS` if all of the run do; fewer than before once the engine had to step down.
+
+        Raises:
+            ConfigError: the person wants what is not there, or cannot be had together.
+        """
+        if self._found is None:
+            self._found = _with_wishes(*self._place)
+        (machine, wishes), run = self._found, self._place[0]
+        levels = self.engine.levels if self.engine else rungs(run, machine, wishes)
+        if len(levels) not in self._known:
+            most = most_with(run, machine, levels) or 0
+            experts = run.model.num_experts
+            logger.info("room: %d of %d experts fit this machine", most, experts)
+            self._known[len(levels)] = most if most < experts else ALL_EXPERTS
+        return self._known[len(levels)]
+
+
+def _with_wishes(run: RunConfig, compute: ComputeSection, folder: Path) -> tuple[Machine, Wishes]:
+    """What the engine, or each worker, has; and what the person decided.
+
+    Raises:
+        ConfigError: the person wants what is not there, or cannot be had together.
+    """
+    machine, wishes = this_machine(compute, folder), wishes_of(compute, folder)
+    here = worker_processes.num_workers(compute, machine.device)
+    if here:
+        fabric = worker_processes.fabric_of(compute, here, bus_here(compute.bus, here))
+        machine, wishes = worker_processes.for_workers(run, compute, machine, wishes, fabric)
+    else:
+        worker_processes.meshes_of(compute, 0, run)  # says what cannot be had without workers
+    return machine, wishes
+
+
+def engine_for(
+    run: RunConfig,
+    compute: ComputeSection,
+    folder: Path,
+    remaining_s: Callable[[], float] = lambda: inf,
+    owned: int = 0,
+) -> SteppingEngine | ParallelEngine:
+    """The fastest engine that fits this machine, with those below it; says which and why.
+
+    Planned for an equal share of the experts, or for those that this peer owns already if they are
+    more; an ownership that needs more steps down.
+
+    Args:
+        run: what is trained.
+        compute: what the person decided.
+        folder: the run's; frozen experts may be mapped from files in it.
+        remaining_s: seconds until this peer has to go, however few workers are there, and however
+            slowly they start.
+        owned: experts of this peer in the newest manifest that it knows.
+    """
+    owned = max(owned, owned_per_peer(run, run.run.peers))
+    machine, plan = plan_here(run, owned, compute, folder / "frozen")
+    logger.log(
+        logging.INFO if plan.fits else logging.WARNING,
+        "engine: %s (on %s; predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
+        plan.reason,
+        machine.device,
+        plan.need.crowded / 1e9,
+        plan.peaks.highest / 1e9,
+        plan.need.disk / 1e9,
+    )
+    if compute.device == "auto" and (remedy := (found := processor()).remedy):
+        logger.warning("computing with %s (%s)", found.text, remedy)
+    workers = worker_processes.num_workers(compute, machine.device)
+    if workers:
+        place = worker_processes.place_of(run, compute, machine, workers)
+        nodes = worker_processes.nodes_of(compute, plan, folder, place, remaining_s)
+        return worker_processes.parallel_engine(
+            run, plan, folder, place, nodes, remaining_s=remaining_s
+        )
+    return _with_threads(run, plan, machine, compute, folder)
+
+
+def _with_threads(
+    run: RunConfig, plan: EnginePlan, machine: Machine, compute: ComputeSection, folder: Path
+) -> SteppingEngine:
+    """The planned engine, with the threads asked for or with those that it finds to be best."""
+
+    def fits(options: EngineOptions, num_owned: int) -> bool:
+        return fits_here(run, num_owned, options, machine)
+
+    if compute.threads:
+        reason = "as asked for"
+    elif plan.options.device != "cpu":
+        reason = "a GPU computes"
+    elif torch.get_num_threads() == 1:
+        reason = "no more cores may be used"
+    elif is_exact(run):
+        torch.set_num_threads(1)
+        reason = "the run is exact, more would change the order of sums; --threads sets another"
+    else:
+        return ThreadedEngine(run, plan, folder, fits, cores=torch.get_num_threads())
+    logger.info("threads: %d (%s)", torch.get_num_threads(), reason)
+    return SteppingEngine(run, plan.options, plan.below, folder, fits)
+
+
+def _host_bytes() -> float:
+    """Memory of the machine, or of the container if that has less."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CGROUP.read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
+@cache
+def _measured_tflops(device: str) -> float:
+    """Of one large product, the best of three; tenths of a second on a CPU."""
+    on_gpu = device == "cuda"
+    size = 4096 if on_gpu else 512
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    best_s = float("inf")
+    for _ in range(4):
+        begin_s = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2 * size**3 / best_s / 1e12

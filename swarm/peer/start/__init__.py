@@ -1,0 +1,1 @@
+"""A peer's start: checks, search, joining, founding and resuming."""

@@ -1,0 +1,215 @@
+"""How a peer looks for its run at the given addresses, and when it may found one instead."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from swarm.errors import CorruptState, NobodyReachable
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.rounds.record_file import RecordFile
+from swarm.network.runs import run_search
+from swarm.peer.machine.state_directory import RunDirectory, StateDirectory
+from swarm.peer.start.host import Host
+from swarm.peer.text.run_request import Wanted, require_no_founder, require_no_other
+from swarm.protocol.values.manifest import PeerId
+
+logger = logging.getLogger(__name__)
+
+NEW_S = 6.0
+"""How long peers that were never met are asked; others once, as they may well be gone for good."""
+
+
+async def runs_there(host: Host, run_id: str) -> bool:
+    """Whether the run on disk is that of the given addresses, as far as anybody there says.
+
+    Args:
+        host: with a run on disk.
+        run_id: of that run.
+
+    Raises:
+        NobodyReachable: nobody there says anything, and none of them was met in that run.
+    """
+    entrances = others_at(host)
+    is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
+    told = await run_search.told_by(host.node, entrances, NEW_S if is_new else 0.0)
+    same = [run for run in told.runs if run.record.run == run_id]
+    is_other = bool(told.runs or told.preparing) and not same
+    if is_other:
+        logger.info("run=%s is not what runs there; joining what does", run_id)
+        return False
+    for run in same:
+        host.state.run(run_id).add_entered_by(run.publishers)
+    if is_new and not same:
+        raise NobodyReachable(
+            f"no peer at {_addresses(host)} says which run it is in, and none of them was met in "
+            f"{run_id}, the run in --state-dir {host.state.path}",
+            hint="check the address, and that the other peer runs; without --initial-peers this "
+            f"peer goes on with {run_id}",
+        )
+    return True
+
+
+def require_reached(host: Host) -> None:
+    """Refuses to found a run beside addresses at which there may be others that train it.
+
+    Raises:
+        NobodyReachable: nobody at the given addresses answers.
+    """
+    entrances = others_at(host)
+    if entrances and host.node.neighbours.isdisjoint(entrances):
+        raise NobodyReachable(
+            f"no peer answers at {_addresses(host)}, so no run is founded",
+            hint="check the address, and that the other peer runs; without --initial-peers the run "
+            "is founded",
+        )
+
+
+def others_at(host: Host) -> list[PeerId]:
+    """The other peers at the given addresses: all machines may be given the same ones."""
+    return [peer for peer in host.node.entrances if peer != host.node.peer_id]
+
+
+def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
+    """Peers whose addresses may have led into a run on disk.
+
+    They are the members in its record, its founder, those by whom it was entered, and all that have
+    ever answered this peer, but for the members of other runs on disk.
+    """
+    directory = state.run(run_id)
+    others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
+    answered = {text.rpartition("/")[2] for text, answered_at in state.known_peers if answered_at}
+    entered_by = directory.read_entered_by()
+    return _members_in(directory).union(entered_by, answered.difference(*others))
+
+
+def _members_in(directory: RunDirectory) -> frozenset[PeerId]:
+    try:
+        record = RecordFile(directory.record_path).read()
+    except CorruptState:  # told by whoever goes on with it
+        record = None
+    return frozenset({*record.tip.members, record.tip.founding.founder} if record else ())
+
+
+def _addresses(host: Host) -> str:
+    return ", ".join(host.config.network.initial_peers)
+
+
+FIND_S = 60.0
+"""How long a joiner without a run file looks for a run."""
+FIND_BEFORE_FOUNDING_S = 6.0
+ASK_EVERY_S = 6.0
+"""How often entrances are asked whether they prepare a run."""
+SILENT_S = 60.0
+"""One that has not said so again for this long will not found it."""
+SAY_S = 60.0
+"""How often the log says what is waited for."""
+
+
+class RunSearchDeadline:
+    """For how long a peer looks for a run: while one of its entrances prepares it, without end."""
+
+    def __init__(self, host: Host, fingerprint: str | None, least_s: float) -> None:
+        """Begins to look.
+
+        Args:
+            host: of this peer.
+            fingerprint: of the configuration that is meant; None for any.
+            least_s: it looks so long although nobody prepares a run.
+        """
+        self._host, self._fingerprint = host, fingerprint
+        self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
+
+    async def more_s(self) -> float:
+        """Asks the entrances, and says for how long to look before they are asked again."""
+        told, now_s = (
+            await run_search.answers_of(self._host.node, others_at(self._host)),
+            time.monotonic(),
+        )
+        fits = [peer for peer, of in told.preparing.items() if self._fingerprint in (None, of)]
+        if fits:
+            self._end_s = now_s + SILENT_S
+            if now_s - self._said_s >= SAY_S:
+                self._said_s = now_s
+                logger.info("peer=%s prepares the run; waiting for it to begin", fits[0][-6:])
+        return max(0.0, min(ASK_EVERY_S, self._end_s - now_s))
+
+
+async def look_for_run(
+    host: Host, downloads: Downloads, wanted: Wanted, run_id: str | None, begun: str | None
+) -> run_search.Opened | None:
+    """The run to join; None where the wanted one may be founded.
+
+    Args:
+        host: of this peer.
+        downloads: fetches what the run is configured as.
+        wanted: which run is meant.
+        run_id: that it must have, if one is known.
+        begun: the run that this peer had begun to join, which is preferred.
+
+    Raises:
+        NobodyReachable: no run was announced in time, and none may be founded.
+        RunMismatch: which run is meant is not known; or there is another than the wanted one.
+    """
+    fingerprint = wanted.run.fingerprint() if wanted.run else None
+    look_s = FIND_BEFORE_FOUNDING_S if wanted.run else FIND_S
+    patience = RunSearchDeadline(host, fingerprint, look_s)
+    opened = await run_search.find_run(
+        host.node,
+        downloads,
+        fingerprint=fingerprint,
+        wanted=run_id,
+        preferred=begun,
+        deadline_s=look_s if run_id else min(look_s, ASK_EVERY_S),
+        look_on=run_search.no_longer if run_id else patience.more_s,
+    )
+    if opened is None and wanted.run is None:
+        raise NobodyReachable(
+            f"no run was announced within {FIND_S:.0f} s",
+            hint="check the address, or found a run with --run FILE",
+        )
+    if opened is None:
+        await require_alone(host, downloads, wanted)
+    return opened
+
+
+async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> None:
+    """Refuses to found a run beside those that the given addresses are in, or prepare.
+
+    Args:
+        host: of this peer.
+        downloads: fetches the configurations of those runs.
+        wanted: with a configuration; says whether a second run is meant.
+
+    Raises:
+        RunMismatch: there is another run, and none beside it is meant.
+        NobodyReachable: nobody at the given addresses answers.
+    """
+    if wanted.run and not wanted.beside_others:
+        told = await run_search.answers_of(
+            host.node, others_at(host)
+        )  # first: such a run may begin meanwhile
+        require_no_founder(wanted.run, told.preparing)
+        require_no_other(wanted.run, await run_search.runs_here(host.node, downloads))
+    require_reached(host)
+
+
+async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
+    """Whether somebody at the given addresses founds a run before this peer does; see `preparing`.
+
+    Args:
+        host: of a peer that says that it prepares a run.
+        wanted: that run.
+        by_runs: whether announced runs count, and not only founders.
+    """
+    others = others_at(host)
+    if wanted.run is None or not others:
+        return False
+    told = await run_search.answers_of(host.node, others)
+    return run_search.is_forestalled(
+        host.node.peer_id,
+        wanted.run.fingerprint(),
+        preparing=told.preparing,
+        announced=[run.record.fingerprint for run in told.runs if by_runs],
+        is_beside=wanted.beside_others,
+    )

@@ -1,0 +1,284 @@
+"""A machine in the network: its state directory, its node, and what it answers when asked."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.config import PeerConfig
+from swarm.network.blobs.blob_store import BlobStore
+from swarm.network.fetch.blob_server import BlobServer
+from swarm.network.fetch.bulk import PROTOCOL
+from swarm.network.fetch.fetcher import Downloads
+from swarm.network.node.node import Handlers, Node
+from swarm.network.node.peer_probe import PROTOCOL as MEASURE
+from swarm.network.node.peer_probe import QUESTION, Prober, dial_fault
+from swarm.network.rounds.moments_exchange import MomentsExchange
+from swarm.network.rounds.round_driver import RoundDriver
+from swarm.network.runs.run_search import RUN_QUESTION, encode_preparing
+from swarm.network.runs.signed_invitations import invite
+from swarm.network.runs.tips import asked_tip
+from swarm.network.wire.identity import Identity
+from swarm.network.wire.ledger import Ledger
+from swarm.peer.machine.state_directory import StateDirectory, keep, with_kept
+from swarm.peer.machine.worker_processes import ready_for_nodes
+from swarm.peer.start.quota import QuotaWatch, require_quota
+from swarm.peer.start.start_checks import path_of_key
+from swarm.peer.status.observing import PeerObserver
+from swarm.peer.status.round_log import up_mbit
+from swarm.peer.training.leaving import Stop
+from swarm.protocol.records.records import RunRecord, encode_record, shortened
+from swarm.protocol.values.invitation import GATHERING, MAX_USES, PrivateInvitation, as_text
+from swarm.protocol.values.manifest import Digest, PeerId
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A run that is being founded.
+
+    Attributes:
+        run: how it is called until it has an id.
+        invitation: for the peers that its founder waits for.
+    """
+
+    run: str
+    invitation: PrivateInvitation
+
+
+def gathering_of(state: StateDirectory, identity: Identity, wait_for_peers: int) -> Gathering:
+    """The same at every start until the run is founded, so that a line stays good.
+
+    Args:
+        state: of the founder.
+        identity: of the founder.
+        wait_for_peers: how many peers begin the run, the founder included.
+    """
+    kept = state.read_gathering()
+    if kept is None:
+        kept = secrets.token_hex(16), secrets.token_hex(32)
+        state.write_gathering(*kept)
+    name, secret = kept
+    run, uses = f"{GATHERING}{name}", min(wait_for_peers - 1, MAX_USES)
+    return Gathering(run, invite(identity, run, uses=uses, last_round=0, secret=secret))
+
+
+logger = logging.getLogger(__name__)
+
+NETWORK_START_S = 60.0
+NETWORK_STOP_S = 10.0
+DIAL_BACK_S = 40.0
+
+
+def nothing(_: StateDirectory) -> bool:
+    """No check of what is on disk, and nobody to be gathered."""
+    return False
+
+
+class Reception:
+    """Answers others in the node's loop, from before the network is up until this peer is gone.
+
+    Until `open` it answers nothing; until `admit` only what it announces, probes and blobs.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.server = BlobServer(
+            on_ask=self._on_ask,
+            ledger=self.ledger,
+            is_control=lambda digest: self._rounds is not None and digest in self._rounds.outbound,
+            is_moments=lambda digest: self._moments is not None and self._moments.holds(digest),
+            may_wait=lambda d: self._rounds is not None and self._rounds.outbound.may_wait(d),
+        )
+        self._prober = Prober(self.ledger)
+        self._node: Node | None = None
+        self._announced: RunRecord | None = None
+        self._preparing: str | None = None
+        self._rounds: RoundDriver | None = None
+        self._moments: MomentsExchange | None = None
+
+    def handlers(self) -> Handlers:
+        """What a node is to call."""
+        return Handlers(
+            on_message=self._on_message,
+            on_request=self._on_request,
+            streams={PROTOCOL: self.server.serve, MEASURE: self._prober.serve},
+            ledger=self.ledger,
+        )
+
+    def open(self, node: Node) -> None:
+        """The network is up: others may ask who this peer is, and how fast its link is."""
+        self._node = node
+
+    def prepare(self, fingerprint: str | None) -> None:
+        """Until `announce` they are told that it founds a run so configured; None: no longer."""
+        self._preparing = fingerprint
+
+    def announce(self, record: RunRecord) -> None:
+        """Others that ask which run this peer is in are told this."""
+        self._announced = record
+
+    def admit(self, rounds: RoundDriver, moments: MomentsExchange) -> None:
+        """This peer takes part in a run: messages and questions about it are answered."""
+        self._moments, self._rounds = moments, rounds
+
+    def _on_ask(self, source: PeerId, digest: Digest) -> None:
+        if self._rounds:
+            self._rounds.asked_for(source, digest)
+
+    async def _on_message(self, source: PeerId, payload: bytes) -> None:
+        if self._rounds:
+            self._rounds.inbound.take(source, payload)
+
+    async def _on_request(self, source: PeerId, payload: bytes) -> bytes:
+        if payload.startswith(QUESTION) and self._node:
+            return await self._prober.answer(self._node, source, payload)
+        if payload == RUN_QUESTION:
+            if self._announced:
+                return encode_record(self._announced)
+            return encode_preparing(self._preparing) if self._preparing else b""
+        if self._moments:
+            answer = await self._moments.answer(source, payload)
+            if answer is not None:
+                return answer
+        rounds = self._rounds
+        if rounds and (trusted := asked_tip(payload, rounds.machine.rules.run)):
+            return rounds.heads.commit_of_tip(trusted)
+        return await rounds.heads.answer(source, payload) if rounds else b""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Everything of a peer that does not depend on a run; `close` gives it back.
+
+    Attributes:
+        config: of this machine.
+        state: its directory, locked.
+        node: in the network.
+        reception: answers others.
+        is_dialable: whether others can open connections to it, as far as is known.
+        stop: asked by whoever wants this peer to leave.
+        quota: counts what the node moves, from its start on.
+    """
+
+    config: PeerConfig
+    state: StateDirectory
+    node: Node
+    reception: Reception
+    is_dialable: bool
+    stop: Stop
+    quota: QuotaWatch
+
+    def uplink_mbit(self) -> int:
+        """What its line carries away from it, as far as that was measured; 0: not known."""
+        mbit = up_mbit(self.node.lines, self.node.traffic)
+        return max(1, round(mbit)) if mbit else 0
+
+    @classmethod
+    def open(
+        cls,
+        config: PeerConfig,
+        folder: Path,
+        observer: PeerObserver,
+        check: Callable[[StateDirectory], object] = nothing,
+        stop: Stop | None = None,
+        *,
+        gathers: Callable[[StateDirectory], bool] = nothing,
+    ) -> Host:
+        """Locks a state directory and starts the network with the identity in it.
+
+        With a record of a run the peer starts even when nobody answers. Settings that `config`
+        leaves open are as at an earlier start (`peer/machine/state_directory.py`).
+
+        Args:
+            config: of this machine.
+            folder: the state directory; made if missing.
+            observer: told how others may join.
+            check: raises before the network starts if what is on disk will not do.
+            stop: asked when this peer is to leave; None for one of its own.
+            gathers: whether this start waits for invited peers.
+
+        Raises:
+            ConfigError: workers of other machines cannot be waited for at the given address.
+            StateError, StateLocked: the directory cannot be used, or lacks the key of its runs.
+            NobodyReachable, NetworkDown: no given address answered; libp2p did not start.
+            DataQuotaSpent: the month's bytes are used up.
+        """
+        reception = Reception()
+        with ExitStack() as undo:
+            state = StateDirectory(folder)
+            undo.callback(state.close)
+            check(state)
+            ready_for_nodes(config.compute, state.path)
+            given, config = config, with_kept(config, state.settings_path)
+            network = config.network
+            require_quota(network, state)
+            node = Node.start(
+                identity_path=path_of_key(network.identity_path, state),
+                network=network,
+                known_peers=network.initial_peers,
+                remembered=state.known_peers,
+                port=state.port,
+                handlers=reception.handlers(),
+                deadline_s=NETWORK_START_S,
+                must_reach=bool(network.initial_peers) and not state.run_ids,
+            )
+            undo.callback(node.stop, NETWORK_STOP_S)
+            keep(given, state.settings_path)
+            stop = stop or Stop(config.peer.leave_timeout_s)
+            quota = QuotaWatch(network, state, node, stop)
+            undo.callback(quota.end)
+            reception.open(node)
+            if node.port and state.port is None:
+                state.port = node.port
+            _tell_how_to_join(observer, state, node, config.peer.wait_for_peers * gathers(state))
+            undo.pop_all()
+            is_dialable = _can_be_dialled(node) and not network.client_mode
+            return cls(config, state, node, reception, is_dialable, stop, quota)
+
+    @property
+    def name(self) -> str:
+        """What people call this peer; a host's name may have 64 characters, as this may."""
+        host, end = socket.gethostname(), self.node.peer_id[-4:]
+        return self.config.peer.name or f"{shortened(host, 64 - 5)}-{end}"
+
+    def serve(self, store: BlobStore) -> Downloads:
+        """Makes a store's blobs available to others and returns what fetches into it."""
+        self.reception.server.attach(store)
+        return Downloads(self.node, store)
+
+    def remember_peers(self) -> None:
+        """Keeps the addresses that are known now for the next start.
+
+        They are those of its run: before it is known to suit, none is kept.
+        """
+        self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
+
+    def close(self) -> None:
+        """Leaves the network and gives the state directory free."""
+        self.quota.end()
+        self.node.stop(NETWORK_STOP_S)
+        self.state.close()
+
+
+def _tell_how_to_join(
+    observer: PeerObserver, state: StateDirectory, node: Node, num_gathered: int
+) -> None:
+    """The address, and before it the invitation of a founder that waits for others."""
+    if num_gathered > 1:
+        gathering = gathering_of(state, node.identity, num_gathered)
+        observer.on_invitation(as_text(gathering.invitation))
+    for address in node.addresses[:1]:
+        observer.on_address(address)
+
+
+def _can_be_dialled(node: Node) -> bool:
+    """As far as another peer says that was asked to try it."""
+    fault = node.run(dial_fault(node), DIAL_BACK_S)
+    if fault:
+        logger.warning("nobody can dial this peer, it works through others: %s", fault)
+    return not fault

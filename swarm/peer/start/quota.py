@@ -1,0 +1,268 @@
+"""The bytes that this machine may move in a month: counted, warned of, and left for in time.
+
+A calendar month (UTC), since that is what providers sell; both directions together, since most
+count them so; all runs of a state directory, since it is one line. Counted is what the kernel has
+seen on the node's sockets (`network/wire/upload_rate.py`), with a share for headers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from swarm import durable
+from swarm.background import SYSTEM, SupervisedThread, System
+from swarm.config import NetworkSection, RunConfig
+from swarm.errors import DataQuotaSpent
+from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
+from swarm.network.node.node import Node
+from swarm.network.wire.steady_clock import dht_clock
+from swarm.network.wire.traffic import Traffic
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.training.leaving import Stop
+from swarm.progress import duration
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD = 1.05
+"""Headers of TCP and IP are 40 of 1,500 bytes, acknowledgements half of that the other way;
+retransmissions and encryption have the rest."""
+WARN_AT = (0.5, 0.8, 0.9)
+LOOK_S = 10.0
+MARK_S = 3600.0
+MARKS = 24
+"""Moments, `MARK_S` apart, since the oldest of which the rate of now is counted."""
+END_S = 10.0
+"""For the last count: a disk that does not answer keeps no peer from its end."""
+HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
+
+
+def month_of(time_s: float) -> str:
+    """The calendar month of a moment, such as "2026-11"; later ones are larger as texts."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m")
+
+
+def bytes_moved(traffic: Traffic) -> int:
+    """What a node has moved since its start, both ways together, as it goes over the line.
+
+    As the kernel counts it; where the kernel does not say, what the node knows of.
+    """
+    total = traffic.line.total()
+    return round((_known_of(traffic) if total is None else total) * OVERHEAD)
+
+
+def _known_of(traffic: Traffic) -> int:
+    return (
+        traffic.blob_bytes_sent
+        + traffic.blob_bytes_received
+        + traffic.moments_bytes_sent  # those received are blobs
+        + traffic.control_bytes_sent
+        + traffic.control_bytes_received
+        + 2 * traffic.relayed_bytes
+        + traffic.dht_bytes
+    )
+
+
+def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
+    """What a peer still moves once it wishes to leave: a round both ways, and its moments."""
+    round_bytes = 2 * bytes_sent_per_peer_per_round(run, num_peers)
+    return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
+
+
+def month_after(month: str) -> str:
+    """The month that follows one."""
+    year, number = map(int, month.split("-"))
+    return f"{year + number // 12:04}-{number % 12 + 1:02}"
+
+
+class MonthlyCount:
+    """Bytes of this month, in a file that outlives the process; one that is torn counts as 0.
+
+    So does one of a month after the next, which only a clock that was wrong can have begun.
+
+    Attributes:
+        month: see `month_of`.
+        num_bytes: moved in it.
+        left_gb: the quota that a peer has left for in this month; 0 if none has.
+    """
+
+    def __init__(self, path: Path, now_s: float) -> None:
+        self._path = path
+        self.month, self.num_bytes, self.left_gb = month_of(now_s), 0, 0.0
+        try:
+            kept = json.loads(path.read_text())
+            month, num_bytes = str(kept["month"]), int(kept["bytes"])
+            left_gb = float(kept["left_gb"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        # A clock that goes back begins no month.
+        if self.month <= month <= month_after(self.month):
+            self.month, self.num_bytes, self.left_gb = month, num_bytes, left_gb
+
+    def add(self, num_bytes: int, now_s: float) -> None:
+        """Counts bytes that were moved until now."""
+        if month_of(now_s) > self.month:
+            self.month, self.num_bytes, self.left_gb = month_of(now_s), 0, 0.0
+        self.num_bytes += num_bytes
+
+    def write(self) -> None:
+        """Makes it durable."""
+        kept = {"month": self.month, "bytes": self.num_bytes, "left_gb": self.left_gb}
+        durable.write_file(self._path, json.dumps(kept).encode() + b"\n")
+
+
+class DataQuota:
+    """Decides, whenever it is told what was moved, whether to warn or to leave.
+
+    Attributes:
+        count: of the month so far.
+        reserve_bytes: with which the peer can still leave in order.
+    """
+
+    def __init__(
+        self,
+        count: MonthlyCount,
+        quota_bytes: float,
+        reserve_bytes: float,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Begins to count.
+
+        Args:
+            count: of the month so far.
+            quota_bytes: of a month.
+            reserve_bytes: with which the peer can still leave in order.
+            clock: seconds since 1970, by default by the clock of records: a wall
+                clock that jumps would begin a month.
+        """
+        self.count, self.reserve_bytes = count, reserve_bytes
+        self._quota, self._clock = quota_bytes, clock or dht_clock()
+        self._before, self._warned = 0, 0.0
+        self._marks = deque([(self._clock(), 0)], maxlen=MARKS)
+        """Moments of the last day, and the bytes that had been moved then."""
+
+    def look(self, moved: int) -> str | None:
+        """Counts, and warns when a further mark is passed.
+
+        Args:
+            moved: bytes since this object was made.
+
+        Returns:
+            Why the peer must leave, or None.
+        """
+        now_s = self._clock()
+        self.count.add(moved - self._before, now_s)
+        self._before, used = moved, self.count.num_bytes
+        said = f"{used / 1e9:.3g} of {self._quota / 1e9:.3g} GB of {self.count.month} are used"
+        if used + self.reserve_bytes >= self._quota:
+            self.count.left_gb = self._quota / 1e9
+            return f"{said}, and leaving takes up to {self.reserve_bytes / 1e9:.3g} GB"
+        passed = max((mark for mark in WARN_AT if used >= mark * self._quota), default=0.0)
+        (mark_s, before), (newest_s, _) = self._marks[0], self._marks[-1]
+        if passed > self._warned and moved > before:
+            left = self._quota - self.reserve_bytes - used
+            left_s = left * (now_s - mark_s) / (moved - before)
+            logger.warning("data quota: %s; at this rate it leaves in %s", said, duration(left_s))
+        if now_s - newest_s >= MARK_S:
+            self._marks.append((now_s, moved))
+        self._warned = passed
+        return None
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raises DataQuotaSpent if bytes, with headers, and the reserve are more than is left."""
+        needed = num_bytes * OVERHEAD + self.reserve_bytes
+        left = self._quota - self.count.num_bytes
+        if needed > left:
+            raise DataQuotaSpent(
+                f"joining takes {num_bytes * OVERHEAD / 1e9:.3g} GB and leaving again up to "
+                f"{self.reserve_bytes / 1e9:.3g} GB, but {max(left, 0) / 1e9:.3g} of "
+                f"{self._quota / 1e9:.3g} GB of {self.count.month} are left",
+                hint=HINT,
+            )
+
+
+def count_of(state: StateDirectory) -> MonthlyCount:
+    """What a state directory's peers have moved this month."""
+    return MonthlyCount(state.path / "data_used", time.time())
+
+
+def require_quota(network: NetworkSection, state: StateDirectory) -> None:
+    """Before anything is moved.
+
+    Raises:
+        DataQuotaSpent: the month's bytes are used up, or a peer has left for this quota.
+    """
+    count, quota = count_of(state), network.data_quota_gb
+    if quota is not None and max(count.num_bytes / 1e9, count.left_gb) >= quota:
+        used_gb = count.num_bytes / 1e9
+        raise DataQuotaSpent(f"{used_gb:.3g} of {quota:g} GB of {count.month} are used", hint=HINT)
+
+
+class QuotaWatch:
+    """Counts what a node moves, and has the peer leave in time; without a quota it does nothing."""
+
+    def __init__(
+        self,
+        network: NetworkSection,
+        state: StateDirectory,
+        node: Node,
+        stop: Stop,
+        system: System = SYSTEM,
+    ) -> None:
+        """Begins to count, with all that the node has moved since its start.
+
+        Args:
+            network: has the quota.
+            state: whose peers the count is of.
+            node: moves the bytes.
+            stop: asked when the peer must leave.
+            system: whose threads it uses.
+        """
+        self._node, self._stop, self._system = node, stop, system
+        self._thread = SupervisedThread("data-quota", self._watch, system)
+        self._quota: DataQuota | None = None
+        if network.data_quota_gb is None:
+            return
+        self._quota = DataQuota(count_of(state), network.data_quota_gb * 1e9, 0.0)
+        self._thread.start()
+
+    def keep_back(self, run: RunConfig) -> None:
+        """Once the run is known: the peer leaves while there is enough left to leave in order."""
+        if self._quota:
+            self._quota.reserve_bytes = bytes_to_leave(run, run.run.peers)
+
+    def require_room(self, run: RunConfig, num_bytes: int) -> None:
+        """Before a run's state is fetched.
+
+        Args:
+            run: that is joined; what leaving it takes is kept back from now on.
+            num_bytes: of blobs that are to be fetched.
+
+        Raises:
+            DataQuotaSpent: these and what leaving takes are more than is left of the month.
+        """
+        self.keep_back(run)
+        if self._quota:
+            self._quota.require_room(num_bytes)
+
+    def end(self) -> None:
+        """Counts a last time; safe to call twice."""
+        self._thread.stop(END_S)
+
+    def _watch(self) -> None:
+        is_last = False
+        while not is_last and self._quota:
+            is_last = self._system.wait(self._thread.stopping, LOOK_S)
+            why = self._quota.look(bytes_moved(self._node.traffic))
+            if why and not self._stop():
+                logger.warning("data quota: %s; leaving", why)
+                self._stop.ask(DataQuotaSpent(why, hint=HINT))
+            try:
+                self._quota.count.write()
+            except OSError as error:  # a full disk: the quota holds, and the next look writes it
+                logger.error("data quota: the count of this month is not on disk: %s", error)

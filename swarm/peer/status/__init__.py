@@ -1,0 +1,1 @@
+"""A peer's account of itself: log, events, records."""

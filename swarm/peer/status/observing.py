@@ -1,0 +1,82 @@
+"""What a peer tells whoever watches it: a person's script, the command line, a drill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.network.rounds.round_driver import RoundObserver
+from swarm.protocol.records.records import PeerState
+from swarm.protocol.values.manifest import Manifest
+from swarm.train.engine.engine import StepStats
+from swarm.train.engine.local_steps import LocalStats
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one applied manifest did for this peer.
+
+    Attributes:
+        manifest: the agreed state, with its round, members and owners of experts.
+        stats: of the local steps for it; None when this peer trained nothing for it.
+        counted: whether this peer's shared tensors are in the mean.
+        wait_s: seconds from the offer until the manifest was applied.
+        reason: why the protocol decided so, in a sentence.
+    """
+
+    manifest: Manifest
+    stats: LocalStats | None
+    counted: bool
+    wait_s: float
+    reason: str
+
+
+class PeerObserver(RoundObserver):
+    """Callbacks of a peer. A subclass overrides what it wants to hear; the others do nothing.
+
+    The peer waits for each of them, so a callback must be short. What one raises ends the training.
+    Unless it says otherwise a callback comes in the thread that calls `Peer.train`.
+    """
+
+    def on_address(self, address: str) -> None:
+        """The network is up, and others may join by this address; before anything of a run."""
+
+    def on_invitation(self, text: str) -> None:
+        """This peer founds a run with others, which join with this; before its address."""
+
+    def on_notice(self, line: str) -> None:
+        """One sentence about what joiners need, such as the run's text."""
+
+    def on_joining(self) -> None:
+        """This peer looks for a run to join, as a stranger."""
+
+    def on_fetched(self, here: int, total: int) -> None:
+        """So many of the model's bytes are here; while joining, in the node's thread."""
+
+    def on_state(self, state: PeerState) -> None:
+        """The peer does something else from now on, such as training or averaging."""
+
+    def on_step(self, step: int, stats: StepStats) -> None:
+        """A local step was done.
+
+        Args:
+            step: its number in the run, from 0, which counts each step of a round once.
+            stats: losses (nats per token), gradient norm and tokens of this peer's batch.
+        """
+
+    def on_saving(self) -> None:
+        """The offered values are stored, and the private state is not durable yet."""
+
+    def on_round(self, report: RoundReport) -> None:
+        """A manifest was applied: this peer's model is the agreed one from now on."""
+
+    def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
+        """This peer measured the state after a round on the held-out text.
+
+        Args:
+            round_number: of the round.
+            val_loss: in nats per token.
+            bits_per_byte: the same loss, comparable between tokenizers.
+        """
+
+
+UNOBSERVED = PeerObserver()

@@ -1,0 +1,1 @@
+"""A run's text, tokenizer and initial weights, as one peer has them."""

@@ -1,0 +1,305 @@
+"""The agreed model on this machine's disk, and the held-out text that it is measured on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swarm.codecs import Content, Read, cut_from, encoded, read_part, read_parts, read_tensors
+from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut, held_out_windows, split_documents
+from swarm.data.tokenizer import END_OF_TEXT, Tokenizer
+from swarm.deltas.unit_deltas import Delta
+from swarm.errors import BadBlob, ConfigError, CorruptState, DataError, StateError, StateLocked
+from swarm.experts import Slice, misfit
+from swarm.model.initial_weights import initial_tensors
+from swarm.network.blobs import blob_store
+from swarm.network.rounds.record_file import RecordFile
+from swarm.peer.machine.state_directory import StateDirectory
+from swarm.peer.text.run_text import tokenizer_of
+from swarm.progress import Reporter
+from swarm.protocol.values.digests import digest_of_chunks
+from swarm.protocol.values.layout import Layout, layout_of
+from swarm.protocol.values.manifest import Digest, Founding, Manifest, Unit
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Reads agreed values: the decoded blobs of a manifest."""
+
+    store: blob_store.BlobStore
+    layout: Layout
+
+    def read(self, digest: Digest) -> Read:
+        """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
+        return blob_store.reader(self.store, digest)
+
+    def delta(self, digest: Digest) -> Delta:
+        """A delta in the store; reading it raises like `read`."""
+        return blob_store.delta_in(self.store, digest)
+
+    @contextmanager
+    def held(
+        self, digests: Iterable[Digest], hoped: Iterable[Digest] = ()
+    ) -> Iterator[frozenset[Digest]]:
+        """Keeps the blobs with these digests for as long as the context lasts.
+
+        Args:
+            digests: of blobs that have to be here.
+            hoped: of others; gives those that are not here.
+
+        Raises:
+            BlobGone: a blob is not here that has to be.
+        """
+        needed = set(digests)
+        with blob_store.kept(self.store, needed.union(hoped)) as missing:
+            for digest in missing:
+                if digest in needed:
+                    raise blob_store.BlobGone(digest)
+            yield frozenset(missing)
+
+    def part(self, digest: Digest, unit: Unit, part: Slice) -> Tensor:
+        """Agreed values of a run of elements; see `codecs.read_part`. Raises like `read`."""
+        return read_part(self.layout.by_unit[unit], part, self.read(digest))
+
+    def tensor(self, digest: Digest, unit: Unit, name: str) -> Tensor:
+        """The agreed value of one of an expert's matrices, not to be written to."""
+        shape = self.layout.shapes[name]
+        return self.part(digest, unit, Slice(name, 0, math.prod(shape))).view(shape)
+
+    def tensors(self, digest: Digest, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of an expert, one after the other; as `tensor`."""
+        return read_tensors(self.layout.by_unit[unit], self.layout.shapes, self.read(digest))
+
+    def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor] | None:
+        """The tensors of an expert in the file in which its blob lies, mapped; None if in none.
+
+        Nobody may write to them. They stay what they are when the blob is collected; its pack is
+        on the disk for as long as one of them lives.
+        """
+        file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
+        if file is None:
+            return None
+        begin = file.offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            file.pack.fileno(),
+            begin + layout.num_bytes,
+            offset=file.offset - begin,
+            access=mmap.ACCESS_READ,
+        )
+        within = memoryview(mapped)[begin:]
+        read: Read = lambda offset, length: within[offset : offset + length]  # noqa: E731
+        return dict(read_tensors(layout, self.layout.shapes, read))
+
+
+@dataclass(frozen=True)
+class AgreedModel:
+    """A run's model as of one manifest.
+
+    Attributes:
+        run: the run's configuration.
+        manifest: what was agreed: round, step, members, digests.
+        store: where its blobs are.
+    """
+
+    run: RunConfig
+    manifest: Manifest
+    store: blob_store.BlobStore
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by Hugging Face name; as `named_tensors`."""
+        return named_tensors(layout_of(self.run), self.manifest, self.store)
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's; as `tokenizer_of`."""
+        return tokenizer_of(self.manifest, self.store)
+
+
+def named_tensors(
+    layout: Layout, manifest: Manifest, store: blob_store.BlobStore
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model in its agreed dtype, each as soon as its last part is read.
+
+    Memory: one tensor, which may be cut between two parts, and a chunk.
+
+    Raises:
+        CorruptState: a blob is missing.
+        BadBlob: a blob has not the size of its unit.
+    """
+    agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
+    reading = Reporter("reading the model", "unit")
+    for unit in reading.each(layout.units, len(layout.units)):
+        digest = manifest.entries[unit.unit].digest
+        size = store.size(digest)
+        if size is None:
+            raise CorruptState(f"the value of {unit.unit} in round {manifest.round} is missing")
+        if size != unit.num_bytes:
+            raise BadBlob("size", f"{unit.unit}: {size} bytes, its layout has {unit.num_bytes}")
+        for part, values in read_parts(unit, agreed.read(digest)):
+            if part.name not in pending:
+                pending[part.name] = torch.empty(layout.shapes[part.name], dtype=values.dtype)
+                left[part.name] = pending[part.name].numel()
+            pending[part.name].view(-1)[part.start : part.stop] = values
+            left[part.name] -= len(values)
+            if left[part.name] == 0:
+                yield part.name, pending.pop(part.name)
+
+
+def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, AgreedModel]:
+    """The newest agreed model of a peer that is not running; the directory is locked until closed.
+
+    Args:
+        path: the peer's state directory.
+        run_id: which run; None for the one that the peer was in last.
+
+    Raises:
+        StateError: there is no run in the directory.
+        StateLocked: its peer is running.
+        CorruptState: the run's configuration cannot be read.
+    """
+    if not path.expanduser().is_dir():
+        raise StateError(f"{path}: no such state directory", hint="give --initial-peers")
+    try:
+        state = StateDirectory(path)
+    except StateLocked as error:
+        raise StateLocked(
+            f"{path}: its peer is running", hint="export with --initial-peers ADDRESS"
+        ) from error
+    try:
+        run_id = run_id or state.last_run
+        if run_id is None:
+            raise StateError(f"{path}: there is no run in it", hint="give --initial-peers")
+        directory = state.run(run_id)
+        record = RecordFile(directory.record_path).read()
+        if record is None:
+            raise StateError(f"{path}: no state of {run_id}")
+        return state, AgreedModel(
+            directory.read_config(), record.tip, blob_store.BlobStore(directory.path)
+        )
+    except BaseException:
+        state.close()
+        raise
+
+
+def initial_contents(
+    run: RunConfig, layout: Layout, weights: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Unit, Content]]:
+    """The value of every unit before the first step: by the run's seed, or of given weights.
+
+    Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
+
+    Raises:
+        ConfigError: while a content is read: a given tensor is of another shape.
+    """
+
+    def value(name: str) -> Tensor:
+        if weights is None:
+            return initial_tensors(run, [name])[name]
+        tensor = weights[name]
+        if why := misfit(name, (*tensor.shape,), layout.shapes[name]):
+            raise ConfigError(f"the weights are of another model: {why}")
+        return tensor
+
+    whole = cut_from(value)
+    for unit in layout.units:
+        yield unit.unit, encoded(unit, whole)
+
+
+def recompute_initial(
+    manifest: Manifest, run: RunConfig, layout: Layout, store: blob_store.BlobStore
+) -> None:
+    """Computes the values that nobody has trained yet, instead of fetching them.
+
+    Where a run was founded on given weights it computes none: only members have those.
+    """
+    if run.run.initial == "given":
+        return
+    missing = {
+        unit: entry.digest
+        for unit, entry in manifest.entries.items()
+        if entry.version == 0 and manifest.merged == 0 and not store.has(entry.digest)
+    }
+    is_seeded = False
+    for unit, content in initial_contents(run, layout) if missing else ():
+        if unit not in missing:
+            continue
+        if not is_seeded and digest_of_chunks(content) != missing[unit]:
+            return
+        is_seeded = True
+        blob_store.store_content(store, content)
+
+
+def held_out_text(model: AgreedModel) -> list[str]:
+    """The founder's held-out documents.
+
+    Raises:
+        DataError: the tokens are not those that the run's tokenizer makes of a text of as many
+            bytes, so the text is not known; some tokenizers forget how a text was written.
+        TokenizerError: the tokenizer cannot be run here.
+        BadBlob: the tokens are not of the run's vocabulary.
+    """
+    tokens, end, num_bytes = held_out_tokens(model.manifest, model.run, model.store)
+    tokenizer = model.tokenizer()
+    documents = list(split_documents(tokens, end))
+    found = tokenizer.decoded(documents)
+    again = tokenizer.encoded(found)
+    same = sum(map(len, found)) == num_bytes and all(
+        ours is not None and theirs is not None and np.array_equal(ours, theirs[:-1])
+        for ours, theirs in itertools.zip_longest(documents, again)
+    )
+    try:
+        text = [document.decode() for document in found]
+    except UnicodeDecodeError:
+        same = False
+    if not same:
+        raise DataError(
+            "the run's tokenizer does not give back the held-out text, so other programs cannot "
+            "be handed it"
+        )
+    return text
+
+
+def held_out_tokens(
+    manifest: Manifest, run: RunConfig, store: blob_store.BlobStore
+) -> tuple[NDArray[np.int64], int, int]:
+    """Tokens of the founder's held-out documents, the one that closes each, and their bytes.
+
+    Raises:
+        BadBlob: they are not of this run's vocabulary.
+    """
+    founding = manifest.founding
+    blob = store.get(founding.validation)
+    assert blob is not None, "the held-out tokens are part of every fetched state"
+    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
+    if len(tokens) and tokens.max() >= run.model.vocab_size:
+        raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
+    used, end = founding.tokenizer, end_of_text(founding)
+    return tokens, end, used.held_out_bytes if used else int((tokens != end).sum())
+
+
+def end_of_text(founding: Founding) -> int:
+    """The token that closes a document of a run."""
+    return founding.tokenizer.end_of_text if founding.tokenizer else END_OF_TEXT
+
+
+def held_out_of(manifest: Manifest, run: RunConfig, store: blob_store.BlobStore) -> HeldOut:
+    """The founder's held-out text.
+
+    Raises:
+        BadBlob: it has no tokens of this run's vocabulary.
+    """
+    tokens, end, num_bytes = held_out_tokens(manifest, run, store)
+    try:
+        return held_out_windows(tokens, end, run.data.sequence_length, num_bytes)
+    except DataError as error:
+        raise BadBlob("held_out_tokens", f"the founder's: {error}") from error

@@ -1,0 +1,157 @@
+"""How a peer leaves: it finishes its round and hands over, within a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+
+from swarm.errors import SwarmError
+from swarm.network.rounds.round_driver import RoundDriver
+from swarm.peer.training.expert_moments import ExpertMoments
+from swarm.protocol.timing.deadlines import finishes_in_time
+from swarm.protocol.values.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+SERVE_LOOK_S = 0.5
+MAX_SERVING_S = 86_400.0
+COURTESY_S = 30.0
+"""With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
+
+
+class Stopped(Exception):
+    """The peer was asked to stop before it was in a run."""
+
+
+class StopAsked(Exception):
+    """The person asked this peer to stop, and its round is over or cannot be finished."""
+
+    has_saved = False
+    """Whether the steps since the last offer are in the private state."""
+
+
+class Stop:
+    """The wish that a peer leaves, from any thread or a signal handler, and its time-out."""
+
+    def __init__(self, leave_timeout_s: float) -> None:
+        self.leave_timeout_s = leave_timeout_s
+        self._asked = threading.Event()
+        self._asked_s = inf
+        self._why: SwarmError | None = None
+        self.ends_at_once = False
+        """Whether the main thread is at work that a signal may end where it is."""
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Work before a run that may take hours, such as reading a text, and that is lost anyway.
+
+        A signal that asks to stop need not wait for its end, if it is the main thread's.
+
+        Raises:
+            Stopped: this peer was asked to, also from another thread before it began.
+        """
+        if self():
+            self.raise_why()
+            raise Stopped
+        self.ends_at_once = threading.current_thread() is threading.main_thread()
+        try:
+            yield
+        finally:
+            self.ends_at_once = False
+
+    def ask(self, why: SwarmError | None = None) -> None:
+        """The peer leaves as soon as its round is over, or the time is; asking again is nothing.
+
+        Args:
+            why: what `Peer.train` raises once it has left, if not a person has asked.
+        """
+        if not self._asked.is_set():
+            self._asked_s, self._why = time.monotonic(), why
+            self._asked.set()
+
+    def __call__(self) -> bool:
+        """Whether the peer was asked to stop."""
+        return self._asked.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits to be asked; returns whether it was."""
+        return self._asked.wait(timeout_s)
+
+    def raise_why(self) -> None:
+        """Ends a peer that has left for a reason of its own with that."""
+        if self._why:
+            raise self._why
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until a peer that was asked to stop goes, whatever is not done by then."""
+        return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
+
+    def lacks_time(self, steps_left: int, step_s: float) -> bool:
+        """Whether a peer that was asked to stop cannot finish its round first; see the log.
+
+        Args:
+            steps_left: of the round.
+            step_s: mean seconds of one so far; 0 before the first.
+        """
+        if not self():
+            return False
+        finishes, reason = finishes_in_time(steps_left, step_s, self.remaining_s)
+        if not finishes:
+            logger.info("%s", reason)
+        return not finishes
+
+
+def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[None]:
+    """Yields twice a second while a finished peer is still of use, a day at most.
+
+    A quorum has the last round; over thin lines the others may fetch it for hours, and if all that
+    have it went they would train that round once more, as a generation of their own.
+
+    Args:
+        stop: ends it.
+        sent: how many bytes of blobs others have fetched so far.
+        seconds: after which nobody is expected any more, since somebody has fetched last.
+    """
+    last_s = began_s = time.monotonic()
+    before = sent()
+    while time.monotonic() < min(last_s + seconds, began_s + MAX_SERVING_S):
+        if stop.wait(SERVE_LOOK_S):
+            return
+        yield
+        if sent() > before:
+            before, last_s = sent(), time.monotonic()
+
+
+def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:
+    """Says good-bye and hands over; returns what became of it, in a sentence.
+
+    The masters are agreed values already, or go with the moments. Owners by the manifest without
+    this peer ask for them and fetch.
+
+    Args:
+        driver: of the rounds.
+        moments: of the experts.
+        adopted: the manifest that the engine is at.
+        stop: bounds all of it.
+    """
+    driver.leave()
+    began_s, is_handing_over = time.monotonic(), False
+    while stop.remaining_s > 0:
+        may_go = driver.left is not None or time.monotonic() - began_s > COURTESY_S
+        tip = driver.tip  # read after `left`, so that it is the one without this peer
+        if not is_handing_over and moments.model.me not in tip.members:
+            is_handing_over = True
+            moments.leave(adopted, tip)
+        moments.hand_over()
+        if may_go and moments.all_handed_over():
+            break
+        driver.wait_for_tip(tip.digest, POLL_S)
+        time.sleep(POLL_S if driver.left else 0)  # it no longer waits once this peer has left
+    why = driver.left or "the others did not answer in time"
+    return f"{why}; {moments.summary()}"

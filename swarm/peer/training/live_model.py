@@ -1,0 +1,373 @@
+"""The live model of one peer, and its way to and from the agreed blobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm.codecs import Content, encoded, guarded
+from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut
+from swarm.deltas.unit_deltas import Parts, difference, follow, overwrite, rebase
+from swarm.experts import ELEMENT_BYTES, Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
+from swarm.model.merge import Donors, donors_of, merged_part
+from swarm.network.blobs.blob_store import BlobGone, BlobStore, reader, write
+from swarm.peer.machine.cpu_threads import ONE_THREAD, OneAtATime, UnitThreads
+from swarm.peer.text.agreed_model import Agreed
+from swarm.protocol.training.adoption import Action, Adoption
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.schedule import alpha_at
+from swarm.protocol.values.updates import UpdateBound
+from swarm.train.engine.engine import Engine
+
+Patiently = Callable[[Callable[[], Digest]], Digest]
+
+
+@contextmanager
+def put_aside(
+    engine: Parts,
+    store: BlobStore,
+    layout: Layout,
+    units: Collection[Unit],
+    begin_anew: Callable[[Unit], None],
+    *,
+    threads: UnitThreads,
+    patiently: Patiently,
+) -> Iterator[None]:
+    """Has the agreed values of these units in the engine for as long as it lasts.
+
+    Args:
+        engine: trains them.
+        store: has their local progress meanwhile, in fp32.
+        layout: of the run.
+        units: with values in the engine that are not the agreed ones.
+        begin_anew: gives the engine the agreed value of a unit.
+        threads: to do that.
+        patiently: writes progress into the store, again where that may help.
+
+    Raises:
+        StateError: progress could not be written, and all of it is in the engine, or not be read
+            again, and the engine is of no use any more.
+    """
+    aside: dict[Unit, Digest] = {}
+    elements = sum(layout.by_unit[unit].num_elements for unit in units)
+
+    def put(unit: Unit) -> None:
+        local = encoded(_in_fp32(layout.by_unit[unit]), engine.read_part)
+        aside[unit] = patiently(lambda: write(store.draft(local.num_bytes), local))
+        begin_anew(unit)
+
+    def put_back(unit: Unit) -> None:
+        overwrite(engine, _in_fp32(layout.by_unit[unit]), reader(store, aside[unit]))
+
+    try:
+        threads.each(put, sorted(units), elements)
+        yield
+    finally:
+        threads.each(put_back, list(aside), elements)
+        store.unpin(aside.values())
+
+
+def _in_fp32(layout: UnitLayout) -> UnitLayout:
+    """The same elements, in the bits of their masters."""
+    num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
+    return replace(layout, codec="fp32", num_bytes=num_bytes)
+
+
+def merge_blobs(
+    manifest: Manifest, run: RunConfig, agreed: Agreed
+) -> tuple[dict[Unit, Content], Donors]:
+    """The merged experts of a due manifest, and who the donors were.
+
+    Donors are found first; the experts' contents are read and computed as they are asked for, a
+    chunk at a time. See `swarm.model.merge` for what is held: chunks of all experts in fp64 while
+    donors are looked for, 16 bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form after.
+
+    Raises:
+        BlobGone: the manifest is no longer the newest; so do the contents.
+    """
+
+    def read(part: Slice) -> Tensor:
+        expert = expert_of(part.name)
+        assert expert is not None
+        unit = expert_unit(expert)
+        return agreed.part(manifest.entries[unit].digest, unit, part)
+
+    donors = donors_of(read, run.model, run.merging.top_k)
+    alpha = alpha_at(manifest.step, run.merging)
+    merged = partial(merged_part, read=read, donors=donors, alpha=alpha)
+    units = [expert_unit(expert) for expert in range(run.model.num_experts)]
+    return {unit: encoded(agreed.layout.by_unit[unit], merged) for unit in units}, donors
+
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_FOLLOWING = (Action.CORRECTED, Action.CARRIED)
+"""Local progress goes on from where it is, and the agreed value moves beneath it."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """How the live value of a unit gets to the agreed one.
+
+    Attributes:
+        after: the agreed value.
+        before: the value that local progress is counted from; None: there is no progress to keep.
+        counted: this peer's delta that the agreed value has in it already.
+        is_jump: whether progress is added to the agreed value, as `rebase` does; else the live
+            value moves as the agreed one did, as `follow` does.
+    """
+
+    after: Digest
+    before: Digest | None = None
+    counted: Digest | None = None
+    is_jump: bool = False
+
+    @property
+    def rests_on(self) -> list[Digest]:
+        """Blobs without which progress is lost."""
+        return [digest for digest in (self.before, self.counted) if digest]
+
+
+def moves_to(
+    manifest: Manifest, decision: Adoption, layout: Layout, before: Manifest | None
+) -> dict[Unit, Move]:
+    """The moves of the units that are trained here, but for those that stay; see `adopt`."""
+    chosen = {expert_unit(e): (d.action, d.rebase_from) for e, d in decision.experts.items()}
+    for unit in _shared_units(layout):
+        if unit not in decision.kept_parts:
+            chosen[unit] = decision.shared, decision.shared_from.get(unit)
+    moves = {}
+    for unit, (action, offered) in chosen.items():
+        after = manifest.entries[unit].digest
+        if action in _FOLLOWING:
+            if move := _followed(manifest, layout.by_unit[unit], before, offered):
+                moves[unit] = move
+        elif action in (Action.REBASE, Action.AVERAGED):
+            moves[unit] = Move(after, offered, is_jump=True)
+        elif action in (Action.RESTART, Action.TAKE_UP):
+            moves[unit] = Move(after)
+    return moves
+
+
+def _followed(
+    manifest: Manifest, layout: UnitLayout, before: Manifest | None, offered: Digest | None
+) -> Move | None:
+    """As the agreed value moved, if it has, less what the unit has brought into that itself [W8].
+
+    That is the delta that was offered, or where values are offered what that one has over the value
+    before.
+    """
+    entry = manifest.entries[layout.unit]
+    is_known = before is not None and before.digest != manifest.digest
+    base = before.entries[layout.unit].digest if before and is_known else entry.base
+    if base == entry.digest:
+        return None
+    if offered and layout.coding == "none":
+        return Move(entry.digest, offered)
+    return Move(entry.digest, base, offered if base else None)
+
+
+class LiveModel:
+    """What one peer trains, and what it knows about where its values came from."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        run: RunConfig,
+        engine: Engine,
+        agreed: Agreed,
+        threads: UnitThreads = ONE_THREAD,
+    ) -> None:
+        self.me, self.run, self.engine, self.agreed = me, run, engine, agreed
+        self.threads, self._parts = threads, OneAtATime(engine)
+        self.bases: dict[int, Digest] = {}
+        """Of each owned expert: the agreed value that its local progress started from."""
+        self.held: dict[Unit, Digest] = {}
+        """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+        self.local_parts: frozenset[Unit] = frozenset()
+        """Parts of the shared tensors whose values in the engine are not the agreed ones."""
+        self._offered: list[Digest] = []
+        self._rests_on = frozenset[Digest]()
+        """Values that the next deltas are counted from."""
+        self.is_coded = any(unit.coding != "none" for unit in agreed.layout.units)
+
+    # ------------------------------------------------ engine -> blobs
+
+    def value_of(self, unit: Unit) -> Content:
+        """The encoded value of a unit that is trained here."""
+        return encoded(self.agreed.layout.by_unit[unit], self._parts.read_part)
+
+    def difference(self, unit: Unit, base: Digest) -> Content:
+        """What a unit that is trained here has over the agreed value, as a delta of that."""
+        return difference(self._parts, self.agreed.layout.by_unit[unit], self.agreed.read(base))
+
+    def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
+        """The value, which raises BadBlob while it is read if it is beyond the bound [U1]."""
+        base, layout = self.agreed.read(bound.base), self.agreed.layout.by_unit[unit]
+        return guarded(layout, value, base, absolute=bound.absolute, relative=bound.relative)
+
+    def begin_anew(self, tip: Manifest, unit: Unit) -> None:
+        """Gives the engine the agreed value of a unit that is trained here; progress is lost."""
+        self._move(unit, Move(tip.entries[unit].digest))
+
+    def each(self, work: Callable[[Unit], Result], units: Iterable[Unit]) -> list[Result]:
+        """What `work` makes of each of these units, which several threads do."""
+        found, layouts = list(units), self.agreed.layout.by_unit
+        return self.threads.each(work, found, sum(layouts[unit].num_elements for unit in found))
+
+    def keep_offered(self, digests: Iterable[Digest]) -> None:
+        """Keeps what was offered until `drop_offered`: adopting a mean may need it.
+
+        Several threads may call it at a time.
+        """
+        fresh = list(digests)
+        self.agreed.store.pin(fresh)
+        self._offered.extend(fresh)
+
+    def drop_offered(self) -> None:
+        """Says that what was offered has been adopted, or never will be."""
+        dropped, self._offered = self._offered, []
+        self.agreed.store.unpin(dropped)
+
+    # ------------------------------------------------ blobs -> engine
+
+    def adopt(self, manifest: Manifest, decision: Adoption, before: Manifest | None = None) -> None:
+        """Moves the engine to an agreed state, as was decided for each piece of local progress.
+
+        First the store keeps all values that are needed, then the engine is given them.
+
+        Args:
+            manifest: the agreed state.
+            decision: by `swarm.protocol.training.adoption`.
+            before: the manifest that the engine is at, if known; without it nothing goes on from
+                where it is by a delta.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest; the engine is as it was.
+        """
+        moves = moves_to(manifest, decision, self.agreed.layout, before)
+        rests_on = {digest for move in moves.values() for digest in move.rests_on}
+        with self.agreed.held(_digests(manifest), rests_on) as gone:
+            self._rest_on(manifest, decision.bases.values())
+            self.engine.own(list(decision.bases))
+            for expert, choice in decision.experts.items():
+                logger.debug("%s: %s", choice.action.value, choice.reason)
+                self.held.pop(expert_unit(expert), None)
+            self.each(lambda unit: self._move(unit, moves[unit], gone), moves)
+            self._write_others(manifest)
+        if decision.shared is not Action.KEEP:
+            follows = decision.shared in _FOLLOWING
+            self.local_parts = frozenset(self._shared_units) if follows else decision.kept_parts
+        self.bases = decision.bases
+
+    def adopt_frozen(self, tip: Manifest) -> None:
+        """Fills in the foreign experts beside masters that were loaded from this peer's disk.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest.
+        """
+        self.held = {}
+        with self.agreed.held(_digests(tip)):
+            self._rest_on(tip, self.bases.values())
+            self._write_others(tip)
+        if self.is_coded:
+            self.local_parts = frozenset(self._shared_units)
+
+    @property
+    def _shared_units(self) -> list[Unit]:
+        return _shared_units(self.agreed.layout)
+
+    def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
+        """Keeps the values that deltas are counted from, those of the shared tensors among them."""
+        shared = (manifest.entries[unit].digest for unit in self._shared_units)
+        rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
+        self.agreed.store.pin(rests_on)
+        self.agreed.store.unpin(self._rests_on)
+        self._rests_on = rests_on
+
+    def _move(self, unit: Unit, move: Move, gone: Collection[Digest] = ()) -> None:
+        layout, agreed = self.agreed.layout.by_unit[unit], self.agreed
+        after, lost = agreed.read(move.after), [each for each in move.rests_on if each in gone]
+        if lost:  # as when two merges were jumped, or after a restart
+            logger.info("%s restarts from its agreed value: %s", unit, BlobGone(lost[0]))
+        if move.before is None or lost:
+            overwrite(self._parts, layout, after)
+        elif move.is_jump:
+            rebase(self._parts, layout, agreed.read(move.before), after)
+        else:
+            counted = agreed.delta(move.counted) if move.counted else None
+            follow(self._parts, layout, agreed.read(move.before), after, counted)
+
+    def _write_others(self, manifest: Manifest) -> None:
+        """Frozen experts, a matrix at a time: they may be stored with scales of whole rows."""
+        owned = self.engine.owned
+        for unit, entry in manifest.entries.items():
+            expert = expert_of_unit(unit)
+            if expert is None or expert in owned or self.held.get(unit) == entry.digest:
+                continue
+            lent = self.agreed.lent(entry.digest, unit) if self.engine.borrows else None
+            if lent:
+                self.engine.lend(lent)
+            else:
+                for name, tensor in self.agreed.tensors(entry.digest, unit):
+                    self.engine.write({name: tensor})
+            self.held[unit] = entry.digest
+
+    # ------------------------------------------------ looking at agreed states
+
+    def evaluate(
+        self,
+        manifest: Manifest,
+        held_out: HeldOut,
+        patiently: Patiently = lambda work: work(),
+    ) -> float:
+        """Held-out loss of the agreed state in nats per token, right after it was adopted.
+
+        The agreed values of owned experts come from the store matrix by matrix; see
+        `Engine.evaluate` for what is held. Local progress of shared tensors is put aside on the
+        disk meanwhile; `patiently` calls what writes it.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest.
+            StateError: see `put_aside`.
+        """
+
+        def agreed(name: str) -> Tensor:
+            expert = expert_of(name)
+            assert expert is not None
+            unit = expert_unit(expert)
+            return self.agreed.tensor(manifest.entries[unit].digest, unit, name)
+
+        units = [*map(expert_unit, self.bases), *self.local_parts]
+        begin_anew = partial(self.begin_anew, manifest)
+        aside = put_aside(
+            self._parts,
+            self.agreed.store,
+            self.agreed.layout,
+            self.local_parts,
+            begin_anew,
+            threads=self.threads,
+            patiently=patiently,
+        )
+        with self.agreed.held(manifest.entries[u].digest for u in units), aside:
+            return held_out.mean(
+                lambda tokens, scored: self.engine.evaluate(tokens, scored_BT=scored, agreed=agreed)
+            )
+
+
+def _digests(manifest: Manifest) -> list[Digest]:
+    return [entry.digest for entry in manifest.entries.values()]
+
+
+def _shared_units(layout: Layout) -> list[Unit]:
+    return [each.unit for each in layout.units if expert_of_unit(each.unit) is None]

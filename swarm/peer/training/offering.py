@@ -1,0 +1,334 @@
+"""What a peer offers, judged here first by the rule of all who will fetch it [U1].
+
+The values are read in a thread of its own while the peer trains on [V9].
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from swarm.background import SYSTEM, Joinable
+from swarm.codecs import Content
+from swarm.codings import coded_bytes
+from swarm.deltas.unit_deltas import apply_delta, check_delta
+from swarm.errors import BadBlob, OutOfMemory
+from swarm.experts import expert_of_unit
+from swarm.network.blobs.blob_store import BlobGone
+from swarm.peer.status.status import PeerStatus
+from swarm.peer.training.live_model import LiveModel
+from swarm.protocol.messages.messages import Offer, OfferedUnit
+from swarm.protocol.rounds import Rules
+from swarm.protocol.rounds.policies.update_bounds import update_bound
+from swarm.protocol.training import Applied, SavedWork
+from swarm.protocol.values.manifest import Digest, Manifest, Unit
+
+
+class Rounds(Protocol):
+    """See `swarm.network.rounds.round_driver.RoundDriver`; each may be called from any thread."""
+
+    @property
+    def rules(self) -> Rules:
+        """Of the run."""
+
+    @property
+    def newest(self) -> Applied:
+        """The newest tip."""
+
+    def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
+        """Tips since the one with digest `after`, oldest first; empty if none came in time."""
+
+    def store_value(self, value: Content) -> tuple[Digest, int]:
+        """Stores a value of this peer's own; returns digest and size."""
+
+    def offer(self, offer: Offer) -> None:
+        """Puts an offer into the round."""
+
+    def expect(self, tip: Digest, remaining_s: float) -> None:
+        """Says when the local steps on a tip will be done."""
+
+    def leave(self) -> None:
+        """Asks to leave the run."""
+
+    @property
+    def left(self) -> str | None:
+        """Why this peer is no longer a member, once it has left."""
+
+    @property
+    def last_reason(self) -> str:
+        """Why the protocol did what it did last, for people."""
+
+
+Result = TypeVar("Result")
+
+
+class BackgroundWork(Generic[Result]):
+    """One piece of work at a time, which reads what the thread that began it does not change.
+
+    That thread calls `wait` before it changes anything, and what the work itself has to change is
+    done there, see `in_turn`.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Joinable | None = None
+        self._is_running = False
+        """Also read by the work itself, which may begin before `_thread` is known."""
+        self._owner, self._is_calling = 0, False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something was begun that nobody has waited for."""
+        return self._is_running
+
+    def begin(self, work: Callable[[], Result]) -> None:
+        """Begins with it, or does it at once where no thread can be started.
+
+        What came before has been waited for.
+        """
+        assert not self._is_running, "one at a time"
+        self._result = self._error = None
+        self._owner = threading.get_ident()
+
+        def run() -> None:
+            try:
+                self._result = work()
+            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                self._error = error
+            finally:
+                self._calls.put(None)
+
+        self._is_running = True
+        try:
+            self._thread = SYSTEM.start(run, "swarm-beside")
+        except OutOfMemory:
+            self._is_running = False
+            run()
+            self._calls.get()
+
+    def in_turn(self, call: Callable[[], None]) -> None:
+        """Has something done by the thread that waits, at once if nothing runs beside it."""
+        if not self._is_running:
+            call()
+            return
+        done = threading.Event()
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+                failed.append(error)
+            finally:
+                done.set()
+
+        self._calls.put(run)
+        done.wait()
+        if failed:
+            raise failed[0]
+
+    def require_waiter(self) -> None:
+        """Of what is running, that who calls this may wait for it.
+
+        Raises:
+            MemoryError: it is the work itself, which would wait for its own end: an engine asks
+                for that before it makes room. There is some once the step has let its memory go.
+        """
+        if self._is_calling or threading.get_ident() != self._owner:
+            raise MemoryError("a step runs beside")
+
+    def wait(self) -> None:
+        """Returns when nothing runs any more; raises as `require_waiter`."""
+        if not self._is_running:
+            return
+        self.require_waiter()
+        while (call := self._calls.get()) is not None:
+            self._is_calling = True
+            try:
+                call()
+            finally:
+                self._is_calling = False
+        assert self._thread is not None, "its owner has started it"
+        self._thread.join()
+        self._thread, self._is_running = None, False
+
+    def result(self) -> Result:
+        """What the last work has made; waits for it, and raises what it raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+logger = logging.getLogger(__name__)
+
+
+class Offering:
+    """Stores offered values; one that nobody would take begins anew from the agreed one."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        rounds: Rounds,
+        status: PeerStatus,
+        in_turn: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        """Offers nothing yet; `in_turn` has the thread that may change the engine do something."""
+        self.model, self.rounds, self.status = model, rounds, status
+        self._in_turn = in_turn
+        self._refusing = threading.Lock()
+        self._before_refusal: Callable[[], None] = lambda: None
+        self._named: dict[Unit, OfferedUnit] = {}
+        """Deltas of the live values as they are: a delta that has a name is not made again."""
+
+    def changed(self) -> None:
+        """Says that live values have changed."""
+        self._named.clear()
+
+    def resume(self, tip: Manifest, saved: SavedWork) -> None:
+        """Knows again what was offered of live values that were loaded, if it is on this tip."""
+        layouts = self.model.agreed.layout.by_unit
+        for unit, digest in saved.offered.items():
+            layout, delta = layouts[unit], saved.deltas.get(unit)
+            if layout.coding != "none":
+                num_bytes = layout.num_bytes if delta else coded_bytes(layout)
+                base = tip.entries[unit].digest
+                self._named[unit] = OfferedUnit(digest, num_bytes, base, delta)
+                self.model.keep_offered(filter(None, [digest, delta]))
+
+    @contextmanager
+    def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
+        """Within it a value begins anew only once `end` has returned: something reads the values.
+
+        `end` may be called several times.
+        """
+        before, self._before_refusal = self._before_refusal, end
+        try:
+            yield
+        finally:
+            self._before_refusal = before
+
+    def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
+        """Makes what was offered as deltas durable: it may be counted while this peer is gone."""
+        layouts = self.model.agreed.layout.by_unit
+        coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
+        blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
+        if blobs:
+            self.model.agreed.store.sync(blobs)
+
+    def offered_all(
+        self,
+        tip: Manifest,
+        bases: Mapping[Unit, Digest],
+        tokens: int,
+        patiently: Callable[[Callable[[], OfferedUnit]], OfferedUnit] = lambda work: work(),
+    ) -> dict[Unit, OfferedUnit]:
+        """What is offered of these units, several at a time; `bases` and the others as `offered`.
+
+        `patiently` calls it, again where that may help.
+        """
+
+        def offered(unit: Unit) -> OfferedUnit:
+            return patiently(partial(self.offered, tip, unit, bases[unit], tokens))
+
+        return dict(zip(bases, self.model.each(offered, bases), strict=True))
+
+    def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
+        """What is offered of a unit, whose blobs are in the store.
+
+        Where adopting may need them they are kept from now on.
+
+        Args:
+            tip: on which it is offered.
+            unit: that is trained here.
+            base: the agreed value that it was trained from.
+            tokens: of the local steps since the tip.
+        """
+        layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)
+        if layout.coding == "none":
+            digest, num_bytes = self.store(tip, unit, self.model.value_of(unit), tokens)
+            return OfferedUnit(digest, num_bytes, base)
+        if named and named.base == base:
+            self.model.keep_offered(filter(None, [named.digest, named.delta]))
+            if self._has(named):
+                return named
+        made = self._named[unit] = self._moved(tip, unit, base, tokens)
+        return made
+
+    def _has(self, named: OfferedUnit) -> bool:
+        store = self.model.agreed.store
+        return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
+
+    def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
+        """The delta of a unit [W5]; the value that it makes too, where that may become agreed."""
+        bound = update_bound(unit, [self.model.me], {self.model.me: tokens}, tip, self.rounds.rules)
+        limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
+        with self.model.agreed.held([base]):
+            try:
+                return self._judged(unit, base, limits)
+            except BadBlob as error:
+                self._begin_anew(tip, unit, error)
+                return self._judged(unit, base, {})
+
+    def _judged(self, unit: Unit, base: Digest, limits: Mapping[str, float]) -> OfferedUnit:
+        agreed, store = self.model.agreed, self._stored
+        layout, before = agreed.layout.by_unit[unit], agreed.read(base)
+        digest, num_bytes = store(self.model.difference(unit, base))
+        delta = agreed.delta(digest)
+        if self.rounds.rules.is_verbatim(unit):
+            return OfferedUnit(*store(apply_delta(layout, before, delta, **limits)), base, digest)
+        if limits:
+            check_delta(layout, delta, before, **limits)
+        return OfferedUnit(digest, num_bytes, base)
+
+    def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
+        """Digest and size of a unit's value in the store, after local steps on `tip`.
+
+        A value further from the agreed one than these steps can have moved it is not offered: this
+        peer says why, in log and events, goes on from the agreed value and offers that.
+        """
+        me = self.model.me
+        bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
+        is_kept = self.model.is_coded or expert_of_unit(unit) is not None
+        store = self._stored if is_kept else self.rounds.store_value
+        if bound is None:
+            return store(value)
+        try:
+            with self.model.agreed.held([bound.base]):
+                try:
+                    return store(self.model.guarded(unit, value, bound))
+                except BadBlob as error:
+                    self._begin_anew(tip, unit, error)
+        except BlobGone as error:
+            logger.info("%s is offered unjudged: %s", unit, error)
+        return store(self.model.value_of(unit))
+
+    def _stored(self, content: Content) -> tuple[Digest, int]:
+        """Stores what may be needed until it is adopted, and keeps it.
+
+        Each round that is decided meanwhile drops what it does not know of. What is dropped before
+        it is kept is stored once more, under the same digest, which is kept by then.
+        """
+        digest, num_bytes = self.rounds.store_value(content)
+        self.model.keep_offered([digest])
+        if not self.model.agreed.store.has(digest):
+            self.rounds.store_value(content)
+        return digest, num_bytes
+
+    def _begin_anew(self, tip: Manifest, unit: Unit, why: BadBlob) -> None:
+        def begin_anew() -> None:
+            logger.error("not offered, begins anew from the agreed value: %s", why)
+            self.status.refused(unit, str(why))
+            self.model.begin_anew(tip, unit)
+
+        with self._refusing:
+            self._before_refusal()
+            self._in_turn(begin_anew)

@@ -1,0 +1,203 @@
+"""What the protocol keeps on disk as bytes, and peers whose record was lost or rolled back [P5]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import TypeAdapter
+
+from swarm.canonical import canonical
+from swarm.errors import BadMessage
+from swarm.protocol.messages.events import Record, Regained
+from swarm.protocol.messages.message_bytes import decode_evidence, encode_evidence
+from swarm.protocol.messages.messages import MAX_ATTEMPT, Accepted, Ballot, Certificate, Link, Offer
+from swarm.protocol.messages.schemas import IF_ANY, Count, OnWire, parse
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.manifest import MAX_MANIFEST_BYTES, Manifest, PeerId, decode_manifest
+
+MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
+
+
+@dataclass(frozen=True)
+class _Vote(OnWire):
+    ballot: Ballot
+    """One beyond the bound must be repaired, not lost (`abstaining.repaired`)."""
+    manifest: str
+    evidence: str | None
+
+
+@dataclass(frozen=True)
+class _Kept(OnWire):
+    """The record; manifests are kept as their exact bytes."""
+
+    tip: str
+    certificate: Certificate | None
+    parent: str | None
+    promised: Ballot | None
+    accepted: _Vote | None
+    abstain_until_height: Count
+    regained: Annotated[Regained | None, IF_ANY] = None
+
+
+_RECORD = TypeAdapter(_Kept)
+_LINK = TypeAdapter(Link)
+
+
+def encode_record(record: Record) -> bytes:
+    """The record for the disk, manifests included."""
+    vote, parent = record.accepted, record.parent
+    kept = _Kept(
+        record.tip.encoded.decode(),
+        record.certificate,
+        parent.encoded.decode() if parent else None,
+        record.promised,
+        _Vote(
+            vote.ballot,
+            vote.manifest.encoded.decode(),
+            encode_evidence(vote.evidence).decode() if vote.evidence else None,
+        )
+        if vote
+        else None,
+        record.abstain_until_height,
+        record.regained,
+    )
+    return canonical(_RECORD.dump_python(kept))
+
+
+def decode_record(encoded: Buffer) -> Record:
+    """The record from the disk.
+
+    Raises:
+        BadMessage: too large or not of the schema.
+        BadManifest: one of its manifests is none.
+    """
+    if len(encoded) > MAX_KEPT_BYTES:
+        raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
+    parsed = parse(_RECORD, encoded, "record")
+    return Record(
+        decode_manifest(parsed.tip.encode()),
+        parsed.certificate,
+        decode_manifest(parsed.parent.encode()) if parsed.parent is not None else None,
+        parsed.promised,
+        _vote(parsed.accepted) if parsed.accepted else None,
+        parsed.abstain_until_height,
+        parsed.regained,
+    )
+
+
+def _vote(vote: _Vote) -> Accepted:
+    evidence = None if vote.evidence is None else decode_evidence(vote.evidence.encode())
+    return Accepted(vote.ballot, decode_manifest(vote.manifest.encode()), evidence)
+
+
+def encode_link(link: Link) -> bytes:
+    """A link for the disk."""
+    return canonical(_LINK.dump_python(link, mode="json"))
+
+
+def decode_link(encoded: Buffer) -> Link:
+    """A link from the disk.
+
+    Raises:
+        BadMessage: not of the schema.
+    """
+    return parse(_LINK, encoded, "link")
+
+
+ABSTAIN_HEIGHTS = 2
+"""A damaged record may have been one tip ahead of its predecessor and voted once more there."""
+UNTIL_IT_CONTRIBUTES = 2**62
+"""A height that is never reached."""
+
+
+def rolled_back(earlier: Record) -> Record:
+    """The record of a peer of which only the last but one is left."""
+    return _abstaining(earlier, earlier.tip.height + ABSTAIN_HEIGHTS)
+
+
+def repaired(record: Record) -> Record | None:
+    """A record whose promise or vote is of an attempt that nobody may make; None if none is.
+
+    Nobody can be told of such a ballot, and what it forbids is forgotten with it: the peer casts no
+    vote at the height that it was for, so none that contradicts it.
+    """
+    ballots = [record.promised, record.accepted.ballot if record.accepted else None]
+    if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
+        return None
+    return _abstaining(replace(record, promised=None, accepted=None), record.tip.height + 1)
+
+
+def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
+    """The record of a peer that has none, or no longer, and was shown a tip by others.
+
+    Those that showed it may be far behind what it had voted for, so no height is high enough, and
+    may be on a chain that goes on without it, while another does with it. One that is no member of
+    what it is shown, and no voter on the way to it, is a newcomer: if every newcomer with a key of
+    before abstained, a few that are invited together would leave no quorum.
+
+    Args:
+        me: the peer.
+        shown: the tip, with its certificate.
+        path: what proves it to who has no record. Heads that it passes over stay unseen.
+    """
+    heads = [head for link in path for head in (link.head, link.parent) if head]
+    if me not in shown.tip.members and not any(me in head.voters for head in heads):
+        return shown
+    return replace(shown, abstain_until_height=UNTIL_IT_CONTRIBUTES)
+
+
+def moved_on(before: Record, shown: Record) -> Record:
+    """The record of a peer that takes up a newer tip which others showed, not its own rounds.
+
+    It abstains as before: nothing of what it was shown says where its last vote was.
+    """
+    return replace(
+        shown, abstain_until_height=before.abstain_until_height, regained=before.regained
+    )
+
+
+def _abstaining(record: Record, until_height: int) -> Record:
+    until_height = max(record.abstain_until_height, until_height)
+    return replace(record, abstain_until_height=until_height, regained=None)
+
+
+def abstains(record: Record) -> bool:
+    """Whether a vote of this peer for the next height may be out that it does not know of."""
+    return record.tip.height + 1 <= _abstains_until(record)
+
+
+def _abstains_until(record: Record) -> int:
+    regained = record.regained
+    if regained and regained.generation == record.tip.generation:
+        return regained.height
+    return record.abstain_until_height
+
+
+def regained(
+    record: Record, manifest: Manifest, me: PeerId, offer: Offer | None
+) -> Regained | None:
+    """Where a peer that abstains votes again once it has applied a manifest.
+
+    In the manifest's generation, one height after it, if it took in what the peer offered since it
+    came back. Let v be the height of its last vote before. Its offer of now cannot be in a
+    manifest below v, which was decided before, so that manifest's height is v at least; and v + 1
+    at least if the offer is an old one that the private state had kept. Both are behind it then.
+    A generation that leaves such a one behind that height began later than the loss.
+
+    Of any other the peer knows nothing: it may have voted there, and come back to it when the
+    parts of a swarm meet again [F1].
+    """
+    until, tip = _abstains_until(record), record.tip
+    if manifest.parent != tip.digest:
+        return record.regained
+    if manifest.generation != tip.generation:
+        has_begun_since = record.regained and tip.height >= until
+        return Regained(manifest.generation, until) if has_begun_since else record.regained
+    if until <= manifest.height or offer is None:
+        return record.regained
+    mine = {(me, unit.digest) for unit in offer.units.values()}
+    if mine.isdisjoint(source for sources in manifest.sources.values() for source in sources):
+        return record.regained
+    return Regained(manifest.generation, manifest.height + 1)

@@ -1,0 +1,195 @@
+"""Links that a chain has lost, and how others' take their place. Pure.
+
+A chain passes over heads on purpose [L3]. It has a *gap* where a line of its file was damaged, so
+that the next link no longer follows, or may no longer follow from each head in between. The peer
+asks members for the links after the last one that is sound, a *page* at a time, oldest first. Each
+must be a step [L1] from the one before. What comes takes the place of the peer's own links there,
+up to one that follows from it. Pages are kept aside until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pydantic import TypeAdapter
+
+from swarm.canonical import canonical
+from swarm.errors import BadMessage
+from swarm.protocol.chain.chain_record import decode_link, encode_link
+from swarm.protocol.chain.trust import Chain, Sound, closed, counted, is_parent, step_problem
+from swarm.protocol.messages.messages import Link
+from swarm.protocol.messages.schemas import MAX_LINKS, CodeText, OnWire, parse
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.manifest import Digest
+
+MAX_PAGE_BYTES = 900_000
+"""Of one answer over the control path; some 20 links at 256 members."""
+
+
+@dataclass(frozen=True)
+class Question(OnWire):
+    """Which links a peer lacks: those after a place in the order of codes, up to another."""
+
+    since: CodeText
+    until: CodeText
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A gap between two neighbours of a chain, and what has come of it: its oldest part."""
+
+    before: Link
+    after: Link
+    links: tuple[Link, ...] = ()
+
+    @property
+    def ends(self) -> tuple[Digest, Digest]:
+        """Digests of the neighbours: which gap it is, whatever has come of it."""
+        return self.before.head.digest, self.after.head.digest
+
+    @property
+    def path(self) -> tuple[Link, ...]:
+        """The link before the gap, and what has come."""
+        return (self.before, *self.links)
+
+    @property
+    def question(self) -> Question:
+        """What to ask for next."""
+        newest = self.path[-1].head.code
+        return Question(newest, max(newest, self.after.head.code))
+
+    def extended(self, page: Sequence[Link], sound: Sound) -> Filling:
+        """With a page that a member has sent; of certificates only what is right is kept.
+
+        Args:
+            page: links, each a step from the one before; the first from the newest that is here.
+            sound: a certificate without the signatures that are wrong, for the head's digest.
+
+        Raises:
+            BadMessage: reason `false_heads`: they are no steps from what this peer has.
+        """
+        if not page:
+            raise BadMessage("false_heads", "there are no heads")
+        checked = [self.path[-1]]
+        for link in page:
+            if link.certificate:
+                link = replace(link, certificate=sound(*counted(link, checked)))
+            problem = step_problem(checked[-1].head, link)
+            if problem:
+                raise BadMessage("false_heads", problem)
+            checked.append(link)
+        return replace(self, links=(*self.links, *checked[1:]))
+
+
+def gaps(chain: Chain) -> tuple[Filling, ...]:
+    """The gaps of a chain, oldest first."""
+    return tuple(
+        Filling(before, after)
+        for before, after in pairwise(chain.links)
+        if _is_gap(chain, before, _whole(before, after))
+    )
+
+
+def between(chain: Chain, question: Question) -> tuple[Link, ...]:
+    """The links of a chain after a place, up to the first that is at another, or beyond it.
+
+    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first has its parent's head. Empty if nothing
+    here is in the ancestry of that place, or nothing comes after it.
+    """
+    at, page, num_bytes = chain.num_behind(question.since), list[Link](), 0
+    for before, link in pairwise(chain.links[at - 1 :] if at else ()):
+        if not page:
+            link = _whole(before, link)
+        num_bytes += len(encode_link(link))
+        if page and num_bytes > MAX_PAGE_BYTES:
+            break
+        page.append(link)
+        if link.head.code >= question.until or len(page) == MAX_LINKS:
+            break
+    return tuple(page)
+
+
+def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
+    """The chain with a gap closed; as it is, with the reason, if the links do not do so.
+
+    Args:
+        chain: of this peer; it may have changed since the links were asked for.
+        path: the link before the gap, which this peer has, and steps from there, oldest first;
+            wrong signatures have been dropped from them.
+    """
+    first, *links = path
+    at = chain.num_behind(first.head.code)
+    is_mine = at and chain.links[at - 1].head.digest == first.head.digest
+    if not links or not is_mine or first.head.digest == chain.tip.digest:
+        return chain, f"nothing follows from height {first.head.height}"
+    tip = chain.tip
+    links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
+    newest = links[-1] if links else first
+    further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
+    # A link that follows an own one as before is as torn as before.
+    is_own = further > at and chain.links[further - 1].head.digest == newest.head.digest
+    closing = chain.links[at : further if is_own else further + 1]
+    replaced = {link.head.digest for link in closing}
+    if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
+        return chain, f"no gap is after height {first.head.height}"
+    kept, rest = chain.links[:at], chain.links[further:]
+    if rest:
+        links.append(_whole(chain.links[further - 1], rest[0]))
+    for before, link in pairwise([kept[-1], *links]):
+        if problem := step_problem(before.head, link):
+            return chain, problem
+    return Chain((*kept, *closed(kept, links), *rest[1:]), chain.torn - replaced), None
+
+
+def _is_gap(chain: Chain, before: Link, after: Link) -> bool:
+    is_torn = after.head.digest in chain.torn and not is_parent(before.head, after.head)
+    return is_torn or step_problem(before.head, after) is not None
+
+
+def _whole(before: Link, link: Link) -> Link:
+    """A link with its parent's head, if that is here."""
+    if link.parent is None and is_parent(before.head, link.head):
+        return replace(link, parent=before.head)
+    return link
+
+
+# ---------------------------------------------------------------- as bytes
+
+
+_QUESTION = TypeAdapter(Question)
+
+
+def encode_question(question: Question) -> bytes:
+    """A question as canonical JSON."""
+    return canonical(vars(question))
+
+
+def decode_question(encoded: Buffer) -> Question:
+    """A question from foreign bytes.
+
+    Raises:
+        BadMessage: not of the schema.
+    """
+    return parse(_QUESTION, encoded, "heads_question")
+
+
+def encode_page(links: Sequence[Link]) -> bytes:
+    """Links as they travel: one a line."""
+    return b"\n".join(map(encode_link, links))
+
+
+def decode_page(encoded: bytes) -> tuple[Link, ...]:
+    """Links from foreign bytes.
+
+    Raises:
+        BadMessage: too many, too large, or not of the schema.
+    """
+    if not encoded:
+        return ()
+    lines = encoded.split(b"\n", MAX_LINKS)
+    if len(lines) > MAX_LINKS or len(encoded) > 2 * MAX_PAGE_BYTES:
+        raise BadMessage("heads_size", f"{len(encoded)} bytes of heads are too many")
+    return tuple(map(decode_link, lines))

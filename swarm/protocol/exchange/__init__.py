@@ -1,0 +1,1 @@
+"""Which units a round exchanges, and from whom their bytes come."""

@@ -1,0 +1,114 @@
+"""Values made of deltas [W7], and what means of deltas leave over [W5]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from swarm.protocol.values.manifest import Digest, Manifest, Unit
+
+MAX_DELTAS = 8
+"""On the way to one value; a peer that lacks more fetches the value."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one value is made of the one before."""
+
+    unit: Unit
+    base: Digest
+    delta: Digest
+    value: Digest
+
+
+def moves_of(manifests: Iterable[Manifest]) -> dict[Digest, Move]:
+    """Of each value of these manifests that a delta made: how, by its name."""
+    moves = {}
+    for manifest in manifests:
+        for unit, entry in manifest.entries.items():
+            if entry.base is not None and entry.delta is not None:
+                moves[entry.digest] = Move(unit, entry.base, entry.delta, entry.digest)
+    return moves
+
+
+def way_to(
+    value: Digest,
+    moves: Mapping[Digest, Move],
+    stored: Collection[Digest],
+    delta_bytes: int,
+    value_bytes: int,
+) -> tuple[Move, ...] | None:
+    """The moves that lead from a value that is `stored` to the wanted one, in their order.
+
+    Returns:
+        None if there is no such way, or the value itself is fewer bytes.
+    """
+    way: list[Move] = []
+    while value not in stored:
+        move = moves.get(value)
+        if move is None or len(way) == MAX_DELTAS or (len(way) + 1) * delta_bytes >= value_bytes:
+            return None
+        way.append(move)
+        value = move.base
+    return tuple(reversed(way))
+
+
+R = TypeVar("R")
+
+
+class Remainders(Generic[R]):
+    """Of each unit that this peer averages now and then; `R` is whatever its arithmetic adds."""
+
+    def __init__(self, tip: Digest, rounds: int) -> None:
+        """Nothing is left over yet.
+
+        Args:
+            tip: what this peer has applied last.
+            rounds: for how many a remainder is good if no mean of the unit is made here.
+        """
+        self._tip = tip
+        self._rounds = rounds
+        self._left: dict[Unit, tuple[int, R]] = {}
+        """With the round of the mean."""
+        self._found: dict[tuple[Unit, Digest], R] = {}
+
+    def of(self, unit: Unit) -> R | None:
+        """What is to be added to the next mean of a unit, if anything."""
+        left = self._left.get(unit)
+        return left[1] if left else None
+
+    def found(self, tip: Digest, unit: Unit, delta: Digest, left: R) -> None:
+        """A mean was made after this tip; it leaves so much over if this delta becomes agreed."""
+        if tip == self._tip:
+            self._found[unit, delta] = left
+
+    def applied(self, manifest: Manifest, before: Manifest) -> list[R]:
+        """Moves on from the tip before to the new one; returns what is dropped."""
+        found, self._found, self._tip = self._found, {}, manifest.digest
+        if self._is_another_line(manifest, before):
+            return [*found.values(), *self._drop(list(self._left))]
+        if self._passed_some_over(manifest, before):
+            return [*found.values(), *self._drop([unit for unit, _ in found])]
+        for (unit, delta), left in found.items():
+            if unit in manifest.sources and manifest.entries[unit].delta == delta:
+                self._left[unit] = (manifest.round, left)
+        old = [u for u, (at, _) in self._left.items() if manifest.round - at > self._rounds]
+        return self._drop(old)
+
+    def _is_another_line(self, manifest: Manifest, before: Manifest) -> bool:
+        """Whether others may never have given away what the means of this peer were made of."""
+        return manifest.generation != before.generation
+
+    def _passed_some_over(self, manifest: Manifest, before: Manifest) -> bool:
+        """Whether one of the manifests between may have a mean with what was left over before."""
+        return manifest.parent != before.digest
+
+    def _drop(self, units: list[Unit]) -> list[R]:
+        dropped = [self._left.pop(unit, None) for unit in units]
+        return [left for _, left in filter(None, dropped)]
+
+    def items(self) -> Iterator[tuple[Unit, R]]:
+        """All that is left over now, or would be."""
+        yield from ((unit, left) for unit, (_, left) in self._left.items())
+        yield from ((unit, left) for (unit, _), left in self._found.items())

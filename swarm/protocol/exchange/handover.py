@@ -1,0 +1,326 @@
+"""Adam moments of experts that change hands: who gives them to whom, and how long both wait.
+
+An owner that loses an expert by a manifest puts its newest moments out for those that own it from
+then on. A new owner trains on at once, with zero moments, asks the owners before, and adds what
+they have as soon as it is here. `Giving` and `Taking` are the two sides; they take the time as an
+argument and decide, while a peer's network or the simulator asks, answers and fetches.
+
+No manifest names a moments blob, no agreed value depends on one, and nobody waits for one. So all
+of this is outside agreement, and a lie in it costs no more than a bad learning rate for one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from swarm.canonical import canonical
+from swarm.experts import ELEMENT_BYTES, Shape, Slice, UnitLayout, expert_unit
+from swarm.protocol.messages.schemas import Count, DigestText, OnWire, parse
+from swarm.protocol.timing.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId
+
+KINDS = ("exp_avg", "exp_avg_sq")
+"""AdamW's first and second moment, in the order of a blob."""
+MASTER = "master"
+MAX_EXPERTS = 2048
+SHORTEST_TRANSFER_S = 300.0
+PATIENCE_S = 30.0
+"""A new owner waits so long for owners before it that give nothing, and what is out waits as long
+for a new owner that does not ask."""
+
+
+@dataclass(frozen=True)
+class Moments(OnWire):
+    """One expert's moments as a blob."""
+
+    expert: Annotated[int, Field(ge=0, lt=2**16)]
+    round: Count
+    """Training round after whose local steps they were read."""
+    digest: DigestText
+    num_bytes: Count
+
+
+# ---------------------------------------------------------------- what a blob is
+
+
+def transfer_limit_s(num_bytes: int) -> float:
+    """How long these bytes of moments are worth waiting for.
+
+    Three times what they take on the slowest line that runs are meant for, 20 Mbit/s: an expert of
+    SPES 7B (2.4 GB with masters) gets 48 minutes, of steps that take a minute each.
+    """
+    return max(SHORTEST_TRANSFER_S, SAFETY * num_bytes / ASSUMED_RATE_BYTES_PER_S)
+
+
+def moments_layout(layout: Layout, expert: int, *, with_master: bool) -> UnitLayout:
+    """What the bytes of a moments blob are: fp32, first moments, second moments, masters.
+
+    Masters are there only where the wire rounds experts. Tensors are named as in
+    `moments_shapes`, each group in the order of the expert's unit.
+    """
+    pieces = layout.by_unit[expert_unit(expert)].slices
+    kinds = (*KINDS, MASTER) if with_master else KINDS
+    slices = tuple(
+        Slice(f"{kind}.{piece.name}", piece.start, piece.stop) for kind in kinds for piece in pieces
+    )
+    num_elements = sum(piece.stop - piece.start for piece in slices)
+    return UnitLayout(
+        f"moments.{expert}", "fp32", slices, num_elements, num_elements * ELEMENT_BYTES["fp32"]
+    )
+
+
+def layout_of_size(layout: Layout, expert: int, num_bytes: int) -> UnitLayout | None:
+    """The layout of a moments blob of this size, with or without masters; None if neither fits."""
+    if expert_unit(expert) not in layout.by_unit:
+        return None
+    for with_master in (False, True):
+        found = moments_layout(layout, expert, with_master=with_master)
+        if found.num_bytes == num_bytes:
+            return found
+    return None
+
+
+def moments_shapes(layout: Layout, expert: int) -> dict[str, Shape]:
+    """Name in a moments blob -> shape, masters included."""
+    pieces = layout.by_unit[expert_unit(expert)].slices
+    return {
+        f"{kind}.{piece.name}": layout.shapes[piece.name]
+        for kind in (*KINDS, MASTER)
+        for piece in pieces
+    }
+
+
+# ---------------------------------------------------------------- giving
+
+
+def handed_over(
+    me: PeerId, previous: Manifest, manifest: Manifest
+) -> dict[int, tuple[PeerId, ...]]:
+    """Expert of mine by `previous` -> its new owners in `manifest`, who need my moments.
+
+    So a leaver hands over all it had, a peer that had more than its share what it gives up, and
+    a co-owner that stays what it shares.
+    """
+    newcomers = {}
+    for expert, owners in sorted(manifest.owners.items()):
+        before = previous.owners.get(expert, ())
+        new = tuple(peer for peer in owners if peer not in before and peer != me)
+        if me in before and new:
+            newcomers[expert] = new
+    return newcomers
+
+
+def handover_round(owner: PeerId, previous: Manifest, manifest: Manifest) -> int:
+    """Training round of the moments that an owner by `previous` hands over at `manifest`."""
+    return manifest.round if manifest.counts(owner) else previous.round
+
+
+@dataclass
+class _Out:
+    """Moments that are out."""
+
+    waits_for: set[PeerId]
+    until_s: float
+    last_s: float
+    """Not even a new owner that asks is waited for longer."""
+
+
+class Giving:
+    """What one peer has put out for new owners of experts that were its own."""
+
+    def __init__(self) -> None:
+        """Nothing is out."""
+        self.taken: set[int] = set()
+        """Experts whose new owners all said that they need no more."""
+        self._out: dict[Moments, _Out] = {}
+
+    def put(self, moments: Moments, peers: Iterable[PeerId], now_s: float) -> None:
+        """These moments can be fetched from now on, by these peers."""
+        until_s = now_s + PATIENCE_S
+        self._out[moments] = _Out(
+            set(peers), until_s, until_s + transfer_limit_s(moments.num_bytes)
+        )
+
+    def asked(self, peer: PeerId, settled: Collection[Digest], now_s: float) -> tuple[Moments, ...]:
+        """What is out for a peer that asks, without what it needs no more."""
+        for moments, out in self._out.items():
+            if peer in out.waits_for and moments.digest in settled:
+                out.waits_for.discard(peer)
+                if not out.waits_for:
+                    self.taken.add(moments.expert)
+            elif peer in out.waits_for:
+                out.until_s = min(now_s + PATIENCE_S, out.last_s)
+        return tuple(moments for moments, out in self._out.items() if peer in out.waits_for)
+
+    def waits_for(self, moments: Moments, now_s: float) -> frozenset[PeerId]:
+        """Peers that may yet fetch these moments; if there are none, their blob may go."""
+        out = self._out.get(moments)
+        return frozenset(out.waits_for) if out and now_s <= out.until_s else frozenset()
+
+    def end(self, moments: Moments) -> None:
+        """Their blob is here no more."""
+        self._out.pop(moments, None)
+
+    def holds(self, digest: Digest) -> bool:
+        """Whether a blob is one of those that are out."""
+        return any(moments.digest == digest for moments in list(self._out))
+
+
+# ---------------------------------------------------------------- taking
+
+
+@dataclass
+class Search:
+    """An expert that this peer took up, and whose moments it looks for."""
+
+    expert: int
+    version: int
+    """Round in which its weights last changed; older moments are not theirs."""
+    owners: tuple[PeerId, ...]
+    """Who else owned it before."""
+    givers: tuple[PeerId, ...]
+    """These, without those from which a blob could not be fetched."""
+    until_s: float
+    source: PeerId | None = None
+    """Where they are being fetched from."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a search: moments are fetched from a giver, or the expert keeps zeros."""
+
+    search: Search
+    found: tuple[PeerId, Moments] | None
+    """None: nothing comes any more."""
+
+
+class Taking:
+    """What one peer looks for, of experts that others owned before it."""
+
+    def __init__(self) -> None:
+        """Nothing is looked for."""
+        self._searches: dict[int, Search] = {}
+
+    def take_up(
+        self,
+        me: PeerId,
+        experts: Iterable[int],
+        previous: Manifest,
+        manifest: Manifest,
+        now_s: float,
+    ) -> None:
+        """Looks for the moments of experts that are this peer's from `manifest` on."""
+        for expert in experts:
+            owners = tuple(peer for peer in previous.owners.get(expert, ()) if peer != me)
+            version = manifest.entries[expert_unit(expert)].version
+            self._searches[expert] = Search(expert, version, owners, owners, now_s + PATIENCE_S)
+
+    def keep_only(self, experts: Collection[int]) -> None:
+        """Forgets what is looked for of all other experts."""
+        self._searches = {e: search for e, search in self._searches.items() if e in experts}
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether anything is looked for."""
+        return bool(self._searches)
+
+    def whom_to_ask(self) -> list[PeerId]:
+        """Peers that have, or may yet have, what is looked for; also while it is being fetched."""
+        givers = (peer for search in self._searches.values() for peer in search.givers)
+        return list(dict.fromkeys(givers))
+
+    def choose(self, answers: Mapping[PeerId, Sequence[Moments]], now_s: float) -> list[Choice]:
+        """What to fetch of what peers answered, and which experts keep zero moments."""
+        choices = []
+        for search in [each for each in self._searches.values() if each.source is None]:
+            found = [
+                (peer, moments)
+                for peer in search.givers
+                for moments in answers.get(peer, ())
+                if self._is_wanted(search, moments)
+            ]
+            if found:
+                search.source = found[0][0]
+                choices.append(Choice(search, found[0]))
+            elif not self._may_come(search, now_s):
+                del self._searches[search.expert]
+                choices.append(Choice(search, None))
+        return choices
+
+    def _is_wanted(self, search: Search, moments: Moments) -> bool:
+        """Whether these are the moments of the weights that were taken up."""
+        return moments.expert == search.expert and moments.round >= search.version
+
+    def _may_come(self, search: Search, now_s: float) -> bool:
+        """Whether a giver is waited for: a while, and as long as something comes from it."""
+        busy = {other.source for other in self._searches.values()}
+        is_early = now_s <= search.until_s and bool(search.givers)
+        return is_early or not busy.isdisjoint(search.givers)
+
+    def fetched(self, choice: Choice, now_s: float, *, is_here: bool) -> bool:
+        """Ends a search by what was fetched, or goes on without the giver that failed.
+
+        Returns:
+            Whether the expert may have the moments: they are here, and still looked for.
+        """
+        search, giver = choice.search, choice.search.source
+        if self._searches.get(search.expert) is not search:
+            return False
+        search.source = None
+        if not is_here:
+            search.givers = tuple(peer for peer in search.givers if peer != giver)
+            return False
+        del self._searches[search.expert]
+        for other in self._searches.values():
+            if giver in other.givers:
+                other.until_s = max(other.until_s, now_s + PATIENCE_S)
+        return True
+
+
+# ---------------------------------------------------------------- question and answer
+
+
+@dataclass(frozen=True)
+class _Question(OnWire):
+    settled: Annotated[tuple[DigestText, ...], Field(max_length=MAX_EXPERTS)]
+
+
+@dataclass(frozen=True)
+class _Answer(OnWire):
+    moments: Annotated[tuple[Moments, ...], Field(max_length=MAX_EXPERTS)]
+
+
+_QUESTION, _ANSWER = TypeAdapter(_Question), TypeAdapter(_Answer)
+
+
+def encode_question(settled: Iterable[Digest]) -> bytes:
+    """A question as canonical JSON: what have you got for me, but for these blobs?"""
+    return canonical({"settled": list(settled)})
+
+
+def decode_question(encoded: bytes) -> tuple[Digest, ...]:
+    """Blobs of its receiver that the asking peer has by now, from foreign bytes.
+
+    Raises:
+        BadMessage: not of the schema.
+    """
+    return parse(_QUESTION, encoded, "moments_question").settled
+
+
+def encode_answer(moments: Iterable[Moments]) -> bytes:
+    """An answer as canonical JSON."""
+    return canonical({"moments": [asdict(each) for each in moments]})
+
+
+def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
+    """An answer from foreign bytes.
+
+    Raises:
+        BadMessage: not of the schema.
+    """
+    return parse(_ANSWER, encoded, "moments_answer").moments

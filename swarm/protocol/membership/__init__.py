@@ -1,0 +1,1 @@
+"""Who takes part, who votes, and who trains which expert."""

@@ -1,0 +1,362 @@
+"""What goes into the round machine and what comes out of it.
+
+The shell hands events in one at a time and carries the returned effects out in order, each
+finished before the next begins (so a `Persist` is durable before the `Send` behind it leaves).
+Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
+back as an event. Nothing here knows a clock, a disk or a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from swarm.protocol.messages import messages
+from swarm.protocol.messages.schemas import Count, Generation, OnWire
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.values.updates import UpdateBound
+
+
+@dataclass(frozen=True)
+class Regained(OnWire):
+    """Where a peer whose record was lost or rolled back votes again [P5].
+
+    It cannot have voted beyond that height of that generation before, so it knows all its votes.
+    """
+
+    generation: Generation
+    height: Count
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that the protocol keeps on disk beside the blobs; replaced atomically."""
+
+    tip: Manifest
+    certificate: messages.Certificate | None
+    """Of the tip; None for manifest 0."""
+    parent: Manifest | None
+    """The tip's parent, which is needed to redo a merge."""
+    promised: messages.Ballot | None = None
+    accepted: messages.Accepted | None = None
+    """Both refer to the height after the tip."""
+    abstain_until_height: int = 0
+    """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
+    regained: Regained | None = None
+    """The generation for which another height holds."""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; the shell sends one at least every `Timers.tick_s`."""
+
+
+class Received(NamedTuple):
+    """A message whose attached blobs are all here and whose signatures were verified."""
+
+    source: PeerId
+    header: messages.Header
+    message: messages.Message
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Local steps are done; the offer's blobs and the private state are durable [P6]."""
+
+    offer: messages.Offer
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The trainer expects its local steps on this tip to be done in so many seconds."""
+
+    tip: Digest
+    remaining_s: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A blob has arrived, or was computed here; it is readable but not yet durable."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Unobtainable:
+    """A peer did not give a blob, or gave one that was refused.
+
+    With this peer's own name: a blob that was here is gone or damaged.
+    """
+
+    digest: Digest
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotMade:
+    """A value that was to be made of a delta came out with another digest, or not at all [W6].
+
+    It says nothing of the value itself, which may have come from another peer meanwhile.
+    """
+
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True)
+class Undeliverable:
+    """A peer's machine refused a message: nothing listens there now, as far as can be told."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class Synced:
+    """All blobs of this manifest are durable."""
+
+    manifest: Digest
+
+
+@dataclass(frozen=True)
+class SyncFailed:
+    """The blobs of this manifest could not be made durable, and nothing tries to any more."""
+
+    manifest: Digest
+    reason: str
+
+
+@dataclass(frozen=True)
+class UnitReduced:
+    """A mean was computed and stored."""
+
+    roster_id: Digest
+    unit: Unit
+    result: messages.ReducedUnit
+
+
+@dataclass(frozen=True)
+class MergeComputed:
+    """The merged experts of a due tip were computed and stored."""
+
+    tip: Digest
+    units: Mapping[Unit, messages.ReducedUnit]
+
+
+@dataclass(frozen=True)
+class LeaveAsked:
+    """The person asked this peer to leave the run."""
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """Some of the peers of this run that the DHT lists, whatever chain they are on; to be greeted.
+
+    Without it two parts of a swarm that forgot each other would never meet again.
+    """
+
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class HeadsFound:
+    """Members have sent links that the chain had lost; wrong signatures were dropped from them."""
+
+    links: tuple[messages.Link, ...]
+    """The link before the gap, and steps from there, oldest first."""
+
+
+Event = (
+    Tick
+    | Received
+    | Offered
+    | Expected
+    | Stored
+    | Unobtainable
+    | NotMade
+    | Undeliverable
+    | Synced
+    | SyncFailed
+    | UnitReduced
+    | MergeComputed
+    | LeaveAsked
+    | Discovered
+    | HeadsFound
+)
+
+
+# ---------------------------------------------------------------- effects
+
+
+class Purpose(Enum):
+    """Why blobs are fetched; a new `Fetch` replaces the running one of the same purpose."""
+
+    REDUCE = "reduce"  # inputs of the units that this peer reduces
+    AHEAD = "ahead"  # what has one writer in a roster, before it is proposed
+    PROPOSAL = "proposal"  # blobs of a manifest that is to be accepted
+    CATCH_UP = "catch_up"  # blobs of a decided manifest that is to be applied
+
+
+@dataclass(frozen=True)
+class BlobWanted:
+    """A blob and the peers to ask, best first."""
+
+    unit: Unit
+    digest: Digest
+    num_bytes: int
+    sources: tuple[PeerId, ...]
+    bound: UpdateBound | None = None
+    """How far it may be from what it was trained from [U1]; None: it is no update to be judged."""
+    is_delta: bool = False
+    """Whether it is a delta; else it is a value."""
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make the record durable before going on; before it, what the chain of heads has gained."""
+
+    record: Record
+    links: tuple[messages.Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewriteChain:
+    """Make the whole chain of heads durable in the place of what was kept of it."""
+
+    links: tuple[messages.Link, ...]
+
+
+class Send(NamedTuple):
+    """Post a message; it may be lost."""
+
+    destination: PeerId
+    header: messages.Header
+    message: messages.Message
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get these blobs, rotating over their sources, until cancelled or replaced."""
+
+    purpose: Purpose
+    wants: tuple[BlobWanted, ...]
+
+
+@dataclass(frozen=True)
+class CancelFetch:
+    """Stop fetching for this purpose."""
+
+    purpose: Purpose
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`.
+
+    These are the values of all units, and those of its `deltas` that are here.
+    """
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Make a value of the one before and a delta, which are both here; store it.
+
+    Report `Stored`, or `NotMade` if it has another digest [W6].
+    """
+
+    unit: Unit
+    base: Digest
+    delta: Digest
+    digest: Digest
+    """What the value is called."""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Average these values in the given order, store the result, report `UnitReduced`.
+
+    With a `base` these are deltas: add what earlier means left over (`protocol.remainders`), make
+    the mean a delta, and of that and the base the value. Both are durable before the report [W5].
+    """
+
+    roster_id: Digest
+    unit: Unit
+    inputs: tuple[tuple[PeerId, Digest], ...]
+    weights: tuple[int, ...] | None = None
+    """What each of them weighs; None: all the same [W1]."""
+    base: Digest | None = None
+
+
+@dataclass(frozen=True)
+class ComputeMerge:
+    """Merge the experts of this (due) tip from its agreed values, report `MergeComputed`."""
+
+    tip: Manifest
+
+
+@dataclass(frozen=True)
+class Apply:
+    """The manifest is the new tip and durable: swap the live model to it [P4]."""
+
+    manifest: Manifest
+    previous: Digest
+    """The tip before it."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Blobs that nothing here names may be deleted [GC]."""
+
+    digests: frozenset[Digest]
+
+
+@dataclass(frozen=True)
+class Left:
+    """This peer is no longer a member and may go."""
+
+    reason: str
+
+
+class Topic(Enum):
+    """What a reason is about."""
+
+    ROUND = "round"  # phases of a round: rosters, proposals, decisions
+    TAKEOVER = "takeover"  # a convener was replaced or stepped down
+    MEMBERSHIP = "membership"  # who joined, left or was removed
+    ADMISSION = "admission"  # what this peer lacks to come in, or to vote
+    FORK = "fork"  # reforms and fork choice
+    REFUSED = "refused"  # something was not believed; counted
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a guard fired or held back, in one sentence with its numbers."""
+
+    topic: Topic
+    text: str
+    refused: str = ""
+    """The message that was not believed, such as "COMMIT", if the topic is `REFUSED`."""
+
+
+Effect = (
+    Persist
+    | RewriteChain
+    | Send
+    | Fetch
+    | CancelFetch
+    | Sync
+    | Rebuild
+    | Reduce
+    | ComputeMerge
+    | Apply
+    | Keep
+    | Left
+    | Reason
+)

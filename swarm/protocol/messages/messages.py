@@ -1,0 +1,388 @@
+"""The eight messages that peers exchange to agree on a manifest.
+
+A message's sender is known from the connection that it came on. Its header is bound when the
+message is created, so a vote never crosses tips, generations or electorates [H1, H2].
+"""
+
+from __future__ import annotations
+
+import operator
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter
+
+from swarm.canonical import canonical
+from swarm.experts import expert_of_unit
+from swarm.protocol.messages import schemas
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.manifest import ALL_EXPERTS, Digest, Manifest, PeerId, Unit
+
+SIGNATURE_BYTES = 64
+
+
+def _text(signature: bytes) -> str:
+    return b64encode(signature).decode()
+
+
+_SIGNATURE = Annotated[schemas.SignatureText, AfterValidator(b64decode), PlainSerializer(_text)]
+Signature = Annotated[bytes, schemas.read_as(_SIGNATURE)]
+"""Ed25519, 64 bytes; the signer's key follows from its peer id."""
+UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
+"""For peers that trust each other, as in tests of the machine alone."""
+Uplinks = Annotated[
+    Mapping[schemas.PeerText, schemas.Uplink],
+    Field(max_length=4096),
+    AfterValidator(schemas.in_order),
+]
+"""Mbit/s from each peer; 0 where it is not known."""
+MAX_REPORTS = 4096
+MAX_ATTEMPT = 2**31
+"""Nobody begins a later attempt, sends one or believes one [A5]."""
+
+
+@dataclass(frozen=True, order=True)
+class Ballot(schemas.OnWire):
+    """Number of one attempt to decide; compared as a tuple.
+
+    Only the first convener uses attempt 0, which needs no phase 1.
+    """
+
+    attempt: schemas.Count
+    convener: schemas.PeerText
+
+
+def _possible(ballot: Ballot) -> Ballot:
+    if ballot.attempt > MAX_ATTEMPT:
+        raise ValueError(f"an attempt over {MAX_ATTEMPT}")
+    return ballot
+
+
+PossibleBallot = Annotated[Ballot, AfterValidator(_possible)]
+"""That somebody may send [A5]."""
+
+
+@dataclass(frozen=True)
+class Header(schemas.OnWire):
+    """The sender's tip at the moment the message was created."""
+
+    code: schemas.CodeText
+    tip: schemas.DigestText
+    generation: schemas.Generation
+
+
+@dataclass(frozen=True)
+class OfferedUnit(schemas.OnWire):
+    """One unit's value as its owner offers it."""
+
+    digest: schemas.DigestText
+    """Of the value; of a unit whose deltas are averaged, of the delta, and no value is offered."""
+    num_bytes: schemas.Count
+    base: schemas.DigestText
+    """Digest of the agreed value that it was trained from [S3]."""
+    delta: schemas.DigestIfAny = None
+    """The blob that makes the value of the base, where one writer's delta is taken verbatim."""
+
+
+@dataclass(frozen=True)
+class Offer(schemas.OnWire):
+    """What one peer puts into a round. Travels as a blob; messages carry its digest."""
+
+    tip: schemas.DigestText
+    """Manifest that the local steps started from."""
+    steps: schemas.RoundCount
+    tokens: schemas.RoundCount
+    units: Mapping[schemas.UnitText, OfferedUnit]
+    seconds: schemas.Seconds = 0.0
+    """How long the local steps took."""
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
+        return all(expert_of_unit(unit) is not None for unit in self.units)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON: the offer's blob."""
+        return canonical(OFFER.dump_python(self))
+
+    @cached_property
+    def digest(self) -> Digest:
+        """Name of its blob."""
+        return digest_of(self.encoded)
+
+
+@dataclass(frozen=True)
+class Declaration(schemas.OnWire):
+    """What a peer puts its name to with a READY: others see it behind a proposal [A6]."""
+
+    offer: schemas.DigestText | None
+    """Of its offer's blob; None without an offer."""
+    seconds: schemas.Seconds
+    """Of its offer."""
+    capacity: schemas.Capacity
+    leave: bool
+    room: schemas.Room = ALL_EXPERTS
+    """Experts that fit its machine."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A declaration, with its peer's signature over `ready_statement`."""
+
+    declaration: Declaration
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class _Signed(Declaration):
+    """How JSON has it: all in one."""
+
+    signature: Signature = field(kw_only=True)
+
+
+def _declared(said: _Signed) -> Declared:
+    declaration = Declaration(said.offer, said.seconds, said.capacity, said.leave, said.room)
+    return Declared(declaration, said.signature)
+
+
+def _signed(declared: Declared) -> Mapping[str, object]:
+    return vars(declared.declaration) | {"signature": _text(declared.signature)}
+
+
+_SIGNED = Annotated[_Signed, AfterValidator(_declared), PlainSerializer(_signed)]
+DeclaredText = Annotated[Declared, schemas.read_as(_SIGNED)]
+
+
+@dataclass(frozen=True)
+class Report(schemas.OnWire):
+    """Results of a reducer, with its signature over `reduced_statement`."""
+
+    reducer: schemas.PeerText
+    results: Mapping[schemas.UnitText, ReducedUnit]
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class Evidence(schemas.OnWire):
+    """What is behind the manifest of a round: who has signed what of it [A6]. Travels as a blob."""
+
+    declared: Mapping[schemas.PeerText, DeclaredText]
+    """Of every member that the convener heard, and of the strangers that it takes in."""
+    able: Uplinks
+    """Who was asked to reduce, in peer-id order, with the uplinks by which units were dealt; for
+    both there is the convener's word alone."""
+    roster_id: schemas.DigestText
+    """Under which the reducers signed."""
+    reports: Annotated[tuple[Report, ...], Field(max_length=MAX_REPORTS)]
+    """What they found; the first of a reducer that has a unit counts."""
+
+
+@dataclass(frozen=True)
+class Certificate(schemas.OnWire):
+    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members.
+
+    Of a reform: those of the parent's members that have left for it, under the ballot 0 of its
+    author; a quorum would not have needed it.
+    """
+
+    ballot: PossibleBallot
+    signatures: Annotated[Mapping[schemas.PeerText, Signature], AfterValidator(schemas.in_order)]
+
+
+@dataclass(frozen=True)
+class Link(schemas.OnWire):
+    """One step of a proof: a head and why it counts, see `swarm.protocol.chain.trust`."""
+
+    head: schemas.NamedHead
+    certificate: Certificate | None = None
+    """None where a proof begins."""
+    parent: schemas.NamedHead | None = None
+    """Its parent's head, unless that is the link before."""
+    alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
+    """Whether the heads between the link before and this one all have that one's voters; left out
+    of the JSON where it is false."""
+
+
+@dataclass(frozen=True)
+class Hello(schemas.OnWire):
+    """Gossip. `ask`: send me your tip if it is newer than mine."""
+
+    ask: bool
+    type: Literal["hello"] = field(default="hello", repr=False)
+
+
+@dataclass(frozen=True)
+class Prepare(schemas.OnWire):
+    """Phase 1a, and the convener's poll and heartbeat while it collects."""
+
+    ballot: PossibleBallot
+    type: Literal["prepare"] = field(default="prepare", repr=False)
+
+
+@dataclass(frozen=True)
+class Accepted(schemas.OnWire):
+    """A vote that a peer has durably cast."""
+
+    ballot: PossibleBallot
+    manifest: Annotated[Manifest, schemas.BESIDE]
+    evidence: Annotated[Evidence, schemas.BESIDE] | None = None
+    """None of a merge. A convener that proposes the manifest again shows it again [C2]."""
+
+
+@dataclass(frozen=True)
+class Ready(schemas.OnWire):
+    """Phase 1b and the offer. A higher ballot than asked refuses; from a stranger it is a join."""
+
+    ballot: PossibleBallot
+    offer: Annotated[Offer, schemas.BESIDE] | None
+    accepted: Accepted | None
+    capacity: schemas.Capacity
+    leave: bool = False
+    dialable: bool = True
+    """Whether others can dial the sender, and it did not get stuck as a reducer lately: only then
+    is it asked to reduce, if anybody else can."""
+    remaining_s: schemas.Seconds | None = None
+    """Until the sender's local steps are done, as it expects; None: it does not know."""
+    worked_s: schemas.Seconds = 0.0
+    """What the sender's local steps have taken so far; with an offer, until it was made."""
+    fetched_s: schemas.Seconds = 0.0
+    """What it took the sender to fetch the tip before it could begin them."""
+    wish: schemas.SignatureText | None = None
+    """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
+    credential: Credential | None = None
+    """Of a peer for which an anchor vouches, until a manifest says so [R8]."""
+    stalls_in_s: schemas.Seconds | None = None
+    """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
+    uplink_mbit: schemas.Uplink = 0
+    """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
+    room: schemas.Room = ALL_EXPERTS
+    """How many experts fit the sender's machine, those that it owns included [R4]."""
+    signature: Signature = UNSIGNED
+    """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
+    type: Literal["ready"] = field(default="ready", repr=False)
+
+    @cached_property
+    def declared(self) -> Declared:
+        """What of it others may be shown."""
+        said = declaration_of(self.offer, self.capacity, self.leave, self.room)
+        return Declared(said, self.signature)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Whose offers are averaged, and who may reduce; also the heartbeat while reducing.
+
+    Every peer derives the same reducer of every unit from it.
+    """
+
+    ballot: Ballot
+    roster_id: Digest
+    offers: Mapping[PeerId, Offer]
+    reducers: Uplinks
+    """Who may reduce, in peer-id order, with the uplinks by which units are dealt [D3]."""
+
+
+@dataclass(frozen=True)
+class ReducedUnit(schemas.OnWire):
+    """Digest and size of a mean."""
+
+    digest: schemas.DigestText
+    num_bytes: schemas.Count
+    delta: schemas.DigestIfAny = None
+    """The blob that makes it of the agreed value before, where deltas are averaged [W5]."""
+
+
+@dataclass(frozen=True)
+class Reduced(schemas.OnWire):
+    """A reducer's (partial) result; answers every repeat of the roster."""
+
+    ballot: PossibleBallot
+    roster_id: schemas.DigestText
+    results: Annotated[
+        Mapping[schemas.UnitText, ReducedUnit],
+        Field(max_length=schemas.MAX_RESULTS),
+        AfterValidator(schemas.in_order),
+    ]
+    missing: Annotated[
+        Mapping[schemas.PeerText, schemas.Why], Field(max_length=schemas.MAX_MISSING)
+    ]
+    """Contributors whose values could not be had, with the reason."""
+    signature: Signature = UNSIGNED
+    """Over `reduced_statement`; verified on receipt."""
+    type: Literal["reduced"] = field(default="reduced", repr=False)
+
+
+@dataclass(frozen=True)
+class Propose(schemas.OnWire):
+    """Phase 2a, repeated to those that have not accepted."""
+
+    ballot: PossibleBallot
+    manifest: Annotated[Manifest, schemas.BESIDE]
+    holders: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_HOLDERS)]
+    """Peers known to hold every blob of the manifest."""
+    evidence: Annotated[Evidence, schemas.BESIDE] | None = None
+    """None of a merge."""
+    relays: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_RELAYS)] = ()
+    """Who passes manifest and evidence on; the others ask these first [D4]."""
+    type: Literal["propose"] = field(default="propose", repr=False)
+
+
+@dataclass(frozen=True)
+class Accept(schemas.OnWire):
+    """Phase 2b: the manifest and all its blobs are on my disk."""
+
+    ballot: PossibleBallot
+    digest: schemas.DigestText
+    signature: Signature
+    """Over `accept_statement`; verified by the shell on receipt."""
+    type: Literal["accept"] = field(default="accept", repr=False)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The manifest is decided, or is a reform; certificate or path prove it to its receiver."""
+
+    manifest: Manifest
+    certificate: Certificate | None
+    parent: Manifest | None
+    path: tuple[Link, ...] = ()
+    """Proves the manifest to who has another tip than the parent; ends with the manifest's link."""
+
+
+Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
+
+
+OFFER = TypeAdapter(Offer)
+
+
+def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
+    """The bytes that a peer signs when it accepts a manifest."""
+    return f"swarm accept {run} {ballot.attempt} {ballot.convener} {digest}".encode()
+
+
+def declaration_of(
+    offer: Offer | None, capacity: float, leave: bool, room: int = ALL_EXPERTS
+) -> Declaration:
+    """What a peer declares with this offer."""
+    seconds = float(offer.seconds) if offer else 0.0
+    return Declaration(offer.digest if offer else None, seconds, float(capacity), leave, room)
+
+
+def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
+    """The bytes that a peer signs with a READY; once for all that say the same on a tip."""
+    what = f"{declared.offer or '-'} {declared.seconds!r} {declared.capacity!r} {declared.leave:d}"
+    return f"swarm ready {run} {tip} {what} {declared.room}".encode()
+
+
+def reduced_statement(run: str, roster_id: Digest, results: Mapping[Unit, ReducedUnit]) -> bytes:
+    """The bytes that a reducer signs with each message of its results."""
+    means = [
+        [unit, mean.digest, mean.num_bytes, *([mean.delta] if mean.delta else [])]
+        for unit, mean in sorted(results.items())
+    ]
+    return f"swarm reduced {run} {roster_id} {digest_of(canonical(means))}".encode()

@@ -1,0 +1,188 @@
+"""How the dataclasses of messages and blobs are read from JSON: strict, bounded, nothing extra.
+
+Types of fields carry their bounds here, as pydantic's annotations; a `TypeAdapter` of a dataclass
+checks foreign bytes against them and makes the value. Values that the code itself makes are not
+checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
+
+from swarm.config.run_settings import MAX_ROUND_TOKENS
+from swarm.config.section import refusal
+from swarm.errors import BadMessage
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.manifest import ALL_EXPERTS, Head
+from swarm.protocol.values.strict import Strict
+
+MAX_REASON_CHARACTERS = 120
+MAX_LINKS = 256
+"""Of one proof. Each link reaches over some five changes of voters, see `trust.pruned`."""
+
+_HEX_DIGEST = r"^[0-9a-f]{64}$"
+PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
+"""Base58, as long as an id of an Ed25519 key at most; a peer that signs or is called has one."""
+_UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
+_SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
+GENERATION = r"^[0-9a-f]{1,32}$"
+IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(GENERATION)
+IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile(_SIGNATURE)
+IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+MAX_REFORMS = 512
+MAX_HOLDERS = 16
+"""That a PROPOSE names: those that were the last to say that they have everything."""
+MAX_RELAYS = 16
+"""That a PROPOSE names [D4]."""
+MAX_MISSING = 64
+"""Peers that one REDUCED says cannot be had."""
+MAX_RESULTS = 100
+"""Units of one REDUCED."""
+
+
+def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, whoever wrote them: what follows from them must not depend on their order."""
+    return dict(sorted(values.items()))
+
+
+DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
+PeerText = Annotated[str, Field(pattern=PEER)]
+SignatureText = Annotated[str, Field(pattern=_SIGNATURE)]
+UnitText = Annotated[str, Field(pattern=_UNIT)]
+Generation = Annotated[str, Field(pattern=GENERATION)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+# Sums over a run stay below the bound of counts.
+RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
+Uplink = Annotated[int, Field(ge=0, le=10**6)]
+"""Mbit/s; 0 where it is not known."""
+Electors = Annotated[int, Field(ge=1, le=2**20)]
+Place = tuple[Annotated[int, Field(ge=0, le=2**40)], tuple[Electors, Generation] | tuple[()]]
+CodeText = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_REFORMS + 1)]
+Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]
+"""A reason of which each character takes one byte in JSON."""
+Capacity = Annotated[
+    float, Field(gt=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
+]
+Room = Annotated[int, Field(ge=0, le=ALL_EXPERTS)]
+"""Experts that fit a machine [R4]."""
+Seconds = Annotated[
+    float, Field(ge=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
+]
+IF_ANY = Field(exclude_if=lambda value: value is None)
+"""Left out of the JSON where it is None."""
+DigestIfAny = Annotated[DigestText | None, IF_ANY]
+
+
+def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
+    """The first name that is not of its kind's pattern; None if all are."""
+    names = ((pattern, name) for pattern, names in kinds for name in names)
+    return next((name for pattern, name in names if not pattern.fullmatch(name)), None)
+
+
+def _named(head: Head) -> Head:
+    """A head whose names are names."""
+    digests = [name for name in (head.parent, head.seed, head.body) if name is not None]
+    generations = [head.generation, *(id_ for _, (_, id_) in head.lineage)]
+    wrong = wrong_name(
+        (IS_DIGEST, digests),
+        (IS_GENERATION, generations),
+        (IS_PEER, (head.founder, *head.voters)),
+    )
+    if wrong is not None:
+        raise BadMessage("head_names", f"{wrong[:80]!r} is no name in a head")
+    if list(head.voters) != sorted(set(head.voters)):
+        raise BadMessage("head_names", "a head's voters are not in order")
+    return head
+
+
+def read_as(form: Any) -> GetPydanticSchema:
+    """Marks a type that JSON has in another form, which its own validators turn into the type."""
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(form))
+
+
+NamedHead = Annotated[Head, AfterValidator(_named)]
+
+
+class OnWire:
+    """Base of dataclasses that are read from JSON, as `Strict`: missing keys are errors too.
+
+    A default is for the code alone: JSON has one form of each value, and leaves out only what
+    `IF_ANY` says.
+    """
+
+    __pydantic_config__ = Strict.__pydantic_config__
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type, handler: GetCoreSchemaHandler
+    ) -> Any:  # pydantic_core's type, which is a module of its own
+        schema = handler(source)
+        whole: Any = handler.resolve_ref_schema(schema)
+        for field in whole["schema"]["fields"]:
+            if field["schema"]["type"] == "default" and "serialization_exclude_if" not in field:
+                field["schema"] = field["schema"]["schema"]
+        return schema
+
+
+# ---------------------------------------------------------------- what lies beside
+
+
+@dataclass(frozen=True)
+class Blob(OnWire):
+    """Digest and size of something that travels beside the message."""
+
+    digest: DigestText
+    num_bytes: Count
+
+
+class Attachments(Protocol):
+    """The context in which messages are read and written."""
+
+    def received(self, kind: type, blob: Blob) -> object:
+        """What a message refers to, or the blob's name as long as it is not here."""
+
+    def sent(self, value: Any) -> Blob:
+        """Puts what a message refers to beside it; returns what the message says."""
+
+
+def _beside(kind: type, handler: GetCoreSchemaHandler) -> Any:
+    def received(blob: Blob, info: ValidationInfo[Attachments]) -> object:
+        return info.context.received(kind, blob)
+
+    def sent(value: object, info: SerializationInfo[Attachments]) -> Mapping[str, object]:
+        return vars(info.context.sent(value))
+
+    return handler.generate_schema(Annotated[Blob, AfterValidator(received), PlainSerializer(sent)])
+
+
+BESIDE = GetPydanticSchema(_beside)
+"""Marks the type of a field whose value travels as a blob; `Attachments` know how."""
+
+T = TypeVar("T")
+
+
+def parse(schema: TypeAdapter[T], encoded: Buffer, what: str, context: object = None) -> T:
+    """Checks foreign bytes against a schema.
+
+    Raises:
+        BadMessage: they are not of it; the message names the first wrong field.
+    """
+    try:
+        return schema.validate_json(bytes(encoded), context=context)
+    except ValidationError as error:
+        raise BadMessage(f"{what}_schema", f"{what} field {refusal(error)}") from error

@@ -1,0 +1,312 @@
+"""Who may send what, and which signatures a message holds. Pure: the shell verifies them."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
+
+from swarm.errors import HostileInput
+from swarm.protocol.messages import messages
+from swarm.protocol.messages.events import Record
+from swarm.protocol.messages.message_bytes import BareMessage
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.invitation import Credential, Invitation, possession_statement
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Wish, leave_statement
+
+MAX_STRANGER_PROOF_BYTES = 2**20
+"""Of 16 links at 256 members: two heads of 14 kB each, and 129 signatures of 64 bytes, which take
+19 kB with their names."""
+FROM_MEMBERS_ONLY = frozenset({"roster", "reduced", "propose", "accept"})
+"""Steps of a round in which only members have a part."""
+FROM_VOTERS_ONLY = frozenset({"roster", "propose", "accept"})
+"""Steps in which a trainee has none either: it convenes nothing and does not vote [R7]."""
+
+
+class Standing(StrEnum):
+    """What a sender is to the receiver."""
+
+    VOTER = "voter"
+    TRAINEE = "trainee"
+    STRANGER = "stranger"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a message says that it is.
+
+    Attributes:
+        kind: its type as on the wire.
+        attachments: digest and size of each; of a COMMIT manifest, proof and perhaps the parent.
+        header: what its sender says of itself.
+    """
+
+    kind: str
+    attachments: tuple[tuple[Digest, int], ...]
+    header: messages.Header | None = None
+
+
+def claim_of(payload: Buffer) -> Claim:
+    """The claim of a message.
+
+    Raises:
+        BadMessage: it is not of the schema, or an attachment is announced too large.
+    """
+    bare = BareMessage(payload)
+    return Claim(bare.kind, bare.attachments, bare.header)
+
+
+def outline_of(message: messages.Message) -> Claim:
+    """What the claim of a decoded message says, but for what its attachments are called."""
+    named: list[object] = []
+    if isinstance(message, messages.Ready):
+        vote = message.accepted
+        named = [message.offer, vote and vote.manifest, vote and vote.evidence]
+    elif isinstance(message, messages.Roster):
+        named = list(message.offers.values())
+    elif isinstance(message, messages.Propose):
+        named = [message.manifest, message.evidence]
+    elif isinstance(message, messages.Commit):
+        named = [message.manifest, "proof", message.parent]
+    return Claim(type(message).__name__.lower(), tuple(("", 0) for one in named if one))
+
+
+def refusal_of(claim: Claim, standing: Standing) -> str | None:
+    """Why a message is refused for its sender, in a short word; None if it is not.
+
+    | from a stranger | |
+    |---|---|
+    | HELLO, PREPARE | taken: they name nothing, and tell who was away that others are ahead |
+    | READY | taken without offer and vote, as a wish to join |
+    | COMMIT | taken with a small proof, which says whether its manifest is fetched at all |
+    | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger has a part in a round |
+
+    Of a trainee's messages ROSTER, PROPOSE and ACCEPT are refused.
+    """
+    if standing is Standing.VOTER:
+        return None
+    if standing is Standing.TRAINEE:
+        return f"{claim.kind}_of_trainee" if claim.kind in FROM_VOTERS_ONLY else None
+    if claim.kind in FROM_MEMBERS_ONLY or (claim.kind == "ready" and claim.attachments):
+        return f"{claim.kind}_of_stranger"
+    if claim.kind == "commit" and claim.attachments[1][1] > MAX_STRANGER_PROOF_BYTES:
+        return "proof_of_stranger"
+    return None
+
+
+def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+    """Everybody who may rightly take part in a round that this peer hears of, and the trainees.
+
+    The members of the tip; of its parent, which some may still be on; and of the manifest that this
+    peer has voted for, which others may have applied already. Trainees vote in none of these.
+    """
+    manifests = _plausible(record)
+    members = frozenset(peer for manifest in manifests for peer in manifest.members)
+    return members, members.difference(*(manifest.voters for manifest in manifests))
+
+
+def standing_in(record: Record, peer: PeerId) -> Standing:
+    """What a sender is to a peer with this record."""
+    manifests = _plausible(record)
+    if any(peer in manifest.voters for manifest in manifests):
+        return Standing.VOTER
+    is_member = any(peer in manifest.members for manifest in manifests)
+    return Standing.TRAINEE if is_member else Standing.STRANGER
+
+
+def _plausible(record: Record) -> list[Manifest]:
+    manifests = [record.tip, record.parent, record.accepted and record.accepted.manifest]
+    return [manifest for manifest in manifests if manifest]
+
+
+Holds = Callable[[PeerId, bytes, messages.Signature], bool]
+"""Whether a peer has signed a statement."""
+
+
+def verified(
+    header: messages.Header, message: messages.Message, source: PeerId, run: str, holds: Holds
+) -> messages.Message:
+    """The message with only those signatures that are right.
+
+    Of certificates and evidence the wrong ones are dropped: the rest may be enough, and if it
+    is not, its receiver knows whom to blame.
+
+    Raises:
+        HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign, or a wish to leave
+            that its peer did not, or a credential of another peer, be it in a READY or in a
+            manifest that is to be voted for.
+    """
+    for peer, credential in _credentials(message, source):
+        if problem := credential_problem(credential, peer, holds):
+            raise HostileInput("bad_signature", problem)
+    for peer, tip, wish in _wishes(message, source, header):
+        if not _wishes_to_leave(peer, tip, wish, run, holds):
+            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
+    own = _own(header, message, run)
+    if own and not holds(source, *own):
+        name = type(message).__name__.upper()
+        raise HostileInput("bad_signature", f"a {name} is not signed by its sender")
+    if isinstance(message, messages.Commit):
+        path = tuple(
+            replace(
+                link,
+                certificate=link.certificate
+                and sound(link.certificate, link.head.digest, run, holds),
+            )
+            for link in message.path
+        )
+        certificate = message.certificate and sound(
+            message.certificate, message.manifest.digest, run, holds
+        )
+        return replace(message, certificate=certificate, path=path)
+    if isinstance(message, messages.Propose):
+        evidence = _evidence(message.evidence, message.manifest, run, holds)
+        return message if evidence is message.evidence else replace(message, evidence=evidence)
+    if isinstance(message, messages.Ready) and message.accepted:
+        vote = message.accepted
+        evidence = _evidence(vote.evidence, vote.manifest, run, holds)
+        if evidence is not vote.evidence:
+            shown = messages.Accepted(vote.ballot, vote.manifest, evidence)
+            return replace(message, accepted=shown)
+    return message
+
+
+def _own(
+    header: messages.Header, message: messages.Message, run: str
+) -> tuple[bytes, messages.Signature] | None:
+    """What a message's sender has to have signed, and its signature."""
+    if isinstance(message, messages.Accept):
+        return messages.accept_statement(run, message.ballot, message.digest), message.signature
+    if isinstance(message, messages.Ready):
+        said = message.declared.declaration
+        return messages.ready_statement(run, header.tip, said), message.signature
+    if isinstance(message, messages.Reduced):
+        return messages.reduced_statement(
+            run, message.roster_id, message.results
+        ), message.signature
+    return None
+
+
+def sound(
+    certificate: messages.Certificate, digest: Digest, run: str, holds: Holds
+) -> messages.Certificate:
+    """The certificate of a manifest with only those signatures that are right."""
+    statement = messages.accept_statement(run, certificate.ballot, digest)
+    signatures = {
+        peer: signature
+        for peer, signature in certificate.signatures.items()
+        if holds(peer, statement, signature)
+    }
+    return messages.Certificate(certificate.ballot, signatures)
+
+
+def _evidence(
+    evidence: messages.Evidence | None, manifest: Manifest, run: str, holds: Holds
+) -> messages.Evidence | None:
+    """The evidence with only those signatures that are right; the same object if all are."""
+    return evidence and _left_of(_Shown(evidence, manifest.parent or "", run, holds))
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Evidence that all voters show with one vote.
+
+    The very same object, so that nothing has to be compared, and a forged one is judged by itself.
+    """
+
+    name: int = field(init=False)
+    evidence: messages.Evidence = field(compare=False)
+    tip: Digest
+    run: str
+    holds: Holds
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", id(self.evidence))
+
+
+@lru_cache(maxsize=4)
+def _left_of(shown: _Shown) -> messages.Evidence:
+    """What is right of evidence, verified once: that of 256 peers has 470 signatures."""
+    evidence, run, holds = shown.evidence, shown.run, shown.holds
+    declared = {
+        peer: each
+        for peer, each in evidence.declared.items()
+        if holds(peer, messages.ready_statement(run, shown.tip, each.declaration), each.signature)
+    }
+    reports = tuple(
+        report
+        for report in evidence.reports
+        if holds(
+            report.reducer,
+            messages.reduced_statement(run, evidence.roster_id, report.results),
+            report.signature,
+        )
+    )
+    if (len(declared), len(reports)) == (len(evidence.declared), len(evidence.reports)):
+        return evidence
+    return replace(evidence, declared=declared, reports=reports)
+
+
+def _wishes(
+    message: messages.Message, source: PeerId, header: messages.Header
+) -> Iterator[tuple[PeerId, Digest, Wish]]:
+    """Whose wishes to leave a message holds, and after which manifest they want to."""
+    if isinstance(message, messages.Ready) and message.wish:
+        yield source, header.tip, message.wish
+    for manifest in _undecided(message):
+        for peer, wish in manifest.wishes.items():
+            yield peer, manifest.parent or "", wish
+
+
+def _credentials(message: messages.Message, source: PeerId) -> Iterator[tuple[PeerId, Credential]]:
+    """The credentials in a message that nobody has voted for yet, and of which peer each is."""
+    if isinstance(message, messages.Ready) and message.credential:
+        yield source, message.credential
+    for manifest in _undecided(message):
+        yield from manifest.invited.items()
+
+
+def _undecided(message: messages.Message) -> Iterator[Manifest]:
+    """The manifests in a message that are to be voted for."""
+    if isinstance(message, messages.Ready) and message.accepted:
+        yield message.accepted.manifest
+    elif isinstance(message, messages.Propose):
+        yield message.manifest
+
+
+def is_signed(invitation: Invitation, holds: Holds) -> bool:
+    """Whether the peer that an invitation names as its inviter has signed it."""
+    return _holds(invitation.inviter, invitation.statement, invitation.signature, holds)
+
+
+def credential_problem(credential: Credential, peer: PeerId, holds: Holds) -> str | None:
+    """Why a credential is not this peer's; None when it is [R8].
+
+    The possession names run and peer, so a copy of what is public or was relayed proves nothing.
+    """
+    invitation = credential.invitation
+    if not is_signed(invitation, holds):
+        return f"{invitation.inviter[-6:]} has not signed an invitation"
+    if not is_possession(credential.possession, invitation.key, invitation.run, peer, holds):
+        return f"{peer[-6:]} has not proved that it was given an invitation"
+    return None
+
+
+def is_possession(possession: str, key: PeerId, run: str, guest: PeerId, holds: Holds) -> bool:
+    """Whether a possession is by the invitation's key, for this run and guest."""
+    return _holds(key, possession_statement(run, guest), possession, holds)
+
+
+def _holds(peer: PeerId, statement: bytes, encoded: str, holds: Holds) -> bool:
+    """Whether a signature in base64 is right."""
+    try:
+        signature = b64decode(encoded, validate=True)
+    except ValueError:
+        return False
+    return holds(peer, statement, signature)
+
+
+def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str, holds: Holds) -> bool:
+    return _holds(peer, leave_statement(run, tip), wish, holds)

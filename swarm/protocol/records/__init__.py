@@ -1,0 +1,1 @@
+"""What peers publish: records of the DHT, life events, held-out losses."""

@@ -1,0 +1,579 @@
+"""What peers tell everybody in the DHT: small facts, signed by their owner, never commands."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+from blake3 import blake3
+from pydantic import Field, TypeAdapter, ValidationError
+
+from swarm.canonical import canonical
+from swarm.config import RunName
+from swarm.config.section import PRINTABLE, refusal
+from swarm.errors import BadRecord
+from swarm.protocol.messages.schemas import DigestText, Generation, PeerText, Room
+from swarm.protocol.values.digests import Buffer
+from swarm.protocol.values.invitation import Possession
+from swarm.protocol.values.manifest import RUN_ID, Digest, Manifest, PeerId
+from swarm.protocol.values.strict import Strict
+from swarm.protocol.values.texts import Text, TokenizerFile
+
+MAX_REASON = 300
+TOO_LATE = "too late"
+"""In the words of a peer that still trained when its round was decided."""
+NOTHING_DONE = "nothing to count"
+"""In the words of a peer that still fetched what others had decided."""
+MAX_BRIEF = 120
+"""Of sentences that a record may have several of."""
+MAX_PAIRS = 16
+MAX_LEFT_OUT = 4
+MAX_UNREACHED = 8
+MAX_REFUSED = 16
+MAX_KINDS = 12
+MAX_IDLE = 16
+MAX_SHARES = 256
+"""Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
+
+Id = PeerText
+Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
+Brief = Annotated[str, Field(max_length=MAX_BRIEF, pattern=PRINTABLE)]
+Hex = DigestText
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+Height = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of manifests and rounds: one a second would take 68 years to get there."""
+MAX_REAL = 1e100
+"""More than any loss, norm or rate that a peer computes; sums, differences and squares of what
+anybody says are finite too."""
+Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
+Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+Expert = Annotated[int, Field(ge=0, lt=2**16)]
+Worker = Annotated[int, Field(ge=0, lt=2**16)]
+Work = Annotated[str, Field(max_length=24, pattern=PRINTABLE)]
+Share = Annotated[int, Field(ge=0, le=1000)]
+Alike = Annotated[int, Field(ge=-1000, le=1000)]
+Pair = tuple[Expert, Expert, Alike]
+"""Two experts, and a thousand times the CKA of what they make of the same tokens."""
+
+
+@dataclass(frozen=True)
+class RoutingFigures(Strict):
+    """How a peer's last local steps spread their tokens over the experts."""
+
+    max_load: Amount
+    """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
+    idle_experts: Count
+    """(Layer, expert) pairs without a token."""
+    dropped: Amount
+    """Share of the choices of experts that exceeded a capacity."""
+    similarity: Real | None
+    """Mean CKA of experts that got the same tokens; None if too few did."""
+    shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
+    """Of each expert its permille of all choices, over all layers; 0 only where it got none. () of
+    a model with more than `MAX_SHARES` experts."""
+    pairs: Annotated[tuple[Pair, ...], Field(max_length=MAX_PAIRS)] = ()
+    """What `similarity` is the mean of, over layers, the most alike first."""
+
+
+@dataclass(frozen=True)
+class RoundFigures(Strict):
+    """What a peer's last round took; durations, since clocks differ."""
+
+    round: Height
+    counted: bool
+    """Whether its work is in the mean."""
+    seconds: Amount
+    """From the manifest before until this one was applied."""
+    phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
+    """Seconds in each phase, by its name."""
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
+    why_not: Brief = ""
+    """Why it was not counted, by what the peer itself did; "" of one that was."""
+    left_out: Annotated[Mapping[Id, Brief], Field(max_length=MAX_LEFT_OUT)] = field(
+        default_factory=dict
+    )
+    """Other members that were not counted, and why, as this peer decided: it was the convener."""
+
+
+@dataclass(frozen=True)
+class WorkersFigures(Strict):
+    """How a peer's worker processes computed its last local steps; means over these."""
+
+    number: Annotated[int, Field(gt=0, le=2**16)]
+    step_s: Amount
+    """Seconds of a step."""
+    shares: Annotated[Mapping[Work, Amount], Field(max_length=MAX_KINDS)]
+    """Of each kind of operation between them its part of a step's time, the wait for slower ones
+    included, mean over the workers."""
+    bubble: Amount | None
+    """Part of a pipeline's time in which a stage computes nothing, mean over the stages; None
+    without one."""
+    expected: Amount | None
+    """The same, if all stages took as long."""
+    idle: Annotated[tuple[Worker, ...], Field(max_length=MAX_IDLE)]
+    """Workers that had fewer micro-batches than others."""
+    slowest: Worker | None
+    """The worker that computes longest; None if none stands out."""
+    why: Brief
+    """What is known of the reason; "" if none stands out."""
+
+
+class Silence(Enum):
+    """What becomes of messages to a peer."""
+
+    GONE = "gone"  # its machine says that nothing listens there
+    SILENT = "silent"  # no answer: its line may be cut
+
+
+@dataclass(frozen=True)
+class LinkFigures(Strict):
+    """What a peer knows of its line; None: not measured."""
+
+    rtt_ms: Amount | None
+    """Shortest of the last control messages to each peer, handling included; median over peers."""
+    down_mbit: Amount | None
+    """Lower quartile of the day's fetches of over 1 MiB; before one, what was measured to join."""
+    up_mbit: Amount | None
+    """By tests of the last day, and by what others took since; None where neither is known."""
+    unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
+    """Peers to which the last messages in a row were lost."""
+
+
+def routing_figures(stats: Mapping[str, Any]) -> RoutingFigures:
+    """Of the fields of `RoutingStats`; what a record has no room for is left out."""
+    shares = tuple(stats["shares"]) if len(stats["shares"]) <= MAX_SHARES else ()
+    pairs = tuple((a, b, round(1000 * cka)) for a, b, cka in stats["pairs"][:MAX_PAIRS])
+    return RoutingFigures(**{**stats, "shares": shares, "pairs": pairs})
+
+
+def workers_figures(stats: Mapping[str, Any]) -> WorkersFigures:
+    """Of the fields of `WorkersStats`; what a record has no room for is left out."""
+    shares: Mapping[str, float] = stats["shares"]
+    longest = sorted(shares, key=lambda kind: -shares[kind])[:MAX_KINDS]
+    kept = {kind: shares[kind] for kind in sorted(longest)}
+    return WorkersFigures(**{**stats, "shares": kept, "idle": stats["idle"][:MAX_IDLE]})
+
+
+MAX_RECORD_BYTES = 20_000
+"""Of a `PeerRecord` and a `MergeRecord`; the others need less."""
+MAX_RUN_RECORD_BYTES = 3_000
+MAX_VALIDATION_BYTES = 9_000
+MAX_SCORE_BYTES = 9_000
+MAX_ADDRESSES = 16
+"""That a peer tells of itself."""
+MAX_SCORES = 24
+"""That one peer tells at a time."""
+NUM_SHARDS = 16
+FEW_SHARDS = 4
+"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys:
+`NUM_SHARDS` for presence, `FEW_SHARDS` for each of the other kinds, which fewer read."""
+HEARTBEAT_S = 8.0
+"""How often a peer repeats its records."""
+RECORD_TTL_S = 3 * HEARTBEAT_S
+"""Presence and run records: a peer that died is gone from every view after this long."""
+EVENT_TTL_S = 900.0
+"""Merge, validation and score records, which are published per event, not as a sign of life."""
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
+
+RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
+
+
+class RunState(Enum):
+    """Whether a run trains yet."""
+
+    GATHERING = "gathering"  # the founder waits for peers before the first round
+    RUNNING = "running"  # rounds are going on
+
+
+class PeerState(Enum):
+    """What a peer is doing."""
+
+    STARTING = "starting"  # loads its corpus and state, or listens for a chain
+    JOINING = "joining"  # fetches the newest model, or waits to be listed
+    TRAINING = "training"  # local steps
+    AVERAGING = "averaging"  # in a round
+    MERGING = "merging"  # computes or agrees on an expert merge
+    CATCHING_UP = "catching_up"  # fetches a decided manifest that it missed
+    PAUSED = "paused"  # too few experts have an owner: waits for machines with room
+    LEAVING = "leaving"  # says good-bye
+    FINISHED = "finished"  # all rounds done; serves blobs and records
+
+
+@dataclass(frozen=True)
+class RunRecord(Strict):
+    """A run that can be joined; every member repeats it, so it outlives its founder."""
+
+    run: RunId
+    """Of a run that gathers: `gathering-` and the founder's nonce."""
+    name: RunName
+    fingerprint: Hex
+    """Of the run configuration."""
+    founder: Id
+    founding: Hex
+    """Digest of manifest 0."""
+    founding_bytes: Count
+    config: Hex
+    """Blob with the configuration's canonical JSON."""
+    config_bytes: Count
+    state: RunState
+    wait_for_peers: Count
+    """How many peers the founder waits for."""
+    text: Text | None = None
+    """While peers are gathered, what manifest 0 will say: a peer that lacks it need not wait."""
+    tokenizer: TokenizerFile | None = None
+    """Likewise."""
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9]{0,128}$")] = ""
+    """Of the invitation with which a gathering run counts peers; empty: it counts everybody."""
+
+
+@dataclass(frozen=True)
+class PeerRecord(Strict):
+    """Presence, progress and ownership of one peer, in one record, so they belong together."""
+
+    peer_id: Id
+    name: Word
+    addresses: Annotated[tuple[Address, ...], Field(max_length=MAX_ADDRESSES)]
+    """Multiaddresses that others can dial; empty in client mode."""
+    state: PeerState
+    capacity: Annotated[float, Field(gt=0, le=MAX_REAL, allow_inf_nan=False)]
+    room: Room
+    """Experts that fit its machine, those that it owns included."""
+    generation: Generation
+    height: Height
+    round: Height
+    rounds_total: Count
+    manifest_digest: Hex
+    """Of the peer's tip."""
+    owned_experts: Annotated[tuple[Expert, ...], Field(max_length=1024)]
+    """By the peer's tip, ascending."""
+    step: Count
+    """Of the run, including the peer's steps since its tip."""
+    tokens: Count
+    """Trained by this peer since it joined."""
+    loss: Real | None
+    """Mean training loss of its last local steps, in nats per token."""
+    val_loss: Real | None
+    """Held-out loss of the newest agreed state that it knows of, in nats per token."""
+    tokens_per_s: Amount
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
+    round_blob_bytes_sent: Count
+    """In the last finished round."""
+    round_blob_bytes_received: Count
+    control_bytes_sent: Count
+    control_bytes_received: Count
+    steps_skipped: Count
+    """Steps with a non-finite loss or gradient."""
+    refused: Annotated[Mapping[Word, Count], Field(max_length=MAX_REFUSED)]
+    """Refused inputs by reason, the most frequent ones."""
+    reason: Reason
+    """The last decision that this peer saw, with its numbers."""
+    version: Word
+    """Of its software."""
+    moments_bytes_sent: Count
+    """Hand-overs of moments, which are not in `blob_bytes_sent`."""
+    moments_bytes_received: Count
+    zero_moments: Count
+    """Experts that it took up without moments, since it started."""
+    moments_reason: Reason
+    """Where the moments came from of the expert that it took up last."""
+    routing: RoutingFigures | None
+    """None before the first local steps."""
+    grad_norm: Amount | None
+    """Median over its last steps (at most 64), before clipping."""
+    grad_spikes: Count
+    """Steps since it started whose gradient norm stood out from those before."""
+    last_round: RoundFigures | None
+    """Of the last training round that it applied; None before the first."""
+    tokens_lost: Count
+    """Of local steps whose result entered no manifest, since it started."""
+    engine: Brief
+    """What computes its steps, and how much of the model stays on the device."""
+    trouble: Brief
+    """What this machine waits for a person to mend, such as a full disk; "" for nothing."""
+    link: LinkFigures | None
+    workers: WorkersFigures | None
+    """Of the last local steps; None of a peer that computes in one process."""
+    possession: Possession
+    """While a run gathers: of its founder's invitation, so that this peer is counted; else ""."""
+
+
+@dataclass(frozen=True)
+class MergeRecord(Strict):
+    """A peer announces the donors of the experts that it owns in a merge."""
+
+    generation: Generation
+    round: Height
+    merged: Height
+    step: Count
+    alpha: Annotated[float, Field(ge=0, le=1)]
+    donors: Mapping[Expert, tuple[tuple[Expert, ...], ...]]
+    """Own expert -> for each layer its most similar experts, best first."""
+
+
+@dataclass(frozen=True)
+class ValidationRecord(Strict):
+    """Held-out loss of an agreed state, measured by the round's first convener."""
+
+    round: Height
+    manifest_digest: Hex
+    val_loss: Real
+    tokens: Positive
+    """Held-out tokens behind the figure."""
+    text_bytes: Positive
+    """Bytes of text that these tokens spell, in UTF-8."""
+    recent: Annotated[tuple[tuple[Height, Real], ...], Field(max_length=200)] = ()
+    """(round, val_loss) of rounds before, as far as the publisher knows them."""
+
+    @property
+    def bits_per_byte_of_nat(self) -> float:
+        """How many bits per byte are one nat per token, in all rounds of the run."""
+        return self.tokens / (self.text_bytes * math.log(2))
+
+
+@dataclass(frozen=True)
+class Score(Strict):
+    """How good an agreed model is at one task, by one metric."""
+
+    manifest_digest: Hex
+    """Which model."""
+    round: Height
+    task: TaskName
+    metric: TaskName
+    value: Real
+    samples: Positive
+    """Documents or questions behind the value."""
+
+
+@dataclass(frozen=True)
+class ScoreRecord(Strict):
+    """What somebody measured of a run's models, member or not; it binds nobody to believe it."""
+
+    scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
+
+
+DhtRecord = RunRecord | PeerRecord | MergeRecord | ValidationRecord | ScoreRecord
+AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
+_KINDS = (RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
+_SCHEMAS: dict[type, TypeAdapter[DhtRecord]] = {kind: TypeAdapter(kind) for kind in _KINDS}
+_LIMITS: dict[type, int] = {
+    RunRecord: MAX_RUN_RECORD_BYTES,
+    PeerRecord: MAX_RECORD_BYTES,
+    MergeRecord: MAX_RECORD_BYTES,
+    ValidationRecord: MAX_VALIDATION_BYTES,
+    ScoreRecord: MAX_SCORE_BYTES,
+}
+
+
+def encode_record(record: DhtRecord) -> bytes:
+    """The record as canonical JSON.
+
+    An inadmissible record is our own bug (an AssertionError): use `shortened` and `fitted`.
+    """
+    encoded = _json(record)
+    assert len(encoded) <= _LIMITS[type(record)], f"{type(record).__name__}: {len(encoded)} bytes"
+    return encoded
+
+
+def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
+    """Reads a record from foreign bytes.
+
+    Raises:
+        BadRecord: reason `record_size` or `record_schema`.
+    """
+    record = read_record(kind, encoded)
+    assert isinstance(record, kind)
+    return record
+
+
+def read_record(kind: type[DhtRecord], encoded: Buffer) -> DhtRecord:
+    """The same where it is not known beforehand of which kind it is, as of an own record.
+
+    Raises:
+        BadRecord: reason `record_size` or `record_schema`.
+    """
+    if len(encoded) > _LIMITS[kind]:
+        raise BadRecord("record_size", f"a {kind.__name__} of {len(encoded)} bytes is too large")
+    try:
+        return _SCHEMAS[kind].validate_json(bytes(encoded))
+    except ValidationError as error:
+        why = f"{kind.__name__} {refusal(error)}"[:MAX_REASON]
+        raise BadRecord("record_schema", why) from error
+
+
+def shortened(reason: str, most: int = MAX_REASON) -> str:
+    """A reason that fits a `PeerRecord`: one printable line, cut where it is too long."""
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f\s]+", " ", reason).strip()
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def fitted(record: MergeRecord) -> MergeRecord:
+    """The announcement without the donors of its last experts, where all would be too many."""
+    while len(_json(record)) > MAX_RECORD_BYTES:
+        experts = sorted(record.donors)[: len(record.donors) // 2]
+        record = replace(record, donors={expert: record.donors[expert] for expert in experts})
+    return record
+
+
+def shard_of(peer_id: str, shards: int = NUM_SHARDS) -> int:
+    """Which of the keys of a kind holds a peer's record."""
+    return blake3(peer_id.encode()).digest()[0] % shards
+
+
+def runs_keys() -> list[str]:
+    """Keys of all `RunRecord`s."""
+    return [f"swarm.runs.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def runs_key(peer_id: str) -> str:
+    """Key of a peer's `RunRecord`."""
+    return runs_keys()[shard_of(peer_id, FEW_SHARDS)]
+
+
+def peers_key(run: str, shard: int) -> str:
+    """Key of the `PeerRecord`s of one shard, 0 .. NUM_SHARDS - 1."""
+    return f"{run}.peers.{shard}"
+
+
+def peers_keys(run: str) -> list[str]:
+    """Keys of all `PeerRecord`s of a run."""
+    return [peers_key(run, shard) for shard in range(NUM_SHARDS)]
+
+
+def merges_keys(run: str) -> list[str]:
+    """Keys of each peer's newest `MergeRecord`."""
+    return [f"{run}.merges.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def merges_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `MergeRecord`."""
+    return merges_keys(run)[shard_of(peer_id, FEW_SHARDS)]
+
+
+def validation_keys(run: str) -> list[str]:
+    """Keys of each peer's newest `ValidationRecord`."""
+    return [f"{run}.validation.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def validation_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `ValidationRecord`."""
+    return validation_keys(run)[shard_of(peer_id, FEW_SHARDS)]
+
+
+def scores_keys(run: str) -> list[str]:
+    """Keys of everybody's newest `ScoreRecord`."""
+    return [f"{run}.scores.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def scores_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `ScoreRecord`."""
+    return scores_keys(run)[shard_of(peer_id, FEW_SHARDS)]
+
+
+def _json(record: DhtRecord) -> bytes:
+    return canonical(asdict(record), plain=lambda value: value.value, ascii_only=False)
+
+
+MAX_ROUNDS = 4096
+"""Losses of rounds that are remembered; of more, every second one of the older half is let go."""
+MAX_MANIFESTS = 256
+"""States whose own loss is remembered."""
+ALIKE = 0.01
+"""By so much of a loss two machines that measure one state may differ."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Held-out losses in nats per token.
+
+    Attributes:
+        by_round: round -> loss; of a round that was measured twice, as with a merge, either.
+        by_manifest: digest of a manifest -> loss of exactly this state.
+        bits_per_byte_of_nat: how many bits per byte are one nat per token; None: not known.
+    """
+
+    by_round: Mapping[int, float] = field(default_factory=dict)
+    by_manifest: Mapping[Digest, float] = field(default_factory=dict)
+    bits_per_byte_of_nat: float | None = None
+
+    def until(self, manifest: Manifest) -> tuple[tuple[int, float], ...]:
+        """(round, loss) up to this state, ascending; of its own round only what is its own."""
+        found = {number: loss for number, loss in self.by_round.items() if number < manifest.round}
+        if manifest.digest in self.by_manifest:
+            found[manifest.round] = self.by_manifest[manifest.digest]
+        return tuple(sorted(found.items()))
+
+    def with_newer(self, newer: Losses) -> Losses:
+        """Both, where what is newer wins; of long runs not every round, see `MAX_ROUNDS`."""
+        manifests = dict(self.by_manifest) | dict(newer.by_manifest)
+        return Losses(
+            _thinned(dict(self.by_round) | dict(newer.by_round)),
+            dict(list(manifests.items())[-MAX_MANIFESTS:]),
+            newer.bits_per_byte_of_nat or self.bits_per_byte_of_nat,
+        )
+
+
+def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | None) -> Losses:
+    """Held-out losses by the records of the tip's members; anybody may publish any figure.
+
+    The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
+    round is the median of what voters say. Where voters contradict each other, those count that are
+    contradicted least: one peer alone measures a round, so a liar that rewrites the curve
+    contradicts all others.
+
+    Args:
+        validations: the newest record of each peer.
+        tip: None while nobody has shown a manifest; then everybody counts, and every round.
+    """
+    heard = {p: r for p, r in sorted(validations.items()) if tip is None or p in tip.members}
+    said: dict[int, dict[PeerId, float]] = {}
+    for peer in heard.keys() & tip.voters if tip else heard:
+        for number, loss in (*heard[peer].recent, (heard[peer].round, heard[peer].val_loss)):
+            if tip is None or number < tip.round:
+                said.setdefault(number, {})[peer] = loss
+    doubts = _contradicted(said.values())
+    by_round = {number: _believed(claims, doubts) for number, claims in said.items()}
+    exactly: dict[Digest, float] = {}
+    measured = heard.get(tip.order[0]) if tip else None
+    if tip and measured and measured.manifest_digest == tip.digest:
+        by_round[tip.round] = exactly[tip.digest] = measured.val_loss
+    nats = sorted(record.bits_per_byte_of_nat for record in heard.values())
+    return Losses(by_round, exactly, nats[(len(nats) - 1) // 2] if nats else None)
+
+
+def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
+    """How often another one has said something else of the same round, of each peer."""
+    found: Counter[PeerId] = Counter()
+    for claims in rounds:
+        losses = sorted(claims.values())
+        for peer, loss in claims.items():
+            apart = ALIKE * abs(loss)
+            alike = bisect_right(losses, loss + apart) - bisect_left(losses, loss - apart)
+            found[peer] += len(losses) - alike
+    return found
+
+
+def _believed(claims: Mapping[PeerId, float], doubts: Mapping[PeerId, int]) -> float:
+    """The median of those that are contradicted least; of two the higher, the less flattering."""
+    least = min(doubts[peer] for peer in claims)
+    sound = sorted(loss for peer, loss in claims.items() if doubts[peer] == least)
+    return sound[len(sound) // 2]
+
+
+def _thinned(by_round: dict[int, float]) -> dict[int, float]:
+    """The losses, with fewer of the older rounds where there are too many."""
+    rounds = sorted(by_round)
+    while len(rounds) > MAX_ROUNDS:
+        half = len(rounds) // 2
+        rounds = [*rounds[:half:2], *rounds[half:]]
+    return {number: by_round[number] for number in rounds}

@@ -1,0 +1,1 @@
+"""The pure decisions of a round: rosters, deals, deadlines, checks and the next manifest."""

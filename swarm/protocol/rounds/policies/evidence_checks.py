@@ -1,0 +1,202 @@
+"""Whether a round's manifest follows from what others have signed [A6]. Pure.
+
+A convener says who contributed what, who comes and goes, and what reducers found. Of all this it
+shows the signed declarations and results, and every acceptor makes the manifest anew from them:
+the offers from the declarations and the manifest's `sources` and `work`, without fetching any; the
+roster from the offers; the manifest by the very `compose_round` that the convener used.
+
+What stays the convener's word: whom it did not hear, and whose offer it left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+
+from swarm.protocol.messages.messages import Evidence, Offer, OfferedUnit, ReducedUnit, Report
+from swarm.protocol.rounds.policies.composition import NO_WISH, Attendance, compose_round
+from swarm.protocol.rounds.policies.rosters import Plan, offer_problem, plan_roster
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A question that is asked once; the very same objects, so that nothing has to be compared."""
+
+    names: tuple[int, int, int, int] = field(init=False)
+    manifest: Manifest = field(compare=False)
+    evidence: Evidence = field(compare=False)
+    tip: Manifest = field(compare=False)
+    rules: Rules = field(compare=False)
+
+    def __post_init__(self) -> None:
+        names = (id(self.manifest), id(self.evidence), id(self.tip), id(self.rules))
+        object.__setattr__(self, "names", names)
+
+
+def evidence_problem(
+    manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
+) -> str | None:
+    """Why a manifest does not follow from its evidence; None when it does.
+
+    With 256 peers this takes longer than an event loop may be held up. The shell asks in another
+    thread before it hands a proposal on, and what was answered for these objects is known then.
+
+    Wrong signatures have been dropped from the evidence.
+    """
+    return _judged(_Case(manifest, evidence, tip, rules))
+
+
+@lru_cache(maxsize=8)
+def _judged(case: _Case) -> str | None:
+    manifest, evidence, tip, rules = case.manifest, case.evidence, case.tip, case.rules
+    problem = _sources_problem(manifest, evidence, tip, rules)
+    if problem:
+        return problem
+    offers = offers_shown(manifest, evidence, tip, rules)
+    for peer, offer in offers.items():
+        if offer.digest != evidence.declared[peer].declaration.offer:
+            return f"{peer} has declared another offer"
+        problem = offer_problem(offer, peer, tip, rules)
+        if problem:
+            return f"offer of {peer}: {problem}"
+    plan = plan_roster(tip, offers, rules, offers.keys() - evidence.able.keys(), evidence.able)
+    if (plan.able, plan.roster_id) != (evidence.able, evidence.roster_id):
+        return "its reducers have signed for another roster"
+    results = results_of(evidence.reports, plan, rules)
+    for unit, reducer in plan.reducers.items():
+        if unit not in results:
+            return f"{reducer} has not signed a mean of {unit}"
+    expected = compose_from(tip, plan, evidence, Brought(manifest.wishes, manifest.invited), rules)
+    return None if expected.encoded == manifest.encoded else _difference(manifest, expected)
+
+
+def _sources_problem(
+    manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
+) -> str | None:
+    """Why there are no offers to be made of its sources; None when there are."""
+    for unit in manifest.sources:
+        if unit not in rules.unit_bytes or not unit_in(unit, tip, manifest):
+            return f"the run has no unit {unit}"
+    sources = {peer for values in manifest.sources.values() for peer, _ in values}
+    for peer in sorted(sources):
+        if peer not in tip.members:
+            return f"{peer} is no member and has nothing to offer"
+        if peer not in evidence.declared:
+            return f"{peer} has not declared an offer"
+    return None if sources else "nobody contributes"
+
+
+def unit_in(unit: Unit, *manifests: Manifest) -> bool:
+    """Whether all of these have a value of the unit."""
+    return all(unit in manifest.entries for manifest in manifests)
+
+
+def offers_shown(
+    manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
+) -> dict[PeerId, Offer]:
+    """The offers behind a manifest, made anew from what it says of them, in peer-id order.
+
+    Those without tokens are late ones [O2].
+    """
+    units: dict[PeerId, dict[Unit, OfferedUnit]] = {}
+    for unit, values in manifest.sources.items():
+        num_bytes, base = rules.offered_bytes[unit], tip.entries[unit].digest
+        delta = manifest.entries[unit].delta if rules.is_verbatim(unit) else None
+        for peer, digest in values:
+            units.setdefault(peer, {})[unit] = OfferedUnit(digest, num_bytes, base, delta)
+    batch_tokens = rules.batch_tokens_at(tip.tokens)
+    offers = {}
+    for peer in sorted(units):
+        tokens, seconds = manifest.work.get(peer, 0), evidence.declared[peer].declaration.seconds
+        offers[peer] = Offer(tip.digest, tokens // batch_tokens, tokens, units[peer], seconds)
+    return offers
+
+
+def valid_results(report: Report, plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
+    """Those results of a report that its reducer was asked for."""
+    return {
+        unit: result
+        for unit, result in report.results.items()
+        if plan.reducers.get(unit) == report.reducer and not result_problem(unit, result, rules)
+    }
+
+
+def result_problem(unit: Unit, result: ReducedUnit, rules: Rules) -> str | None:
+    """Why this cannot be the mean of a unit; None when it can."""
+    if result.num_bytes != rules.unit_bytes[unit]:
+        return f"{unit} has {result.num_bytes} bytes"
+    if (result.delta is not None) != (unit in rules.averaged_deltas):
+        return f"{unit} comes {'with' if result.delta else 'without'} a delta"
+    return None
+
+
+def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:
+    """Of a reducer's reports, the newest first, those that have what the ones before lack."""
+    kept: list[Report] = []
+    covered: set[Unit] = set()
+    for report in reports:
+        units = valid_results(report, plan, rules).keys()
+        if units - covered:
+            kept.append(report)
+            covered |= units
+    return tuple(kept)
+
+
+def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
+    """What the reducers found; of several results the first that is shown."""
+    results: dict[Unit, ReducedUnit] = {}
+    for report in reports:
+        results = {**valid_results(report, plan, rules), **results}
+    return results
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Signed papers that a manifest keeps itself, so that they need not be shown beside it."""
+
+    wishes: Mapping[PeerId, Wish]
+    """What those have signed that leave."""
+    credentials: Mapping[PeerId, Credential]
+    """What those have shown that anchors vouch for; both signatures hold."""
+
+
+def compose_from(
+    tip: Manifest, plan: Plan, evidence: Evidence, brought: Brought, rules: Rules
+) -> Manifest:
+    """The manifest that follows from what was declared, and found of all that is reduced."""
+    results = results_of(evidence.reports, plan, rules)
+    return compose_round(tip, plan, results, attendance_of(evidence, brought, tip), rules)
+
+
+def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attendance:
+    """Who was there and what became of it, by what each has declared."""
+    said = {peer: declared.declaration for peer, declared in evidence.declared.items()}
+    members = {peer: each for peer, each in said.items() if peer in tip.members}
+    return Attendance(
+        heard=members.keys(),
+        leaving={
+            peer: brought.wishes.get(peer, NO_WISH) for peer, each in members.items() if each.leave
+        },
+        joiners={
+            peer: each.capacity
+            for peer, each in said.items()
+            if peer not in members and not each.leave
+        },
+        capacities={peer: each.capacity for peer, each in members.items()},
+        rooms={peer: each.room for peer, each in said.items()},
+        credentials=brought.credentials,
+    )
+
+
+def _difference(manifest: Manifest, expected: Manifest) -> str:
+    """Where a manifest differs from what follows from its evidence."""
+    different = [
+        each.name
+        for each in fields(Manifest)
+        if getattr(manifest, each.name) != getattr(expected, each.name)
+    ]
+    return f"its {', '.join(different) or 'form'} does not follow from what was signed"

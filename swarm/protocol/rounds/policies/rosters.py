@@ -1,0 +1,201 @@
+"""Which offers count, what is averaged from them, and who averages it [C3, S1, S3, W1]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from swarm.canonical import canonical
+from swarm.protocol.messages.messages import Offer, OfferedUnit, Uplinks
+from swarm.protocol.rounds.policies.deals import tokens_problem
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
+
+NO_UPLINKS: Uplinks = {}
+MOST_SHARES = 2
+"""Nobody averages more than so many times its share of the bytes, whatever it says of its uplink:
+so much a false word draws to a peer, as with capacities [D3, R5]."""
+_FULL = 1e30
+"""More than any burden, in seconds or bytes."""
+Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A closed roster and all that follows from it."""
+
+    roster_id: Digest
+    """Of tip, offers and who may reduce: all else follows from them."""
+    offers: Mapping[PeerId, Offer]
+    sources: Sources
+    """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
+    reducers: Mapping[Unit, PeerId]
+    """Who averages each unit with more than one source."""
+    able: Uplinks
+    """Who was asked to: those that others can dial, or all where nobody can be."""
+
+    @property
+    def contributors(self) -> tuple[PeerId, ...]:
+        """Peers whose shared tensors are averaged; those that were late bring experts only."""
+        return tuple(peer for peer, offer in self.offers.items() if not offer.is_late)
+
+
+def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
+    """Why an offer may not enter the round after `tip`; None when it may.
+
+    Its steps must start from the tip, and each unit be due [U3] and trained from its value in the
+    tip [S1, S3]. It must hold every shared part that is due, and of the experts only such as the
+    peer owns. A late one holds nothing but experts [O2].
+    """
+    if offer.tip != tip.digest:
+        return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
+    if not 0 <= offer.seconds < inf:
+        return f"its steps took {offer.seconds} seconds"
+    if offer.is_late and (offer.steps or offer.tokens or not offer.units):
+        return f"it has no shared part, but {offer.steps} steps and {len(offer.units)} experts"
+    problem = None if offer.is_late else _work_problem(offer, peer, tip, rules)
+    if problem:
+        return problem
+    due = rules.schedule.due(tip)
+    for unit in () if offer.is_late else rules.shared_units:
+        if unit not in offer.units and unit in due:
+            return f"the shared part {unit} is missing"
+    entries, sizes, experts = tip.entries, rules.offered_bytes, rules.expert_units
+    for unit, offered in offer.units.items():
+        entry = entries.get(unit)
+        expected = entry and (entry.digest, sizes.get(unit), None)
+        is_right = (offered.base, offered.num_bytes, offered.delta) == expected
+        if is_right and unit not in experts and unit in due:
+            continue  # most units of most offers
+        problem = _unit_problem(unit, offered, peer, tip, rules)
+        if problem or unit not in due:
+            return problem or f"{unit} is not due in round {tip.round + 1}"
+    return None
+
+
+def _work_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
+    is_of_tip = not rules.overlaps
+    if is_of_tip and offer.tokens != offer.steps * rules.batch_tokens_at(tip.tokens):
+        return f"it counts {offer.steps} steps and {offer.tokens} tokens"
+    return tokens_problem(offer.tokens, peer, tip, rules)
+
+
+def _unit_problem(
+    unit: Unit, offered: OfferedUnit, peer: PeerId, tip: Manifest, rules: Rules
+) -> str | None:
+    entry = tip.entries.get(unit)
+    if entry is None or unit not in rules.unit_bytes:
+        return f"the run has no unit {unit}"
+    if offered.num_bytes != rules.offered_bytes[unit]:
+        return f"{unit} has {offered.num_bytes} bytes instead of {rules.offered_bytes[unit]}"
+    if (offered.delta is not None) != rules.is_verbatim(unit):
+        return f"{unit} comes {'with' if offered.delta else 'without'} a delta"
+    if offered.base != entry.digest:
+        return f"{unit} was trained from {offered.base[:12]}, the tip has {entry.digest[:12]}"
+    expert = rules.expert_units.get(unit)
+    if expert is not None and peer not in tip.owners.get(expert, ()):
+        return f"{peer} does not own expert {expert}"
+    return None
+
+
+def plan_roster(
+    tip: Manifest,
+    offers: Mapping[PeerId, Offer],
+    rules: Rules,
+    undialable: Collection[PeerId] = (),
+    uplinks: Uplinks = NO_UPLINKS,
+) -> Plan:
+    """The round over exactly these (valid) offers; peers nobody can dial reduce only at need."""
+    ordered = {peer: offers[peer] for peer in sorted(offers)}
+    sources = sources_of(ordered)
+    willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
+    able = {peer: uplinks.get(peer, 0) for peer in willing}
+    reducers = assign_reducers(ordered, able, rules.moved_bytes, rules.averaged_deltas, sources)
+    digests = {peer: offer.digest for peer, offer in ordered.items()}
+    identity = digest_of(canonical([tip.digest, digests, able]))
+    return Plan(identity, ordered, sources, reducers, able)
+
+
+def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
+    """Of each offered unit: who offers which value, in peer-id order."""
+    sources: dict[Unit, list[tuple[PeerId, Digest]]] = {}
+    for peer in sorted(offers):
+        for unit, offered in offers[peer].units.items():
+            sources.setdefault(unit, []).append((peer, offered.digest))
+    return {unit: tuple(sources[unit]) for unit in sorted(sources)}
+
+
+def assign_reducers(
+    offers: Mapping[PeerId, Offer],
+    reducers: Uplinks,
+    unit_bytes: Mapping[Unit, int],
+    always: Collection[Unit] = (),
+    sources: Sources | None = None,
+) -> dict[Unit, PeerId]:
+    """Who averages each unit that has more than one source, or whose deltas are averaged [D3, W5].
+
+    A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
+    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in
+    seconds: each unit, largest first, goes to the source that has sent all of its own the soonest
+    so far and has not had MOST_SHARES yet, and a unit with one source, which is taken verbatim,
+    counts as its peer's burden.
+
+    Args:
+        offers: the roster.
+        reducers: peers of the roster that may reduce, in any order, and their uplinks. A unit that
+            none of them offers is averaged by one of its sources all the same.
+        unit_bytes: what each unit costs whoever takes its next value in.
+        always: units that have a reducer even if they have one source alone.
+        sources: `sources_of` the offers, if it is known: those of 256 peers are 120,000.
+
+    Returns:
+        Unit -> reducer, sorted by unit; units taken verbatim are not in it.
+    """
+    fan_out = max(1, len(offers) - 1)
+    burden = dict.fromkeys(offers, 0.0)
+    slowness = _slowness(offers, reducers)
+    shared: list[tuple[int, Unit, list[PeerId]]] = []
+    for unit, values in (sources or sources_of(offers)).items():
+        able = [peer for peer, _ in values if peer in reducers] or [peer for peer, _ in values]
+        num_bytes = unit_bytes.get(unit, 0)
+        if able and (len(values) > 1 or unit in always):
+            shared.append((-num_bytes, unit, able))
+            for peer in able:
+                burden[peer] += num_bytes * slowness[peer]
+        elif able:
+            burden[able[0]] += num_bytes * fan_out * slowness[able[0]]
+    chosen = {}
+    left = dict.fromkeys(offers, _most_bytes(shared, reducers))
+    for negative_bytes, unit, able in sorted(shared):
+        peer = min(able, key=burden.__getitem__)  # of equals the first in peer-id order
+        burden[peer] -= negative_bytes * (fan_out - 1) * slowness[peer]
+        left[peer] += negative_bytes
+        if left[peer] <= 0:
+            burden[peer] += _FULL
+        chosen[unit] = peer
+    return dict(sorted(chosen.items()))
+
+
+def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Uplinks) -> float:
+    """When a peer has averaged so many bytes, others come first; where all say the same, never."""
+    if len(set(reducers.values())) < 2:
+        return inf
+    total_bytes = -sum(negative_bytes for negative_bytes, _, _ in shared)
+    return MOST_SHARES * total_bytes / len(reducers)
+
+
+def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
+    """Seconds that a byte takes from each peer, in those that it takes from a usual one.
+
+    Where all uplinks are alike, or none is known, each is 1, and sums of bytes stay exact.
+    """
+    usual = usual_uplink(mbit for mbit in uplinks.values() if mbit) or 1
+    return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}
+
+
+def usual_uplink(known: Iterable[int]) -> int | None:
+    """The lower median of the uplinks that are known; None: none is."""
+    in_order = sorted(known)
+    return in_order[(len(in_order) - 1) // 2] if in_order else None

@@ -1,0 +1,252 @@
+"""What a round machine is told once: the run's rules, and its source of randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from swarm.codings import coded_bytes
+from swarm.config import MergingConfig, RunConfig
+from swarm.experts import expert_of_unit
+from swarm.protocol.membership.membership import Electorate, Guests, Members, with_voters
+from swarm.protocol.values.invitation import Credential
+from swarm.protocol.values.layout import Layout
+from swarm.protocol.values.manifest import UNCODED, Manifest, Member, PeerId, Unit
+from swarm.protocol.values.schedule import Schedule, merge_due
+from swarm.protocol.values.updates import StepBound
+from swarm.protocol.values.work import Book, Counts, next_book, reformed_book, trained, weights
+
+T = TypeVar("T")
+
+MARGIN = 1.25
+"""A peer is dealt so many times what it did in the time of a round: it may get faster."""
+GROWTH = 2
+"""The pace of a member at most doubles, or halves, in a round, and so does its deal."""
+MOST = 4
+"""A member is dealt at most so many times what the median voter does in the time of a round. What
+it counts is its own word, and says how far its values may have moved [U1]."""
+
+
+class Randomness(Protocol):
+    """The part of `random.Random` that the machine uses: whom to greet, a reform's nonce."""
+
+    def sample(self, population: Sequence[T], k: int) -> list[T]:
+        """`k` different elements."""
+
+    def getrandbits(self, k: int, /) -> int:
+        """`k` random bits."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all peers of a run agree on, as far as rounds need it."""
+
+    run: str
+    """Run id."""
+    num_experts: int
+    owners_per_expert: int
+    """R."""
+    merging: MergingConfig
+    unit_bytes: Mapping[Unit, int]
+    """Size of every unit's blob on the wire."""
+    unit_codec: Mapping[Unit, str]
+    experts_every: int
+    """Experts are due in every so many training rounds."""
+    local_steps_at: Callable[[int], int]
+    """Steps that each peer takes when the run has seen so many tokens; see `step_after`."""
+    batch_tokens_at: Callable[[int], int]
+    """Tokens of each of these steps: whole samples."""
+    sequence_length: int
+    """T: tokens of a sample."""
+    planned_peers: int = 1
+    """Peers that the run is planned for."""
+    round_seconds: float | None = None
+    """How long local steps take, as many as fit; None: `local_steps_at`, the exact mode."""
+    shared_every: int = 1
+    """Each part of the shared tensors is due in one of so many training rounds."""
+    stagger: bool = False
+    """Whether each round exchanges its slice of the units, see `Schedule`."""
+    rounds: int | None = None
+    """Training rounds of the run; None: without end."""
+    overlaps: bool = False
+    """Whether the next local steps begin while a round is under way [V1]."""
+    is_dealt: bool = False
+    """Whether there is one text that is dealt to the members [T1]."""
+    silent_limit: int = 3
+    """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
+    owner_silent_limit: int = 1
+    """Silent cycles after which a member keeps its experts; it votes on until K [R4]."""
+    min_owned_share: float = 0.0
+    """Nobody trains while fewer of the experts have an owner, and none is there for them [R9]."""
+    step_bound: StepBound | None = None
+    """How far a local step moves an element at most [U1]; None: values are not judged."""
+    is_open: bool = True
+    """Whether strangers may join without an invitation [R8]."""
+    certificates: bool = True
+    """Whether a decided manifest needs the signed votes of a quorum."""
+    unit_coding: Mapping[Unit, str] = field(default_factory=dict)
+    """Of the units that move by deltas: how these become bytes."""
+    delta_bytes: Mapping[Unit, int] = field(default_factory=dict)
+    """Size of their deltas."""
+
+    @classmethod
+    def of(cls, run_id: str, run: RunConfig, layout: Layout) -> Rules:
+        """The rules that follow from a run's configuration."""
+        return cls(
+            run=run_id,
+            num_experts=run.model.num_experts,
+            owners_per_expert=run.ownership.owners_per_expert,
+            merging=run.merging,
+            unit_bytes={unit.unit: unit.num_bytes for unit in layout.units},
+            unit_codec={unit.unit: unit.codec for unit in layout.units},
+            unit_coding={u.unit: u.coding for u in layout.units if u.coding != UNCODED},
+            delta_bytes={u.unit: coded_bytes(u) for u in layout.units if u.coding != UNCODED},
+            experts_every=run.round.experts_every,
+            shared_every=run.round.shared_every,
+            stagger=run.round.stagger,
+            rounds=run.run.rounds,
+            overlaps=run.round.overlap == "round",
+            local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
+            batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
+            sequence_length=run.data.sequence_length,
+            planned_peers=run.run.peers,
+            round_seconds=run.round.seconds,
+            is_dealt=run.data.mode == "common",
+            min_owned_share=run.ownership.min_owned_share,
+            step_bound=StepBound.of(run),
+            is_open=run.run.admission == "open",
+        )
+
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
+        """The book after a round [T1]."""
+        return next_book(book, counted, quotas, keeps_rest=self.overlaps)
+
+    def reformed_book(self, book: Book, quotas: Counts) -> Book:
+        """The book of a reform [T4]."""
+        return reformed_book(book, quotas)
+
+    def rooms_of(self, members: Members) -> dict[PeerId, int]:
+        """How many experts fit the machine of each member [R4]."""
+        return {peer: member.room for peer, member in members.items()}
+
+    def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
+        """Who may come, and whom anchors vouch for, after a manifest [R8]."""
+        return Guests.of(parent, shown, run=self.run, is_open=self.is_open)
+
+    def with_voters(
+        self, members: Members, contributors: Collection[PeerId], seed: str
+    ) -> Electorate:
+        """The members after a round, each with its vote or without [R7]."""
+        return with_voters(members, contributors, seed)
+
+    def tokens_after(self, parent: Manifest, work: Mapping[PeerId, int]) -> int:
+        """Cumulative tokens after a round with this work [W2]."""
+        is_timed = self.round_seconds is not None
+        return parent.tokens + (trained(work, parent.trusted) if is_timed else sum(work.values()))
+
+    def pace_after(self, known: float, tokens: int, seconds: float) -> float:
+        """The pace of a member whose offer says that so many tokens took so many seconds [T3].
+
+        With `round.seconds` the clock of the run counts: tokens took as much of the round at least
+        as makes the next deal, 1.25 times what fits, twice as many. A pace that is known moves by a
+        factor of 2 at most.
+        """
+        if self.round_seconds is None:
+            return tokens / seconds if seconds > 0 else known
+        pace = tokens / max(seconds, MARGIN / GROWTH * self.round_seconds)
+        return min(max(pace, known / GROWTH), known * GROWTH) if known else pace
+
+    def most_of_median(self, member: Member) -> float:
+        """How many times what the median voter does a member is dealt at most [T2]."""
+        return MOST if member.weight == 1 else max(MOST, MARGIN * member.weight)
+
+    def weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
+    ) -> tuple[int, ...] | None:
+        """What the values of a unit weigh in the round after a manifest [W1]."""
+        return weights(work, peers, parent.trusted)
+
+    def step_after(self, parent: Manifest, tokens: int) -> int:
+        """Cumulative steps after a round that brings the run to so many tokens [W3].
+
+        Exact mode: the steps of every peer. With `round.seconds` steps are counted in tokens: one
+        is the batches of as many peers as the run is planned for.
+        """
+        if self.round_seconds is None:
+            return parent.step + self.local_steps_at(parent.tokens)
+        return self.steps_of(tokens, parent)
+
+    def steps_of(self, tokens: int, parent: Manifest) -> int:
+        """Steps of the run that so many tokens of all peers are, where rounds last a given time."""
+        return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
+
+    def is_verbatim(self, unit: Unit) -> bool:
+        """Whether a unit moves by the delta of its one writer, whose value becomes the agreed."""
+        return (
+            self.owners_per_expert == 1 and unit in self.unit_coding and unit in self.expert_units
+        )
+
+    @cached_property
+    def averaged_deltas(self) -> frozenset[Unit]:
+        """Units that move by the mean of offered deltas, even if there is one alone [W5]."""
+        return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
+
+    @cached_property
+    def offered_bytes(self) -> Mapping[Unit, int]:
+        """Size of what is offered of each unit: of its value, or of a delta to be averaged."""
+        return {**self.unit_bytes, **{u: self.delta_bytes[u] for u in self.averaged_deltas}}
+
+    @cached_property
+    def moved_bytes(self) -> Mapping[Unit, int]:
+        """What the next value of each unit costs whoever has the present one."""
+        return {**self.unit_bytes, **self.delta_bytes}
+
+    def saves_state(self, tip: Manifest) -> bool:
+        """Whether a peer's whole private state is durable before its offer on a tip [P6].
+
+        That is 12 bytes of each trained parameter, which wear a disk out if each of a cycle's
+        rounds writes them: once a cycle, where deltas are coded, and in between the offer alone.
+        Without codings a run goes on in the same bits after any crash, so each round saves all.
+        """
+        return not self.unit_coding or tip.round % self.schedule.cycle == 0
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Which units are due when."""
+        return Schedule(self.experts_every, self.shared_every, self.stagger, self.rounds)
+
+    @property
+    def silent_rounds(self) -> int:
+        """Silent rounds that a member survives [R1]."""
+        return self.silent_limit * self.schedule.cycle
+
+    @property
+    def owner_silent_rounds(self) -> int:
+        """Silent rounds after which a member still keeps its experts [R4]."""
+        return self.owner_silent_limit * self.schedule.cycle
+
+    def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
+        """Units that the next manifest may renew, and what each costs whoever has the present one.
+
+        Time-outs have to leave room for these. Where rounds have no slices of their own, they are
+        all units. Of a merge there are no deltas.
+        """
+        is_merge = merge_due(tip, self.merging)
+        sizes = self.unit_bytes if is_merge else self.moved_bytes
+        if not self.stagger:
+            return sizes
+        due = self.expert_units.keys() if is_merge else self.schedule.due(tip)
+        return {unit: sizes[unit] for unit in due}
+
+    @cached_property
+    def shared_units(self) -> tuple[Unit, ...]:
+        """The parts of the shared tensors, sorted."""
+        return tuple(unit for unit in sorted(self.unit_bytes) if expert_of_unit(unit) is None)
+
+    @cached_property
+    def expert_units(self) -> Mapping[Unit, int]:
+        """Unit -> expert of every expert, sorted by unit."""
+        numbered = ((unit, expert_of_unit(unit)) for unit in sorted(self.unit_bytes))
+        return {unit: expert for unit, expert in numbered if expert is not None}

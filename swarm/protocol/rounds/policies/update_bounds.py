@@ -1,0 +1,108 @@
+"""How far the values of a round may be from those that they were trained from [U1]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import cast
+
+from swarm.config import Codec
+from swarm.protocol.rounds.policies.deals import quotas
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.values.manifest import Manifest, PeerId, Unit
+from swarm.protocol.values.updates import UpdateBound, bound_after
+
+
+def update_bound(
+    unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int], tip: Manifest, rules: Rules
+) -> UpdateBound | None:
+    """The bound of a value that these peers made of the tip's, alone or as their mean.
+
+    A mean is not further from where its sources began than the furthest of them.
+
+    The peers are members of the tip; `work` has the tokens of those that are not late.
+
+    Returns:
+        None where values are not judged, as in a simulation.
+    """
+    entry, sources = tip.entries.get(unit), list(peers)
+    if rules.step_bound is None or entry is None or not sources:
+        return None
+    behind = _behind(unit, {peer: work.get(peer, 0) for peer in sources}, tip, rules)
+    step = rules.step_bound.between(
+        max(0, tip.step - behind.rounds * _steps_a_round(_Case(tip, rules))),
+        tip.step + (behind.steps if rules.round_seconds is None else 0),
+    )
+    codec = cast(Codec, rules.unit_codec[unit])
+    return bound_after(behind.steps, entry.digest, codec, step)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """What may be behind a value."""
+
+    steps: int
+    """Local steps at most: those of the source that may have done most."""
+    rounds: int
+    """In which they may have been taken, before the one under way."""
+
+
+def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> _Behind:
+    """What may be behind a value of these sources, with their tokens.
+
+    Shared tensors begin anew with each tip where all of them are due in each round. An expert's
+    local progress goes on through rounds that did not count it [S2], and so does that of a part
+    that was not due [S1]; each of these gave its owner no more than it was dealt [T2]. Where
+    deltas are averaged, the steps of one period that left them out may be carried on [W8], and
+    where rounds overlap, so may those of the round before. What codings have lost of earlier rounds
+    comes later: it is no step more, but of K + 1 periods.
+
+    An expert that waited for an owner has an old version and no progress [R4]: more than K + 1 of
+    its periods never count, or its first owner could move it by all the rounds that it waited.
+    """
+    batch = rules.batch_tokens_at(tip.tokens)
+    is_expert = unit in rules.expert_units
+    is_carried = rules.overlaps or unit in rules.averaged_deltas
+    period = rules.experts_every if is_expert else rules.shared_every
+    most = (rules.silent_limit + 1) * period
+    if not is_expert and rules.shared_every == 1 and not is_carried:
+        return _Behind(max(work.values()) // batch, 0)
+    dealt, length = _dealt(_Case(tip, rules)), rules.sequence_length
+    a_round = {p: max(tokens, dealt.get(p, 0) * length) // batch for p, tokens in work.items()}
+    if not is_expert and rules.shared_every == 1:
+        steps = max(tokens // batch + a_round[peer] for peer, tokens in work.items())
+        return _Behind(steps, most if unit in rules.unit_coding else 1)
+    rounds = min(max(1, tip.round + 1 - tip.entries[unit].version), most)
+    steps = max(a_round.values()) * (rounds + period * is_carried)
+    before = most if unit in rules.unit_coding else rounds - 1
+    return _Behind(steps, before + period * is_carried)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Asked of each source of each unit; the very same objects, so that nothing is compared."""
+
+    names: tuple[int, int] = field(init=False)
+    tip: Manifest = field(compare=False)
+    rules: Rules = field(compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", (id(self.tip), id(self.rules)))
+
+
+@lru_cache(maxsize=8)
+def _dealt(case: _Case) -> Mapping[PeerId, int]:
+    """Samples that each member may read after the tip."""
+    tip, text = case.tip, case.tip.founding.text
+    return quotas(tip.members, tip.tokens, text.windows if text else None, case.rules)
+
+
+@lru_cache(maxsize=8)
+def _steps_a_round(case: _Case) -> int:
+    """Steps of the run in a round before: as many as in the last one, or the mean if it is more."""
+    tip, rules = case.tip, case.rules
+    last = rules.local_steps_at(tip.tokens)
+    if rules.round_seconds is not None:
+        last = rules.steps_of(rules.tokens_after(tip, tip.work) - tip.tokens, tip) + 1
+    return max(last, -(-tip.step // max(1, tip.round)))

@@ -1,0 +1,1 @@
+"""Deadlines and the measured pace that adapts them. No clock."""

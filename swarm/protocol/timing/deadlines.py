@@ -1,0 +1,309 @@
+"""How long everything may take. Timers decide when something is tried again, never what is true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor, inf
+
+from swarm.protocol.records.records import HEARTBEAT_S, NUM_SHARDS
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds of rest after so many failures in a row, at least one."""
+    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
+
+
+PEERS_A_HEARTBEAT = 64
+"""In a run of so many one look a heartbeat takes 9 kB/s; in larger ones there are fewer."""
+
+
+def shards_at_once(num_peers: int) -> int:
+    """How many of the keys one look reads: all while nobody is seen, one from 16 peers on.
+
+    Args:
+        num_peers: that were seen in the DHT.
+    """
+    return max(1, NUM_SHARDS // max(1, num_peers))
+
+
+def look_every_s(num_peers: int) -> float:
+    """Seconds from one look to the next.
+
+    Args:
+        num_peers: that were seen in the DHT.
+    """
+    return HEARTBEAT_S * max(1, num_peers // PEERS_A_HEARTBEAT)
+
+
+MIN_ROSTER_S = 6.0
+"""T_roster is never shorter: a busy laptop must not lose its tokens."""
+MIN_REFORM_S = 600.0
+SAFETY = 3.0
+"""Transfers may take so many times what the measured rate says."""
+PATIENCE_WITHOUT_REFORM_S = 300.0
+ASSUMED_RATE_BYTES_PER_S = 2.5e6
+"""20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
+MADE_BYTES_PER_S = 1e8
+"""A value is made of its delta, hashed and written so fast at least: a hard disk does."""
+FIRST_STEP_S = 1800.0
+"""Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
+HICCUP = 5
+"""Silence of one whose work cannot be done without may last so many times as long, at most."""
+
+
+@dataclass(frozen=True)
+class Timers:
+    """Every duration of the protocol, in seconds."""
+
+    tick_s: float = 0.5
+    """The shell sends a `Tick` at least this often."""
+    poll_s: float = 1.5
+    """A convener repeats its message so often; also the rate limit of answers per peer."""
+    heartbeat_s: float = 5.0
+    """T_hb: the next member replaces a convener silent for so long; each further one later."""
+    silence_s: float = 6.0
+    """A roster waits no longer for a missing peer that has been silent for so long."""
+    roster_s: float = 6.0
+    """T_roster: a roster may close without slow peers so long after the campaign began."""
+    straggler_factor: float = 1.5
+    """Local steps may take this multiple of what their peer said first that they would take."""
+    roster_late_s: float = 14.0
+    """T_late: silence, or delay after its word, for which one that a quorum needs is waited for."""
+    wordless_s: float = 14.0
+    """T_word: so long it is waited for that does not say when it will be ready."""
+    reduce_s: float = 5.0
+    """T_red: a reducer's results must be there."""
+    vote_s: float = 6.0
+    """T_vote: a proposal's blobs must have reached its convener."""
+    attempt_s: float = 41.0
+    """T_att of attempt 0, from when nobody is waited for any more. Attempts 1 and 2 may take twice
+    and three times as long."""
+    hello_s: float = 3.0
+    """T_hello: gossip and join requests."""
+    discover_s: float = 6.0
+    """T_disc: a booting peer only listens."""
+    reform_s: float = 60.0
+    """T_reform: silence of a quorum after which the survivors go on alone; inf: never."""
+    fetch_s: float = 0.0
+    """A fetch without a new blob for so long is dropped, though never before T_reform / 2 [X2]."""
+    leave_s: float = 30.0
+    """A leaving peer goes at the latest after this."""
+
+    def attempt_limit_s(self, attempt: int) -> float:
+        """How long a campaign of this attempt may last."""
+        return self.attempt_s * (1 + min(attempt, 2))
+
+    def proposal_limit_s(self, attempt: int) -> float:
+        """A proposal of which nothing new arrives for so long is in vain."""
+        return (self.attempt_s - self.roster_late_s) * (1 + min(attempt, 2))
+
+    @property
+    def grace_s(self) -> float:
+        """A peer that needs no longer than this to finish its local steps is waited for."""
+        return self.silence_s / 2
+
+    def lost_after_s(self, phase_s: float) -> float:
+        """The silence after which nothing more is hoped for from a peer that a phase waits for.
+
+        Peers that live answer every poll, however many bytes the phase moves.
+
+        Args:
+            phase_s: how long the phase may last: T_red or T_vote.
+        """
+        return max(self.silence_s, min(phase_s / 2, HICCUP * self.silence_s))
+
+    @cached_property
+    def pause_s(self) -> float:
+        """T_reform / 2: a longer gap between ticks means that the process stood still [B2]."""
+        half = self.reform_s / 2
+        return half if half < inf else max(PATIENCE_WITHOUT_REFORM_S, SAFETY * self.vote_s)
+
+    @cached_property
+    def patience_s(self) -> float:
+        """A fetch without a new blob for so long is dropped [X2]."""
+        return max(self.pause_s, self.fetch_s)
+
+
+@dataclass(frozen=True)
+class AdaptedTimers:
+    """Timers and why they differ from the model's."""
+
+    timers: Timers
+    reasons: tuple[str, ...]
+    """A sentence with its numbers for each adapted timer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this peer saw of the run so far; empty or zero means not measured yet."""
+
+    reduce_bytes: int
+    """Bytes a reducer has to receive in a round."""
+    proposal_bytes: int
+    """Bytes a peer has to receive before it can accept a manifest."""
+    model_bytes: int
+    """Bytes of all units."""
+    rate_bytes_per_s: float
+    """Rate at which this peer receives from others."""
+    reduced_bytes: int = 0
+    """Of the values that a reducer makes of deltas."""
+    proposed_bytes: int = 0
+    """Of those that a peer makes of deltas before it can accept a manifest."""
+
+
+def production_timers(
+    measured: Measured,
+    *,
+    roster_after_s: float,
+    reform_after_s: float | None,
+    base: Timers | None = None,
+) -> AdaptedTimers:
+    """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
+
+    T_red and T_vote are three times what the bytes take at the measured rate, and values that are
+    made of deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
+    T_reform is no shorter, at least 10 minutes, unless the run fixes it. A fetch may bring the
+    whole model [X2]. No timer follows the length of rounds: they would lengthen each other, a peer
+    that starts again knows of none, and peers that live are heard every few seconds.
+
+    Args:
+        measured: sizes and rate.
+        roster_after_s: T_roster, and the silence after which nobody is waited for any more.
+        reform_after_s: the run's T_reform, or None to derive it.
+        base: smallest values; the model's by default.
+
+    Returns:
+        The timers with a reason for each that was adapted.
+    """
+    base = base or Timers()
+    reasons: list[str] = []
+    silence_s = max(MIN_ROSTER_S, roster_after_s)
+    # A reducer that was silent for half of T_red is left out: no sooner than any other peer [C4].
+    least_reduce_s = max(base.reduce_s, 2 * silence_s)
+    least_vote_s = max(base.vote_s, 2 * silence_s)
+    reduce_s = _transfer_s(
+        "reducing", measured.reduce_bytes, measured, least_reduce_s, reasons,
+        made_bytes=measured.reduced_bytes,
+    )  # fmt: skip
+    vote_s = _transfer_s(
+        "voting", measured.proposal_bytes, measured, least_vote_s, reasons,
+        made_bytes=measured.proposed_bytes,
+    )  # fmt: skip
+    late_s = max(base.roster_late_s, HICCUP * silence_s)
+    phases_s = max(3 * least_reduce_s + 2 * least_vote_s, 2 * reduce_s + vote_s)
+    attempt_s = max(base.attempt_s, late_s + phases_s)
+    reasons.append(
+        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster and {phases_s:.1f} "
+        "for reducing and voting"
+    )
+    return AdaptedTimers(
+        replace(
+            base,
+            silence_s=silence_s,
+            roster_s=max(base.roster_s, silence_s),
+            roster_late_s=late_s,
+            wordless_s=max(base.wordless_s, FIRST_STEP_S),
+            reduce_s=reduce_s,
+            vote_s=vote_s,
+            attempt_s=attempt_s,
+            fetch_s=_fetch_s(measured, reasons),
+            reform_s=_reform_s(attempt_s, reform_after_s, reasons),
+        ),
+        tuple(reasons),
+    )
+
+
+def _transfer_s(
+    what: str,
+    num_bytes: int,
+    measured: Measured,
+    floor_s: float,
+    reasons: list[str],
+    *,
+    made_bytes: int = 0,
+) -> float:
+    known, rate = "", measured.rate_bytes_per_s
+    if rate <= 0:
+        known, rate = "an assumed ", ASSUMED_RATE_BYTES_PER_S
+    seconds = max(floor_s, SAFETY * (num_bytes / rate + made_bytes / MADE_BYTES_PER_S))
+    made = f", and {made_bytes / 1e6:.1f} MB of values made of it" if made_bytes else ""
+    reasons.append(
+        f"{what} may take {seconds:.1f} s: {SAFETY:g} x {num_bytes / 1e6:.1f} MB at "
+        f"{known}{rate / 1e6:.1f} MB/s{made}, at least {floor_s:.1f}"
+    )
+    return seconds
+
+
+def _reform_s(attempt_s: float, fixed_s: float | None, reasons: list[str]) -> float:
+    if fixed_s is not None:
+        reasons.append(f"a lost majority is given up after {fixed_s:.1f} s: set by the run")
+        return fixed_s
+    seconds = max(MIN_REFORM_S, attempt_s)
+    reasons.append(
+        f"a lost majority is given up after {seconds:.1f} s: as long as an attempt may take, "
+        f"at least {MIN_REFORM_S:.0f}"
+    )
+    return seconds
+
+
+def _fetch_s(measured: Measured, reasons: list[str]) -> float:
+    """Half of what the whole model may take: blobs that arrive together end together."""
+    return _transfer_s("the whole model", measured.model_bytes, measured, 0.0, reasons) / 2
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What a peer has still to do before it offers, as it expects."""
+
+    steps: int
+    """0: it offers now."""
+    seconds: float | None
+    """Until it offers; None: not known yet."""
+    reason: str
+
+
+def local_work_left(
+    dealt: int, done: int, step_s: float, remaining_s: float | None = None
+) -> LocalWork:
+    """How many more local steps a peer takes in a round.
+
+    With an agreed end a step is begun only if the ones before say that it ends in time; the first
+    is always begun. A peer that has read all that it was dealt offers at once.
+
+    Args:
+        dealt: steps that its part of the text holds, or that the exact mode asks for.
+        done: of these.
+        step_s: mean seconds of a step so far; 0 before the first.
+        remaining_s: until the agreed end of the local steps; None: all steps are taken.
+    """
+    left = max(0, dealt - done)
+    if remaining_s is None:
+        return LocalWork(left, left * step_s if step_s else None, f"{left} of {dealt} steps left")
+    remaining_s = max(0.0, remaining_s)
+    if not done or not left:
+        seconds = remaining_s if left else 0.0
+        return LocalWork(left, seconds, f"{left} of {dealt} steps dealt are left")
+    fit = floor(remaining_s / step_s) if step_s else left
+    reason = f"{done} steps done; {fit} of {step_s:.2f} s fit {remaining_s:.1f} s, {left} are dealt"
+    return LocalWork(min(left, fit), min(remaining_s, left * step_s) if fit else 0.0, reason)
+
+
+def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tuple[bool, str]:
+    """Whether a peer that was asked to leave finishes its local steps first.
+
+    Half of the time is for them; the rest is for agreeing on the round and handing over.
+
+    Args:
+        steps_left: of this round.
+        step_s: seconds of a step so far; 0 before the first.
+        remaining_s: until the peer goes.
+
+    Returns:
+        The decision and its reason.
+    """
+    needed_s, allowed_s = steps_left * step_s, remaining_s / 2
+    numbers = f"{steps_left} steps of {step_s:.2f} s in {allowed_s:.1f} s"
+    if needed_s <= allowed_s:
+        return True, f"leaving: finishes the round first, {numbers}"
+    return False, f"leaving: the local steps of this round are dropped, no time for {numbers}"

@@ -1,0 +1,305 @@
+"""What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
+
+Shared tensors restart from what a round has made of them, whether this peer was in it or not: what
+it offered is all that it had, since it trains on only once the round is over. Parts that were not
+due are another matter [U3]: their progress goes on and is offered when they are, as long as their
+agreed value is the one that it started from.
+
+*Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
+the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
+slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
+
+Of several owners each finds the mean of their values agreed, not its own. The difference of its
+master and its offered value is still its own, and is added to the mean: the remainder that the wire
+rounded off, without which updates below half a unit in the last place would be lost in each round;
+and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
+the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
+
+Where deltas are averaged [W5, W8], a value x that is trained never jumps to the agreed one: it
+becomes x + (v' - v) - c, where c is what it has brought into the mean itself. So x - v' is always
+just what the swarm has not got from it yet: what the coding of its delta lost, later steps, as
+there are while rounds overlap, and the steps of a round that left it out. The next delta is x - v',
+so nothing is lost and nothing comes twice, without anything stored besides x. This needs the very
+blob that was counted: a peer that does not know it begins anew from v', and so does one that a
+second round in a row left out.
+A delta that is taken verbatim needs no rule of its own: its writer's master stays [S2].
+
+After a restart the same function decides, with the bases and the offer that the private state
+was saved with [P6].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.messages.messages import Offer
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
+
+
+class Action(Enum):
+    """What happens to the local progress of one expert, or of the shared tensors."""
+
+    KEEP = "keep"  # the agreed value did not move: base, master and moments stay as they are
+    PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
+    REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
+    AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
+    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, less that delta
+    CARRIED = "carried"  # a round went on without me: master += agreed value - the one before
+    RESTART = "restart"  # master := agreed value; the moments stay, they are local
+    DROP = "drop"  # no longer mine: master and moments go
+    TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments
+
+
+@dataclass(frozen=True)
+class ExpertDecision:
+    """What to do with one expert."""
+
+    action: Action
+    base: Digest | None
+    """Base digest of the progress from now on; None after a drop."""
+    reason: str
+    rebase_from: Digest | None = None
+    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED and
+    CORRECTED: what I offered, a blob that I keep until I have adopted."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What to do with all local progress."""
+
+    shared: Action
+    """KEEP (go on where you are; a finished offer may be offered again) or RESTART; with deltas
+    CORRECTED or CARRIED [W8]."""
+    experts: Mapping[int, ExpertDecision]
+    """Of every expert that was or is mine, in order."""
+    shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
+    """If the shared tensors are CORRECTED: what I offered of each part."""
+    kept_parts: frozenset[Unit] = field(default=frozenset())
+    """Parts of the shared tensors that go on from where they are, whatever becomes of the rest."""
+    carried: frozenset[Unit] = field(default=frozenset())
+    """Units whose steps go on from a round that left them out; a second one may not [W8]."""
+
+    @property
+    def bases(self) -> dict[int, Digest]:
+        """Of each own expert: the base digest of its progress from now on."""
+        experts = self.experts.items()
+        return {expert: choice.base for expert, choice in experts if choice.base is not None}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether everything stays as it is."""
+        choices = (self.shared, *(each.action for each in self.experts.values()))
+        return all(action is Action.KEEP for action in choices)
+
+    def begins_anew(self, shared_units: Iterable[Unit]) -> bool:
+        """Whether a part of the shared tensors restarts from its agreed value."""
+        return self.shared is Action.RESTART and not self.kept_parts.issuperset(shared_units)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
+        restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
+        return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
+
+
+def adopt(
+    me: PeerId,
+    manifest: Manifest,
+    *,
+    previous: Digest,
+    bases: Mapping[int, Digest],
+    offers: Sequence[Offer],
+    carried: frozenset[Unit] = frozenset(),
+    part_bases: Mapping[Unit, Digest] = MappingProxyType({}),
+    overlaps: bool = False,
+) -> Adoption:
+    """Decides on every piece of local progress.
+
+    Args:
+        me: this peer.
+        manifest: the manifest that is being applied.
+        previous: digest of the tip that the local steps since the last apply started from.
+        bases: base digest of each expert with local progress.
+        offers: what this peer offered since then: late progress, the finished round. Training
+            since then stays in the master.
+        carried: units that the round before left out already.
+        part_bases: agreed value that the progress of each part of the shared tensors started from;
+            empty where every round renews all of them.
+        overlaps: whether this peer has trained on since its offer, so that no part of the shared
+            tensors may jump [V2]; parts that are sent whole follow as those that move by deltas do.
+
+    Returns:
+        An action for the shared tensors, and one with its reason for each expert.
+    """
+    shared = _decide_shared(me, manifest, previous)
+    known: Mapping[Unit, Digest] = {}
+    follows = manifest.parent == previous and (_moves_shared(manifest) or overlaps)
+    if shared is Action.RESTART and manifest.kind is Kind.QUORUM and follows:
+        shared, known = _decide_coded_shared(me, manifest, offers, carried)
+    mine = {expert for expert, owners in manifest.owners.items() if me in owners}
+    decisions = {}
+    for expert in sorted(mine | bases.keys()):
+        if expert not in mine:
+            decisions[expert] = ExpertDecision(
+                Action.DROP, None, f"expert {expert} belongs to others now"
+            )
+        else:
+            decision = _decide_expert(me, expert, manifest, bases.get(expert), offers)
+            base = bases.get(expert)
+            if base is not None and decision.action is Action.RESTART:
+                again = expert_unit(expert) in carried
+                decision = (
+                    _decide_moved(me, expert, manifest, base, offers, again=again) or decision
+                )
+            decisions[expert] = decision
+    kept = _kept_parts(manifest, part_bases)
+    going_on = _going_on(manifest, shared, kept, decisions, carried)
+    return Adoption(shared, decisions, known, kept, going_on)
+
+
+def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
+    """Own experts whose progress no manifest has yet, so that it is offered late [O2].
+
+    Args:
+        late: those before, and all that were trained since.
+        adoption: what became of them in the manifest that is being applied.
+        is_counted: whether that took this peer's finished round in.
+    """
+    return frozenset() if is_counted else late & adoption.kept
+
+
+def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> Action:
+    """They restart, unless a reform or a merge leaves its parent's as they are."""
+    is_left = manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE)
+    # A reform without me deals what I have read to others.
+    is_dealt_anew = manifest.kind is Kind.REFORM and me not in manifest.members
+    return Action.KEEP if is_left and not is_dealt_anew else Action.RESTART
+
+
+def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
+    """Parts that the manifest left as they were: their progress extends what is agreed [S1]."""
+    return frozenset(
+        unit
+        for unit, base in part_bases.items()
+        if manifest.entries[unit].digest == base and unit not in manifest.sources
+    )
+
+
+def _decide_expert(
+    me: PeerId, expert: int, manifest: Manifest, base: Digest | None, offers: Sequence[Offer]
+) -> ExpertDecision:
+    unit = expert_unit(expert)
+    entry = manifest.entries[unit]
+    offered = {offer.units[unit].digest: offer for offer in offers if unit in offer.units}
+    if base is None:
+        return ExpertDecision(
+            Action.TAKE_UP,
+            entry.digest,
+            f"expert {expert} is mine now, from its value of round {entry.version}",
+        )
+    if entry.digest == base:
+        return ExpertDecision(
+            Action.KEEP, base, f"expert {expert} did not move since round {entry.version}"
+        )
+    if entry.digest in offered:
+        return ExpertDecision(
+            Action.PUBLISHED, entry.digest, f"my value of expert {expert} is the agreed one"
+        )
+    if entry.base is not None and entry.delta is None and entry.base in {base, *offered}:
+        return ExpertDecision(
+            Action.REBASE,
+            entry.digest,
+            f"expert {expert} was merged; local progress moves with it",
+            rebase_from=entry.base,
+        )
+    averaged = offered.get(dict(manifest.sources.get(unit, ())).get(me, ""))
+    if averaged and entry.delta is None and (entry.codec != "fp32" or averaged.steps == 0):
+        return ExpertDecision(
+            Action.AVERAGED,
+            entry.digest,
+            f"my value of expert {expert} is in the mean; what it lacked of my master stays",
+            rebase_from=averaged.units[unit].digest,
+        )
+    return ExpertDecision(
+        Action.RESTART,
+        entry.digest,
+        f"expert {expert} has moved on in round {entry.version} from what I trained from",
+    )
+
+
+def _going_on(
+    manifest: Manifest,
+    shared: Action,
+    kept: frozenset[Unit],
+    experts: Mapping[int, ExpertDecision],
+    carried: frozenset[Unit],
+) -> frozenset[Unit]:
+    """Units whose steps have been left out by one round, and are in no agreed value yet [W8]."""
+    actions = {expert_unit(expert): choice.action for expert, choice in experts.items()}
+    for unit in manifest.entries:
+        if expert_of_unit(unit) is None:
+            is_kept = shared is Action.KEEP or unit in kept
+            actions[unit] = Action.KEEP if is_kept else shared
+    stays = (Action.KEEP, Action.REBASE)
+    return frozenset(
+        unit
+        for unit, action in actions.items()
+        if action is Action.CARRIED or (action in stays and unit in carried)
+    )
+
+
+def _moves_shared(manifest: Manifest) -> bool:
+    """Whether a training round moved shared tensors by deltas."""
+    return any(expert_of_unit(unit) is None for unit in manifest.deltas.values())
+
+
+def _decide_coded_shared(
+    me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
+) -> tuple[Action, Mapping[Unit, Digest]]:
+    """As `_decide_shared` of a round on the previous tip; with my counted blobs [W8]."""
+    counted = {
+        unit: dict(values)[me]
+        for unit, values in manifest.sources.items()
+        if expert_of_unit(unit) is None and me in dict(values)
+    }
+    if not counted:
+        moved = {unit for unit in manifest.sources if expert_of_unit(unit) is None}
+        is_second = bool(carried & moved)  # in a row that went on without my values
+        return Action.RESTART if is_second else Action.CARRIED, {}
+    for offer in offers:
+        if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):
+            return Action.CORRECTED, counted
+    return Action.RESTART, {}  # deltas are in the mean that I do not know any more
+
+
+def _decide_moved(
+    me: PeerId,
+    expert: int,
+    manifest: Manifest,
+    base: Digest,
+    offers: Sequence[Offer],
+    *,
+    again: bool,
+) -> ExpertDecision | None:
+    """What becomes of an expert whose base this very round moved by a mean of deltas [W8].
+
+    None: another rule decides. A delta that was taken verbatim has one writer: work beside it is
+    from another line of owners.
+    """
+    unit = expert_unit(expert)
+    entry, sources = manifest.entries[unit], dict(manifest.sources.get(unit, ()))
+    is_mean = entry.delta is not None and bool(sources) and entry.digest not in sources.values()
+    if not is_mean or entry.base != base:
+        return None
+    mine = sources.get(me)
+    if mine is None:
+        why = f"round {manifest.round} moved expert {expert} without my steps; they go on"
+        return None if again else ExpertDecision(Action.CARRIED, entry.digest, why)
+    if not any(unit in offer.units and offer.units[unit].digest == mine for offer in offers):
+        return None
+    why = f"my delta of expert {expert} is in the mean; the rest goes on"
+    return ExpertDecision(Action.CORRECTED, entry.digest, why, rebase_from=mine)

@@ -1,0 +1,196 @@
+"""Local progress that the tip does not count yet.
+
+What a peer reads in a round, what it has offered early [V1, V6], and what is left of a private
+state after a crash [P6, M10, S1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.experts import expert_of_unit
+from swarm.protocol.messages.messages import Offer, OfferedUnit
+from swarm.protocol.rounds.policies.deals import most_samples
+from swarm.protocol.rounds.policies.rules import Rules
+from swarm.protocol.timing.deadlines import LocalWork, local_work_left
+from swarm.protocol.training.shell import Applied, SavedWork, Work
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
+from swarm.protocol.values.work import Stretches, num_samples, split
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What some local steps amount to; see `Work`."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Work | Tally | None) -> Tally:
+        """With those of another; None: there are none."""
+        if other is None:
+            return self
+        return Tally(
+            self.steps + other.steps, self.tokens + other.tokens, self.seconds + other.seconds
+        )
+
+
+class Ahead:
+    """What the model contains beyond the tip, apart from the steps since the last offer."""
+
+    def __init__(self) -> None:
+        self.flight: Work | None = None
+        """Offered last; no manifest has decided on it."""
+        self.behind = Tally()
+        """Offered before, and counted by none."""
+
+    @property
+    def uncounted(self) -> Tally:
+        """All of it."""
+        return self.behind + self.flight
+
+    def decided(self, *, is_counted: bool, is_lost: bool) -> int:
+        """A newer manifest is adopted.
+
+        Args:
+            is_counted: whether it took in what was in flight, with all that was behind.
+            is_lost: whether the shared tensors begin anew.
+
+        Returns:
+            Tokens that are in the model no longer, and in no manifest.
+        """
+        uncounted, self.flight = Tally() if is_counted else self.uncounted, None
+        self.behind = Tally() if is_lost else uncounted
+        return uncounted.tokens if is_lost else 0
+
+
+class Reading:
+    """The place in the text: agreed for a common one, this peer's own business for its own."""
+
+    def __init__(self, rules: Rules, me: PeerId) -> None:
+        self.rules, self.me = rules, me
+        self.position = 0
+        """Where this round begins in a text of one's own."""
+        self.began_s = 0.0
+        """When this round began, by the shell's clock."""
+
+    def next_round(self, began_s: float, offered_tokens: int) -> None:
+        """A round began; of a text of one's own, what was offered in the last is not read again."""
+        self.began_s = began_s
+        self.position = self.position_after(offered_tokens)
+
+    def position_after(self, tokens: int) -> int:
+        """The place in a text of one's own once these tokens of this round were trained on."""
+        return self.position + tokens // self.rules.sequence_length
+
+    def dealt(self, tip: Manifest, read_tokens: int) -> Stretches:
+        """The samples that local steps on a tip read, in this order, after those read already."""
+        samples = read_tokens // self.rules.sequence_length
+        if self.rules.is_dealt:
+            return split(tip.dealt[self.me], samples)[1]
+        most = most_samples(self.me, tip, self.rules)
+        return ((self.position + samples, self.position + most),) if samples < most else ()
+
+    def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
+        """Whether what was read beyond one tip is the first of this peer's deal at another [T5].
+
+        It is if that follows. On another line it may have been dealt to others, who count it there,
+        although no value moved from the one to the other.
+        """
+        if after.parent == before.digest or not self.rules.is_dealt:
+            return True
+        samples = tokens // self.rules.sequence_length
+        first, there = (split(tip.dealt.get(self.me, ()), samples)[0] for tip in (before, after))
+        return first == there
+
+    def work_left(
+        self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
+    ) -> LocalWork:
+        """How many local steps there are to be after those done [T3].
+
+        Where rounds overlap, the time counts that the steps themselves take.
+
+        Args:
+            tip: what they start from.
+            uncounted: tokens that were offered, and are not in the tip [V6].
+            done: steps since the last offer.
+            step_s: mean seconds of one of these; 0 before the first.
+            passed_s: since the round began.
+        """
+        rules = self.rules
+        samples = num_samples(self.dealt(tip, uncounted))
+        passed_s = done * step_s if rules.overlaps else passed_s
+        steps = samples * rules.sequence_length // rules.batch_tokens_at(tip.tokens)
+        if rules.round_seconds is None:
+            return local_work_left(min(steps, rules.local_steps_at(tip.tokens)), done, step_s)
+        return local_work_left(steps, done, step_s, rules.round_seconds - passed_s)
+
+
+def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
+    """Why a private state may not be trained on, in a sentence; None if nothing is wrong.
+
+    It has to be of this run; and if it names the tip, or the parent of a reform, from which a peer
+    goes on in the same way, it has to be of the round after that.
+    """
+    if saved.run_id != run_id:
+        return f"the private state belongs to the run {saved.run_id}, not {run_id}"
+    has_steps = saved.steps > 0 and saved.tokens > 0
+    fits = saved.round == tip.round + 1 and (has_steps or not saved.is_offered)
+    if saved.base_tip in _same(tip) and not fits:
+        return (
+            f"the private state (round {saved.round}, {saved.steps} steps, {saved.tokens} "
+            f"tokens) cannot follow the manifest that it names (round {tip.round})"
+        )
+    return None
+
+
+def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
+    """Manifests to be adopted one after the other to come from one to the newest tip.
+
+    Of what came in between the record has the tip's parent; a merge is redone from that [M10].
+    """
+    tip, parent = newest.manifest, newest.parent
+    if base_tip == tip.digest:
+        return []
+    if parent and parent.digest == tip.parent and parent.parent == base_tip:
+        return [parent, tip]
+    return [tip]
+
+
+def offer_of(saved: SavedWork, unit_bytes: Mapping[Unit, int]) -> Offer:
+    """What had been offered when the private state was written, without work of its own."""
+    units = {
+        unit: OfferedUnit(digest, unit_bytes[unit], base="")
+        for unit, digest in saved.offered.items()
+    }
+    return Offer(saved.base_tip, 0, 0, units)
+
+
+def offer_again(saved: SavedWork, tip: Manifest, me: PeerId, rules: Rules) -> Offer | None:
+    """An offer that was out when a peer stopped, for the round after the tip.
+
+    The private state is older than it, so the peer has the offered blobs and not the steps behind
+    them: it offers them once more and waits.
+
+    Returns:
+        None: a round has decided on it, or this peer is to offer other units by now.
+    """
+    is_undecided = saved.base_tip in _same(tip) and saved.round == tip.round + 1
+    if saved.run_id != rules.run or not is_undecided:
+        return None
+    if set(saved.offered) != set(rules.schedule.due_of(me, tip)):
+        return None
+    units = {}
+    for unit, digest in saved.offered.items():
+        expert, delta = expert_of_unit(unit), saved.deltas.get(unit)
+        is_delta = unit in rules.unit_coding and delta is None
+        num_bytes = (rules.delta_bytes if is_delta else rules.unit_bytes)[unit]
+        base = tip.entries[unit].digest if expert is None else saved.expert_bases[expert]
+        units[unit] = OfferedUnit(digest, num_bytes, base, delta)
+    return Offer(tip.digest, saved.steps, saved.tokens, units, saved.seconds)
+
+
+def _same(tip: Manifest) -> set[Digest | None]:
+    """Tips whose work is good for the round after this one: a reform leaves everything as it is."""
+    return {tip.digest, tip.parent} if tip.kind is Kind.REFORM else {tip.digest}

@@ -1,0 +1,219 @@
+"""Invitations: which newcomers an anchor vouches for, so that they vote at once [R8]. Pure.
+
+An anchor signs (run, key, uses, invites, weight, last round). The key is the public half of a key
+that is made for this one invitation: whoever was given the private half signs the run and its own
+peer id with it. This *possession* goes with the invitation in READY and manifest. A copy of both is
+worth nothing to any other peer. For a peer that is known already the key is that peer's own.
+
+An invitation expires with a *round*, not with a time: clocks differ, and every acceptor of a
+manifest must come to the same answer, now and when it is shown the manifest a year later.
+"""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from swarm.errors import InvitationError
+from swarm.protocol.values.digests import digest_of
+from swarm.protocol.values.strict import Strict
+
+MAX_USES = 1024
+MAX_INVITES = 2**20
+MAX_WEIGHT = 64
+"""With how many ordinary members' work an anchor may trust one."""
+MAX_ROUND = 2**31 - 1
+MAX_TEXT = 4096
+"""Characters of an invitation as people pass it on; it has about 600."""
+GATHERING = "gathering-"
+"""Begins the name of a run that is not founded yet: the founder's nonce follows."""
+_PREFIX = "swarm-invitation-"
+_Peer = Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,128}$")]
+_Signature = Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{85}[AQgw]==)?$")]
+Possession = _Signature
+"""A signature by an invitation's key over `possession_statement`, in base64."""
+_Round = Annotated[int, Field(ge=0, le=MAX_ROUND)]
+
+
+@dataclass(frozen=True)
+class Invitation(Strict):
+    """What an anchor signed, with its signature in base64."""
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
+    key: _Peer
+    """Peer id of the key with which guests prove that they were given the invitation."""
+    uses: Annotated[int, Field(ge=1, le=MAX_USES)]
+    """How many peers may come with it; one that comes back does not count again."""
+    invites: Annotated[int, Field(ge=0, le=MAX_INVITES)]
+    """How many peers each guest may invite in turn; with 0 it is no anchor."""
+    last_round: _Round
+    """Of the manifests that it may still take somebody in."""
+    inviter: _Peer
+    signature: _Signature
+    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
+    """With how many ordinary members' work each guest is trusted [W1, T2]."""
+
+    @cached_property
+    def statement(self) -> bytes:
+        """The bytes that the inviter signs."""
+        return (
+            f"swarm invite {self.run} {self.key} {self.uses} {self.invites} {self.weight} "
+            f"{self.last_round} {self.inviter}"
+        ).encode()
+
+    @cached_property
+    def name(self) -> str:
+        """Under which its uses are counted: a digest of all that was signed."""
+        return digest_of(self.statement)
+
+    @property
+    def cost(self) -> int:
+        """What a guest takes of all that its inviter may let in: itself and its own guests.
+
+        A guest of weight w counts as w.
+        """
+        return self.weight + self.invites
+
+
+@dataclass(frozen=True)
+class Credential(Strict):
+    """An invitation, and a guest's proof that it was given it."""
+
+    invitation: Invitation
+    possession: Possession
+
+
+def possession_statement(run: str, guest: str) -> bytes:
+    """The bytes that an invitation's key signs for one guest."""
+    return f"swarm join {run} {guest}".encode()
+
+
+@dataclass(frozen=True)
+class Used(Strict):
+    """What became of an invitation that is still good."""
+
+    last_round: _Round
+    peers: tuple[_Peer, ...]
+    """Who came with it, the first before the others."""
+
+
+Uses = Mapping[str, Used]
+"""Name of each invitation that was used and is good -> by whom."""
+
+
+def invitation_problem(
+    invitation: Invitation, peer: str, *, run: str, number: int, uses: Uses, left: float
+) -> str | None:
+    """Why an invitation does not let this peer in; None when it does [R8].
+
+    The shell has checked both signatures of the credential.
+
+    Args:
+        invitation: that the peer has shown.
+        peer: the guest.
+        run: id of the run.
+        number: training round of the manifest that is to take it in.
+        uses: by the manifest before, and by guests of the same round.
+        left: peers that the inviter may still let in; 0 where it is no anchor.
+    """
+    if invitation.run != run and invitation.run.startswith(GATHERING):
+        return "the invitation was for the peers with which a run begins, and this one has begun"
+    if invitation.run != run:
+        return f"the invitation is for another run, {invitation.run}"
+    if left <= 0:
+        return (
+            f"the invitation is of {invitation.inviter}, which is no anchor of this run or has let "
+            "in as many as it may"
+        )
+    if number > invitation.last_round:
+        return (
+            f"the invitation has expired: it was good until round {invitation.last_round}, "
+            f"the next is round {number}"
+        )
+    used = uses.get(invitation.name)
+    if used and peer in used.peers:
+        return None
+    if used and len(used.peers) >= invitation.uses:
+        return f"the invitation is used up: {len(used.peers)} of {invitation.uses} peers have come"
+    if invitation.cost > left:
+        inviter, cost = invitation.inviter, invitation.cost
+        return f"{inviter} may let in {left:g} more peers, and this takes {cost}"
+    return None
+
+
+def with_use(uses: Uses, invitation: Invitation, peer: str) -> dict[str, Used]:
+    """The uses once this peer has come."""
+    before = uses.get(invitation.name, Used(invitation.last_round, ()))
+    peers = before.peers if peer in before.peers else (*before.peers, peer)
+    return {**uses, invitation.name: Used(invitation.last_round, peers)}
+
+
+def still_good(uses: Uses, number: int) -> dict[str, Used]:
+    """The uses that a manifest keeps: of invitations that are good after this round, by name."""
+    return {name: used for name, used in sorted(uses.items()) if used.last_round > number}
+
+
+# ---------------------------------------------------------------- as people pass it on
+
+
+@dataclass(frozen=True)
+class PrivateInvitation(Strict):
+    """What people pass on: an invitation with the private half of its key."""
+
+    invitation: Invitation
+    secret: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = field(repr=False)
+    """Empty where the invitation's key is the guest's own."""
+
+
+_PRIVATE: TypeAdapter[PrivateInvitation] = TypeAdapter(PrivateInvitation)
+_CREDENTIAL: TypeAdapter[Credential] = TypeAdapter(Credential)
+
+
+def as_text(private: PrivateInvitation) -> str:
+    """One line, which `from_text` reads."""
+    return _PREFIX + urlsafe_b64encode(_PRIVATE.dump_json(private)).decode().rstrip("=")
+
+
+def from_text(text: str) -> PrivateInvitation:
+    """An invitation that somebody has sent.
+
+    Raises:
+        InvitationError: it is none, or was damaged on its way.
+    """
+    body = text.strip()
+    if len(body) > MAX_TEXT or not body.startswith(_PREFIX):
+        raise InvitationError(
+            f"{body[:40]!r} is no invitation: one begins with {_PREFIX}",
+            hint="pass on the whole line that swarm-invite printed",
+        )
+    try:
+        encoded = body.removeprefix(_PREFIX).encode("ascii")
+        return _PRIVATE.validate_json(urlsafe_b64decode(encoded + b"=" * (-len(encoded) % 4)))
+    except (ValueError, ValidationError) as error:
+        raise InvitationError(
+            "the invitation is damaged: a part of it is missing or was changed",
+            hint="pass on the whole line that swarm-invite printed",
+        ) from error
+
+
+def credential_bytes(credential: Credential) -> bytes:
+    """A credential as a guest keeps it."""
+    return _CREDENTIAL.dump_json(credential)
+
+
+def credential_of(content: bytes) -> Credential | None:
+    """What `credential_bytes` wrote; None where it is damaged."""
+    try:
+        return _CREDENTIAL.validate_json(content)
+    except ValidationError:
+        return None
+
+
+def as_plain(value: Invitation | Credential | Used) -> dict[str, object]:
+    """What JSON makes of it."""
+    return {each.name: getattr(value, each.name) for each in fields(value)}

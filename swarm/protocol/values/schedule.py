@@ -1,0 +1,163 @@
+"""Which units the next round exchanges [U2, U3], and when a merge is due [M1]. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from swarm.config import MergingConfig
+from swarm.experts import expert_of_unit
+from swarm.protocol.values.manifest import Manifest, PeerId, Unit
+
+
+def alpha_at(step: int, merging: MergingConfig) -> float:
+    """Weight of the donors at a cumulative step: alpha0 (1 - min(step / decay_steps, 1))."""
+    return merging.alpha * (1.0 - min(step / merging.decay_steps, 1.0))
+
+
+def merged_until(step: int, merging: MergingConfig) -> int:
+    """Number of merge intervals completed by this step; what a merge sets `merged` to."""
+    return step // merging.interval_steps
+
+
+def merge_due(manifest: Manifest, merging: MergingConfig) -> bool:
+    """Whether this manifest's only successor is a merge [M1].
+
+    Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count: so
+    it is the same everywhere, and a reform of a due manifest is due as well.
+    """
+    return (
+        alpha_at(manifest.step, merging) > 0.0
+        and merged_until(manifest.step, merging) > manifest.merged
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When units are due; see `RoundConfig` for the settings.
+
+    Attributes:
+        experts_every: period of an expert, in training rounds.
+        shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
+        stagger: whether units of one kind have different slots, and are made up for if missed.
+            Otherwise all experts are due in the same rounds, those that their period divides.
+        rounds: of the run; the last one is no slice, so that nobody's work stays behind.
+    """
+
+    experts_every: int = 1
+    shared_every: int = 1
+    stagger: bool = False
+    rounds: int | None = None
+
+    @property
+    def cycle(self) -> int:
+        """P: rounds in which every unit is due, if those are cut from one long round; else 1.
+
+        Limits that count rounds, as of silence, count so many times as many [R1, R4].
+        """
+        return max(self.shared_every, self.experts_every) if self.stagger else 1
+
+    def due(self, tip: Manifest) -> Set[Unit]:
+        """Units that the training round after `tip` exchanges [U3]: none without an owner."""
+        number = tip.round + 1
+        if not self.stagger:
+            if number % self.experts_every == 0:
+                return _with_owners(tip)
+            return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
+        if self.rounds is not None and number >= self.rounds:
+            return _with_owners(tip)
+        return _slice_after(_Case(self, tip))
+
+    def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:
+        """Of these the ones that a peer offers: the shared parts, and the experts that it owns."""
+        mine = {expert for expert, owners in tip.owners.items() if peer in owners}
+        of_peer = ((unit, expert_of_unit(unit)) for unit in self.due(tip))
+        return tuple(sorted(unit for unit, expert in of_peer if expert is None or expert in mine))
+
+    def slice_after(self, tip: Manifest) -> frozenset[Unit]:
+        """What is due if rounds are slices."""
+        return self._parts_due(tip, tip.round + 1) | self._experts_due(tip, tip.round + 1)
+
+    def _parts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
+        every = self.shared_every
+        if every == 1:
+            return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
+        codecs = {u: each.codec for u, each in tip.entries.items() if expert_of_unit(u) is None}
+        slots = part_slots(codecs, every)
+        return frozenset(unit for unit, slot in slots.items() if (number - slot) % every == 0)
+
+    def _experts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
+        every, slots = self.experts_every, expert_slots(tip, self.experts_every)
+        numbered = ((unit, expert_of_unit(unit)) for unit in tip.entries)
+        return frozenset(
+            unit
+            for unit, expert in numbered
+            if expert is not None
+            and unit not in tip.ownerless
+            and ((number - slots[expert]) % every == 0 or self._is_overdue(tip, unit))
+        )
+
+    def _is_overdue(self, tip: Manifest, unit: Unit) -> bool:
+        """Whether an expert's slot has passed without it."""
+        return tip.round + 1 - tip.entries[unit].version > self.experts_every
+
+
+def _with_owners(tip: Manifest) -> Set[Unit]:
+    """All parts of the shared tensors, and the experts that somebody trains."""
+    units = tip.entries.keys()
+    return units - tip.ownerless if tip.ownerless else units
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Asked of each offer anew; the very same manifest, so that nothing has to be compared."""
+
+    schedule: Schedule
+    name: int = field(init=False)
+    tip: Manifest = field(compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", id(self.tip))
+
+
+@lru_cache(maxsize=8)
+def _slice_after(case: _Case) -> frozenset[Unit]:
+    return case.schedule.slice_after(case.tip)
+
+
+def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
+    """Slots of the parts of the shared tensors: neighbours have the same, or the next [U2].
+
+    The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n),
+    where `every` is the period.
+    """
+    slots: dict[Unit, int] = {}
+    for codec in set(codecs.values()):
+        parts = sorted((unit for unit, own in codecs.items() if own == codec), key=_in_order)
+        slots |= {unit: place * every // len(parts) for place, unit in enumerate(parts)}
+    return slots
+
+
+def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
+    """Slots of the experts: an owner's own follow each other, as do the first ones of owners [U2].
+
+    So each owner has to send the same in each round, if it has `every` experts or a multiple of
+    them, and with fewer of them all owners together do. If an expert moves, those of the two
+    owners get other slots, and those of others only if one of the two has no other expert.
+    """
+    owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
+    ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}
+    taken: Counter[PeerId] = Counter()
+    slots = dict.fromkeys(tip.owners, 0)
+    for expert in sorted(owners):
+        owner = owners[expert]
+        slots[expert] = (taken[owner] + ranks[owner]) % every
+        taken[owner] += 1
+    return slots
+
+
+def _in_order(unit: Unit) -> tuple[int, Unit]:
+    """shared.2 comes before shared.10."""
+    return len(unit), unit

@@ -1,0 +1,45 @@
+"""What manifest 0 says about a run's text and about the tokenizer that makes tokens of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from swarm.protocol.values.strict import Strict
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+TextCount = Annotated[int, Field(ge=1, le=2**48)]
+
+
+@dataclass(frozen=True)
+class Text(Strict):
+    """The common text of a run, as its founder has it: every peer must have the same.
+
+    All but the name must be equal; documents and tokens are those that are trained on.
+    """
+
+    # People see the name on their terminals: no control characters.
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+    """What people call it: a folder's name, or the version of the standard library."""
+    tokenizer: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+    digest: Digest
+    """Of all its training tokens, in order."""
+    documents: TextCount
+    tokens: TextCount
+    windows: TextCount
+    """Windows of the run's sequence length: the samples of one lap."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile(Strict):
+    """The tokenizer of a run that does not use bytes: its file, and what its founder made of it."""
+
+    digest: Digest
+    """Blob that is a tokenizer.json."""
+    num_bytes: Annotated[int, Field(ge=1, le=2**40)]
+    end_of_text: Annotated[int, Field(ge=0, lt=2**20)]
+    """Id of the token that closes a document."""
+    held_out_bytes: Annotated[int, Field(ge=1, le=2**40)]
+    """Of the held-out text in UTF-8; with the byte tokenizer they are counted in its tokens."""

@@ -1,0 +1,243 @@
+"""What a peer reads next, and what its work counts for.
+
+Deals of text: agreed, so that nothing is read twice. Weights in means [W1, W2]. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarm.protocol.values.manifest import Manifest, PeerId, Stretch
+
+Work = Mapping[PeerId, int]
+"""Tokens of each contributor."""
+Trusted = Mapping[PeerId, int]
+"""Weight of each member that an anchor trusts with more than one's work."""
+MOST = (3, 2)
+"""A source weighs at most so many times the lower median of the contributors' tokens."""
+LARGEST_SHARE = 3
+"""Of three or more sources none has more than one part in so many."""
+NOBODY: Trusted = {}
+
+
+def weights(
+    work: Work, peers: Iterable[PeerId], trusted: Trusted = NOBODY
+) -> tuple[int, ...] | None:
+    """Weights of the sources of a unit, in the order given; None if all are equal.
+
+    A source weighs its tokens, but at most 1.5 times the lower median of the contributors' tokens.
+    Of three or more sources none has more than a third of the weight. Who is vouched for with
+    weight w has w times the first limit, and not the second.
+
+    A late offer [O2] brings an expert and says nothing of its tokens, so it weighs as the least of
+    the others, or all weigh the same if all are late.
+
+    Args:
+        work: tokens of each contributor; others, and those of 0 tokens, are late.
+        peers: the sources.
+        trusted: by the manifest before the round.
+    """
+    sources, most = list(peers), limited(work, trusted)
+    tokens = [most.get(peer, 0) for peer in sources]
+    least = min((count for count in tokens if count), default=1)
+    weighed = [count or least for count in tokens]
+    if len(sources) >= LARGEST_SHARE:
+        weighed = _level(weighed, [peer in trusted for peer in sources])
+    return tuple(weighed) if len(set(weighed)) > 1 else None
+
+
+def trained(work: Work, trusted: Trusted = NOBODY) -> int:
+    """Tokens by which a round moves the run and its schedule [W2].
+
+    Nobody counts more than the limit of a mean, nor more than another contributor does. So one
+    member alone that says too much moves the schedule no further than another has worked.
+    """
+    each = _each(work, trusted)
+    second = sorted(each.values())[-2:][0] if each else 0
+    most = limited(work, trusted)
+    return sum(min(most[peer], second * trusted.get(peer, 1)) for peer in each)
+
+
+def limited(work: Work, trusted: Trusted = NOBODY) -> dict[PeerId, int]:
+    """Tokens of each contributor that did any, at most 1.5 times the lower median."""
+    each = _each(work, trusted)
+    if not each:
+        return {}
+    usual = sorted(each.values())[(len(each) - 1) // 2]
+    times, over = MOST
+    return {
+        peer: min(work[peer], max(1, times * usual * trusted.get(peer, 1) // over)) for peer in each
+    }
+
+
+def _each(work: Work, trusted: Trusted) -> dict[PeerId, int]:
+    """What the work of every contributor is for each of the members that it counts as."""
+    return {peer: max(1, tokens // trusted.get(peer, 1)) for peer, tokens in work.items() if tokens}
+
+
+def _level(weighed: Sequence[int], is_free: Sequence[bool]) -> list[int]:
+    """The weights of three or more sources; those above a third are cut down, but for free ones.
+
+    Once one is cut down, it is half of the others; once two are, each is all of the others.
+    """
+    total = sum(weighed)
+    bound = sorted((n for n, free in zip(weighed, is_free, strict=True) if not free), reverse=True)
+    first, second = [*bound, 0, 0][:2]
+    if LARGEST_SHARE * first <= total:
+        return list(weighed)
+    most = (total - first) // 2
+    if second > most:
+        most = total - first - second
+    return [n if free else min(n, most) for n, free in zip(weighed, is_free, strict=True)]
+
+
+Stretches = tuple[Stretch, ...]
+Counts = Mapping[PeerId, int]
+"""Samples of each peer."""
+MAX_SAMPLES = 2**62
+"""Samples are numbered below this."""
+MAX_HOLES = 2**16
+"""More are refused. Random histories in which members are lost by the dozen have at most 3 N."""
+
+
+@dataclass(frozen=True)
+class Book:
+    """What of the text is dealt and what is open; see the module's text."""
+
+    cursor: int = 0
+    holes: Stretches = ()
+    """Ascending, disjoint, neither empty nor adjacent."""
+    dealt: Mapping[PeerId, Stretches] = field(default_factory=dict)
+    """To each member, in the order in which it reads them."""
+
+
+def book_of(manifest: Manifest) -> Book:
+    """The book that a manifest carries."""
+    return Book(manifest.cursor, manifest.holes, manifest.dealt)
+
+
+def num_samples(stretches: Iterable[Stretch]) -> int:
+    """How many samples these stretches hold."""
+    return sum(stop - start for start, stop in stretches)
+
+
+def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool = False) -> Book:
+    """The book after a round.
+
+    Args:
+        book: the parent's.
+        counted: of each contributor, how many samples from the front of its deal entered the round.
+        quotas: of each member of the new manifest, how many samples it is to have.
+        keeps_rest: whether what was not counted stays with a member, before what it is dealt anew:
+            where rounds overlap, it may have read that by now [T5].
+    """
+    open_, kept = [*book.holes], dict[PeerId, Stretches]()
+    for peer, stretches in book.dealt.items():
+        rest = split(stretches, counted.get(peer, 0))[1]
+        if keeps_rest and peer in quotas:
+            kept[peer] = rest
+        else:
+            open_ += rest
+    cursor, holes = _settled(book.cursor, open_)
+    return _deal(Book(cursor, holes, kept), quotas)
+
+
+def reformed_book(book: Book, quotas: Counts) -> Book:
+    """The book of a reform: its members read on what they were dealt, so their work stays good.
+
+    What was dealt to the others is open.
+
+    Args:
+        book: the parent's.
+        quotas: of each member of the reform, how many samples it gets if it has none.
+    """
+    kept = {peer: stretches for peer, stretches in book.dealt.items() if peer in quotas}
+    lost = (each for peer in book.dealt.keys() - kept.keys() for each in book.dealt[peer])
+    cursor, holes = _settled(book.cursor, [*book.holes, *lost])
+    new = {peer: quota for peer, quota in quotas.items() if peer not in kept}
+    return _deal(Book(cursor, holes, kept), new)
+
+
+def book_problem(book: Book) -> str | None:
+    """Why this is no book, whatever was before it; None if it is one.
+
+    Every sample before the cursor is in at most one stretch, and none is at or after it.
+    """
+    if not 0 <= book.cursor < MAX_SAMPLES:
+        return f"the cursor is {book.cursor}"
+    if len(book.holes) > MAX_HOLES:
+        return f"it has {len(book.holes)} holes, more than {MAX_HOLES}"
+    if list(book.holes) != list(_joined(book.holes)):
+        return "its holes are not in order, or touch each other"
+    before = 0
+    for start, stop in sorted([*book.holes, *(s for own in book.dealt.values() for s in own)]):
+        if not before <= start < stop <= book.cursor:
+            return f"samples {start} to {stop} are listed twice, or not before {book.cursor}"
+        before = stop
+    return None
+
+
+def _deal(book: Book, quotas: Counts) -> Book:
+    """Fills these peers' deals up to their quotas, in peer-id order.
+
+    First come the holes, then what follows the cursor.
+    """
+    cursor, dealt = book.cursor, dict(book.dealt)
+    holes = [*reversed(book.holes)]  # the first one last, since each is looked at once only
+    for peer in sorted(quotas):
+        taken: list[Stretch] = []
+        own = dealt.get(peer, ())
+        left = max(0, quotas[peer] - num_samples(own))
+        while left and holes:
+            start, stop = holes.pop()
+            middle = min(stop, start + left)
+            taken.append((start, middle))
+            left -= middle - start
+            if middle < stop:
+                holes.append((middle, stop))
+        if left:
+            taken.append((cursor, cursor + left))
+            cursor += left
+        dealt[peer] = _in_turn(own, _joined(taken))
+    return Book(cursor, tuple(reversed(holes)), dict(sorted(dealt.items())))
+
+
+def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretches]:
+    """The first `count` samples of these stretches, or all if they are fewer, and the rest."""
+    first: list[Stretch] = []
+    rest: list[Stretch] = []
+    for start, stop in stretches:
+        middle = min(stop, start + count)
+        count -= middle - start
+        if start < middle:
+            first.append((start, middle))
+        if middle < stop:
+            rest.append((middle, stop))
+    return tuple(first), tuple(rest)
+
+
+def _in_turn(first: Stretches, then: Stretches) -> Stretches:
+    """One after the other; where they touch, one stretch is made of two."""
+    if first and then and first[-1][1] == then[0][0]:
+        return (*first[:-1], (first[-1][0], then[0][1]), *then[1:])
+    return (*first, *then)
+
+
+def _settled(cursor: int, rest: Iterable[Stretch]) -> tuple[int, Stretches]:
+    """Cursor and holes; a hole that ends at the cursor moves the cursor back instead."""
+    holes = _joined(rest)
+    if holes and holes[-1][1] == cursor:
+        return holes[-1][0], holes[:-1]
+    return cursor, holes
+
+
+def _joined(stretches: Iterable[Stretch]) -> Stretches:
+    """Ascending, with neighbours made one."""
+    joined: list[Stretch] = []
+    for start, stop in sorted(stretches):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,140 @@
+"""How an engine does its work on one machine. None of it is visible to the swarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+from swarm.config import RunConfig
+from swarm.model.frozen import FrozenFormat
+from swarm.model.transformer import ComputeType, Recompute
+from swarm.train.engine.adam_moments import MomentsFormat
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+"""1f1b: backward of a micro-batch begins as soon as it can. gpipe: all forward, then all backward.
+interleaved: as 1f1b, where each rank has several chunks of layers in turn.
+"""
+
+
+PASS_TOKENS = 32_768
+"""Tokens that pass through the layers of a streaming engine together where a choice is left, at
+most: enough products to hide the copies."""
+
+
+class EngineKind(Enum):
+    """Which engine holds the model."""
+
+    RESIDENT = "resident"  # everything on one device
+    STREAMING = "streaming"  # masters and moments in host memory, weights come as they are needed
+
+
+class ActivationCheckpoints(Enum):
+    """Where the streaming engine keeps the input of every layer until backward."""
+
+    DEVICE = "device"  # on the device, fp32
+    HOST = "host"  # in host memory, fp32
+    HOST_BF16 = "host_bf16"  # in host memory at half the size; backward starts from rounded values
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The choice of a person or the planner for this machine.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        compute: type of all matrix products.
+        frozen: storage of the experts that this peer does not own.
+        moments: storage of AdamW's moments.
+        ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
+            with each.
+        tp: workers over which the heads of attention are cut too, and all else by tokens: 1 or
+            `ep`; these workers share micro-batches.
+        pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
+        shards: ranks over which masters and moments of what they hold alike are cut, those with the
+            same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut
+            over these.
+        schedule: of a pipeline; gpipe takes as long as 1f1b, which keeps fewer micro-batches for
+            backward; interleaved waits for less and keeps more.
+        chunks: runs of layers of each rank of a pipeline; several with "interleaved" alone.
+        recompute: layers that backward computes again; the streaming engine always does so,
+            with their routing kept.
+        kind: which engine.
+        resident_layers: the streaming engine keeps the weights of so many of the first layers on
+            the device, and streams the others through two places; None keeps all.
+        activation_checkpoints: where the streaming engine keeps the inputs of layers.
+        frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
+            in memory.
+        frozen_lent: whether they lie on disk already, as agreed values, and will be lent to it.
+        pass_micro_batches: the streaming engine takes so many micro-batches through all layers
+            together, and adds up the gradients of several such passes on the host; 0 takes all.
+        gradient_buffers: host memory for gradients of so many layers, which takes clipping by
+            unit; 0 holds those of all layers.
+        host_threads: threads that update host memory.
+    """
+
+    device: str = "cpu"
+    compute: ComputeType = "fp32"
+    frozen: FrozenFormat = "bf16"
+    moments: MomentsFormat = "fp32"
+    recompute: Recompute = "none"
+    ep: int = 1
+    tp: int = 1
+    pp: int = 1
+    shards: int = 1
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    kind: EngineKind = EngineKind.RESIDENT
+    resident_layers: int | None = 0
+    activation_checkpoints: ActivationCheckpoints = ActivationCheckpoints.DEVICE
+    frozen_folder: Path | None = None
+    frozen_lent: bool = False
+    pass_micro_batches: int = 0
+    gradient_buffers: int = 0
+    host_threads: int = 1
+
+    @classmethod
+    def of(cls, run: RunConfig, *, device: str = "cpu") -> EngineOptions:
+        """The run's settings, everything else at its default."""
+        return cls(device=device, compute=run.train.compute, frozen=run.train.frozen)
+
+    @property
+    def alike(self) -> tuple[int, int]:
+        """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
+        return self.shards, max(1, self.shards // self.ep)
+
+    def together(self, run: RunConfig, workers: int) -> int:
+        """Micro-batches of one worker that go through all layers together in a step, at most."""
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        batches = -(-max(1, run.train.batch_tokens // tokens) // workers)
+        return min(batches, self.pass_micro_batches or batches)
+
+    def evaluated_together(self, run: RunConfig, workers: int) -> int:
+        """The same of a held-out loss."""
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        return min(self.together(run, workers), max(1, PASS_TOKENS // tokens))
+
+    def is_read_beside(self, run: RunConfig) -> bool:
+        """Whether an engine can be read while it steps; see `Engine.before_update`.
+
+        What is cut over ranks is read by operations between them, which steps need, too.
+        """
+        if self.shards > 1 or self.tp > 1:
+            return False
+        return self.kind is EngineKind.RESIDENT or run.optimizer.clip == "global"
+
+    def but(
+        self,
+        *,
+        compute: Literal["run"] | ComputeType = "run",
+        frozen: Literal["run"] | FrozenFormat = "run",
+        moments: MomentsFormat = "fp32",
+    ) -> EngineOptions:
+        """The same with this machine's own precision; "run" keeps the run's."""
+        return replace(
+            self,
+            compute=self.compute if compute == "run" else compute,
+            frozen=self.frozen if frozen == "run" else frozen,
+            moments=moments,
+        )

@@ -1,0 +1,350 @@
+"""Host memory of tensors: exact pieces, shared with other processes, and its living bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from swarm.errors import ConfigError, CorruptState, StateError
+from swarm.experts import Shape
+from swarm.train.engine.ranks import COLLECTIVE_S, Disconnected, Ranks
+
+
+def return_free_memory() -> None:
+    """Gives memory that was freed back to the system, also from the middle of the heap.
+
+    glibc keeps freed blocks below 32 MiB. What one phase of a round has freed would be there in
+    the next one's peak: a model of 83 M parameters took 1.3 to 1.5 times its plan. To have each
+    block go back as it is freed (M_MMAP_THRESHOLD) costs a quarter to a third of a step's time on
+    a CPU. Other C libraries are left alone.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts storages that operations of this thread make, and their peak.
+
+    Source: the idea of torch.distributed._tools.mem_tracker. The memory within a
+    single operation is not seen, nor that of other threads: the pieces that the host updates, some
+    8 MB.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most since it was entered or since `reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self.now = self.peak = 0
+
+    def reset(self) -> None:
+        """Starts to look for the peak anew."""
+        self.peak = self.now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation and counts the tensors that it returns."""
+        out = func(*args, **(kwargs or {}))
+        for each in tree_iter(out):
+            if isinstance(each, Tensor):
+                self._count(each)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if num_bytes == 0 or tensor.is_meta or key in self._alive:
+            return
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self._alive[key] = weakref.ref(storage, lambda _: self._gone(key, num_bytes))
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        del self._alive[key]
+        self.now -= num_bytes
+
+
+ALIGNMENT = 256
+"""Bytes; grouped products and copy engines are fast at such places."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where one tensor lies in a buffer."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Named tensors one after the other in one buffer, so that one copy moves them all."""
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Shape, torch.dtype]]) -> Packing:
+        """Packs tensors in the order given."""
+        fields, offset = [], 0
+        for name, shape, dtype in tensors:
+            field = Field(name, tuple(shape), dtype, offset)
+            fields.append(field)
+            offset += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), offset)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors as views of a uint8 buffer of `num_bytes`."""
+        views = {}
+        for field in self.fields:
+            part = buffer[field.offset : field.offset + field.num_bytes]
+            views[field.name] = part.view(field.dtype).view(field.shape)
+        return views
+
+    def as_type(self, types: Mapping[str, torch.dtype] | torch.dtype) -> Packing:
+        """The same tensors in other types."""
+        dtype_of = {
+            f.name: types if isinstance(types, torch.dtype) else types[f.name] for f in self.fields
+        }
+        return Packing.of((f.name, f.shape, dtype_of[f.name]) for f in self.fields)
+
+
+class Arena:
+    """A run of host memory that is as large as asked, pinned or backed by a file where wanted.
+
+    `pin_memory()` of a tensor rounds up to a power of two; this does not. A file's pages may
+    leave memory whenever the system needs it, and come back when they are read.
+
+    Attributes:
+        buffer: uint8 [num_bytes].
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> None:
+        """Takes the memory.
+
+        Raises:
+            StateError: the file cannot be made.
+            MemoryError: the memory cannot be pinned.
+        """
+        self._unpin: Callable[[], object] = lambda: None
+        if file is not None:
+            self.buffer = _mapped_file(file, num_bytes)
+        elif pinned and num_bytes:
+            self.buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+            self._pin()
+        else:
+            self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, buffer: Tensor, *, pinned: bool) -> Arena:
+        """Memory that was taken elsewhere; raises MemoryError as above."""
+        arena = cls(0)
+        arena.buffer = buffer
+        if pinned and buffer.nbytes:
+            arena._pin()
+        return arena
+
+    def _pin(self) -> None:
+        address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
+        # Torch binds an enumeration that has no name for any error.
+        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        if code != 0:
+            _take_error()
+            raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
+        # An engine that could not be made is closed by nobody.
+        unpin = weakref.finalize(self, _unregister, address)
+        unpin.atexit = False
+        self._unpin = unpin
+
+    def close(self) -> None:
+        """Unpins the memory; to be called before the last view goes."""
+        self._unpin()
+
+
+class HostMemory:
+    """Where an engine takes host memory: that of one process alone.
+
+    `SharedMemory` (`engine/host_memory.py`) is that of several, which call everything here
+    alike. What one of them takes, all of them have; one of them puts values there.
+
+    Attributes:
+        rank: of this process among those that have the memory in common.
+        size: number of these.
+    """
+
+    rank, size = 0, 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that puts values there, updates apart."""
+        return self.rank == 0
+
+    def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:
+        """Takes memory; raises as `Arena`."""
+        return Arena(num_bytes, pinned=pinned, file=file)
+
+    def settle(self, *, failed: bool = False) -> bool:
+        """Returns once all processes are here, and says whether one of them has failed."""
+        return failed
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets nobody read what one process writes here before it has done so.
+
+        Raises:
+            CorruptState: in the others, if that one could not.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            has_failed = self.settle(failed=failed)
+        if has_failed:
+            raise CorruptState("the process that writes values could not take them over")
+
+    def wait_until(self, counts_R: Tensor, least: int) -> None:
+        """Returns once each process has counted so far in its element of some of this memory."""
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _take_error() -> None:
+    """Takes the error of a call that has failed, which CUDA keeps for the next launch to raise."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _mapped_file(file: Path, num_bytes: int) -> Tensor:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"{file}: cannot hold frozen experts: {error}") from error
+
+
+POLL_S = 0.0005
+"""Against updates of a unit, which take milliseconds and more."""
+
+
+class SharedMemory(HostMemory):
+    """As `HostMemory`; what is taken is an operation of all ranks, and holds zeros."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """`ranks`: all on this machine."""
+        self._ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:
+        """See `HostMemory`.
+
+        Raises:
+            MemoryError: there is none left, or it cannot be pinned.
+            ConfigError: the ranks are not on one machine.
+            Disconnected: another rank is gone.
+        """
+        assert file is None, "frozen experts on disk have no common file"
+        with self._piece(num_bytes) as (path, is_it):
+            found = Arena.of(_mapped(path, num_bytes) if is_it else torch.empty(0), pinned=pinned)
+            # Now all have opened it, and the first rank may close it.
+            if self.settle(failed=not is_it):
+                raise ConfigError(
+                    "the workers have no memory in common: they stream from one host copy",
+                    hint="leave out --remote-workers, or give --engine resident",
+                )
+        return found
+
+    def settle(self, *, failed: bool = False) -> bool:
+        """See `HostMemory`; raises Disconnected."""
+        return bool(self._ranks.united(torch.tensor([float(failed)], dtype=torch.float64)).item())
+
+    def wait_until(self, counts_R: Tensor, least: int) -> None:
+        """See `HostMemory`; raises Disconnected when a rank is silent."""
+        end_s = time.monotonic() + COLLECTIVE_S
+        while int(counts_R.min()) < least:
+            if time.monotonic() > end_s:
+                raise Disconnected(f"updates of other ranks are missing: {counts_R.tolist()}")
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def _piece(self, num_bytes: int) -> Iterator[tuple[str, bool]]:
+        """Where a new piece can be opened meanwhile, and whether it is there for this process."""
+        token, descriptor = secrets.randbits(48), -1
+        try:
+            if self.rank == 0:
+                descriptor = _made(token, num_bytes)
+            mine = [os.getpid(), descriptor, token] if self.rank == 0 else [0, 0, 0]
+            # Whole numbers below 2^53 come through.
+            told = self._ranks.united(torch.tensor(mine, dtype=torch.float64))
+            pid, number, token = map(int, told.tolist())
+            path = f"/proc/{pid}/fd/{number}"
+            yield path, _is_piece(path, token)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _made(token: int, num_bytes: int) -> int:
+    """The descriptor of a new piece."""
+    try:
+        descriptor = os.memfd_create(_name(token))
+    except OSError as error:
+        raise MemoryError(f"no memory that processes share: {error.strerror}") from error
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise MemoryError(f"{num_bytes} bytes of shared memory: {error.strerror}") from error
+    return descriptor
+
+
+def _name(token: int) -> str:
+    return f"swarm-{token:012x}"
+
+
+def _is_piece(path: str, token: int) -> bool:
+    """Whether a path leads to what the first rank has made, and to nothing of another machine."""
+    try:
+        return _name(token) in os.readlink(path)
+    except OSError:
+        return False
+
+
+def _mapped(path: str, num_bytes: int) -> Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(f"{num_bytes} bytes of shared memory: {error}") from error

@@ -1,0 +1,408 @@
+"""Which ranks hold which layers and experts, and what the ranks reach each other by. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, combinations, pairwise
+from math import inf
+from typing import Literal
+
+from swarm.config import RunConfig
+from swarm.model.cost import head_step_flops, layer_step_flops
+from swarm.model.stage import Stage
+
+BusName = Literal["nvlink", "pcie"]
+NETWORK_SHARE = 0.96
+"""Of a network's nominal rate: 48 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
+
+
+@dataclass(frozen=True)
+class Bus:
+    """What GPUs of one machine reach each other by.
+
+    Attributes:
+        name: of its kind.
+        gpu_gb_s: each way, of one GPU.
+        mixed_gb_s: of all GPUs of a machine together, where each of them sends to each.
+    """
+
+    name: BusName
+    gpu_gb_s: float
+    mixed_gb_s: float = inf
+
+
+# NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet), of which NCCL counts
+# 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries what all GPUs send.
+NVLINK = Bus("nvlink", 18 * 20.6)
+# PCIe 4 x16 has 32 GB/s each way, of which NCCL counts 24, twice its PCI_BW of generation 3. It
+# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW); a quarter of what all GPUs
+# send to all goes from one socket to the other. Without peer access bytes pass through the host,
+# and it is less.
+PCIE = Bus("pcie", 24.0, 4 * 24.0)
+BUSES: dict[BusName, Bus] = {bus.name: bus for bus in (NVLINK, PCIE)}
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The ranks of a peer in their machines, which are alike.
+
+    Attributes:
+        size: number of ranks.
+        per_node: in each machine, at most.
+        bus: within a machine.
+        between_gb_s: each way, of one machine to all others.
+    """
+
+    size: int = 1
+    per_node: int = 1
+    bus: Bus = PCIE
+    between_gb_s: float = 1.25
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return -(-self.size // self.per_node)
+
+    def exchange_s(self, parts: Sequence[Sequence[int]], leaving: float) -> float:
+        """Seconds of an exchange in which each rank sends the others of its part as much.
+
+        Args:
+            parts: sets of ranks that exchange at the same time.
+            leaving: bytes that leave each rank; nothing leaves a rank that is alone.
+        """
+        near, far = [0.0] * self.size, [0.0] * self.size
+        for part in parts:
+            neighbours = Counter(rank // self.per_node for rank in part)
+            for rank in part if len(part) > 1 else ():
+                share = (neighbours[rank // self.per_node] - 1) / (len(part) - 1)
+                near[rank] += leaving * share
+                far[rank] += leaving * (1 - share)
+        mixed_s = max(self._sums(near)) / (self.bus.mixed_gb_s * 1e9)
+        return max(mixed_s, self._seconds(near, far))
+
+    def stream_s(self, pairs: Sequence[tuple[int, int]], num_bytes: float) -> float:
+        """Seconds in which the first rank of each pair sends to the second, all at once."""
+        near, far = [0.0] * self.size, [0.0] * self.size
+        for sender, receiver in pairs:
+            is_near = sender // self.per_node == receiver // self.per_node
+            (near if is_near else far)[sender] += num_bytes
+        return self._seconds(near, far)
+
+    def _seconds(self, near: Sequence[float], far: Sequence[float]) -> float:
+        """The slower of bus and network, since bytes pass over both at once."""
+        bus_s = max(near) / (self.bus.gpu_gb_s * 1e9)
+        return max(bus_s, max(self._sums(far)) / (self.between_gb_s * NETWORK_SHARE * 1e9))
+
+    def _sums(self, of_ranks: Sequence[float]) -> list[float]:
+        starts = range(0, self.size, self.per_node)
+        return [sum(of_ranks[start : start + self.per_node]) for start in starts]
+
+    def __str__(self) -> str:
+        """In words."""
+        here = min(self.size, self.per_node)
+        words = f"{here} in a machine over {self.bus.name}" if here > 1 else "one in a machine"
+        if self.nodes == 1:
+            return words
+        return f"{words}, {self.nodes} machines over {8 * self.between_gb_s:g} Gbit/s"
+
+
+ALONE = Fabric()
+"""One rank."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a pipeline.
+
+    Attributes:
+        stages: of each rank; every layer is in one of them.
+        shares: of each stage, its part of the operations of a step; they sum to 1.
+        slot: of the slowest chunk, its part of them; without chunks that of the slowest stage.
+        reason: in a sentence.
+    """
+
+    stages: tuple[Stage, ...]
+    shares: tuple[float, ...]
+    slot: float
+    reason: str
+
+
+def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
+    """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
+
+    Of stages that all take as long; the same for gpipe and 1f1b, which have one chunk (Narayanan et
+    al., arXiv 2104.04473, section 2.2, there as a part of the time of products).
+
+    Args:
+        stages: ranks of the pipeline, p.
+        micro_batches: that flow through it, m; perhaps a mean.
+        chunks: runs of layers that each rank has, v.
+    """
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
+    """How many micro-batches flow through an interleaved pipeline in one go.
+
+    Torch's schedule takes them in rounds that are alike, which not every number allows: it has to
+    divide by max(1, m // p). Of others those beyond a multiple of the stages come in a go of their
+    own, so that gradients are added up in the same order.
+
+    Args:
+        micro_batches: of the pipeline, m.
+        stages: p.
+    """
+    if micro_batches % max(1, micro_batches // stages) == 0:
+        return (micro_batches,)
+    rest = micro_batches % stages
+    return micro_batches - rest, rest
+
+
+def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
+    """Cuts the layers of a model evenly by the operations of a step.
+
+    Args:
+        run: the model.
+        num_owned: experts that the peer trains.
+        stages: at least one.
+        chunks: runs of layers that each stage has: of two stages with two chunks the first has the
+            first and third quarter of the layers. At most one layer for each chunk of all stages.
+    """
+    layers = run.model.num_hidden_layers
+    layer, head = layer_step_flops(run, num_owned), head_step_flops(run.model)
+    costs = [layer] * (layers - 1) + [layer + head]
+    parts = cut_evenly(costs, stages * chunks)
+    sums = [sum(costs[part.start : part.stop]) / sum(costs) for part in parts]
+    shares = tuple(sum(sums[stage::stages]) for stage in range(stages))
+    names = " | ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+    slowest = "chunk" if chunks > 1 else "stage"
+    reason = (
+        f"layers {names}, with the head, which counts as {head / layer:.1f} layers, in the last "
+        f"{slowest}; the slowest one computes {max(sums):.1%} of a step"
+    )
+    held = [parts[stage::stages] for stage in range(stages)]
+    layers_of = [own[0] if chunks == 1 else tuple(chain(*own)) for own in held]
+    return Cut(tuple(Stage(each, layers) for each in layers_of), shares, max(sums), reason)
+
+
+def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
+    """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
+
+    Among such cuts it is the one with the least sum of squares, so the other parts are even too.
+
+    Args:
+        costs: of each item, above 0.
+        stages: number of parts, of one item at least; at most the number of items.
+    """
+    assert 0 < stages <= len(costs), (stages, len(costs))
+    return _cut_evenly(tuple(costs), stages)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
+    """A planner asks for the same cut again and again."""
+    sums = [0.0, *accumulate(costs)]
+    possible = sorted(sums[stop] - sums[start] for start, stop in combinations(range(len(sums)), 2))
+    limit = possible[
+        bisect.bisect_left(possible, x=True, key=lambda limit: _parts(sums, limit) <= stages)
+    ]
+    # Of the first so many items: the least sum of squares, and where the parts end.
+    least: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for _ in range(stages):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, stop in combinations(range(len(sums)), 2):
+            part = sums[stop] - sums[start]
+            if start in least and part <= limit:
+                squares, ends = least[start]
+                with_it = (squares + part**2, (*ends, stop))
+                found[stop] = min(found.get(stop, with_it), with_it)
+        least = found
+    _, ends = least[len(costs)]
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+
+def _parts(sums: Sequence[float], limit: float) -> float:
+    """The least number of consecutive parts, none of which exceeds a limit."""
+    number, start = 0, 0
+    while start < len(sums) - 1:
+        stop = start
+        while stop + 1 < len(sums) and sums[stop + 1] - sums[start] <= limit:
+            stop += 1
+        if stop == start:
+            return float("inf")
+        number, start = number + 1, stop
+    return number
+
+
+Sets = tuple[tuple[int, ...], ...]
+"""Sets of ranks, each rank in one of them."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a peer.
+
+    Attributes:
+        size: number of ranks.
+        ep: ranks of a stage, over which the experts are dealt out.
+        pp: stages of a group, over which the layers are cut; `ep` times `pp` divides `size`.
+        tp: ranks of a stage, over which the heads of attention are cut: 1 or `ep`.
+    """
+
+    size: int
+    ep: int
+    pp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Holds the rule."""
+        assert self.ep > 0 and self.pp > 0 and self.size % self.width == 0, self
+        assert self.tp in {1, self.ep}, self
+
+    @property
+    def width(self) -> int:
+        """Ranks of a group, which hold every layer and expert once."""
+        return self.ep * self.pp
+
+    @property
+    def replicas(self) -> Sets:
+        """The ranks of each seat: they hold the same."""
+        return tuple(tuple(range(seat, self.size, self.width)) for seat in range(self.width))
+
+    @property
+    def sharers(self) -> Sets:
+        """The ranks of each stage of each group: they share the experts of its layers."""
+        return tuple(tuple(range(at, at + self.ep)) for at in range(0, self.size, self.ep))
+
+    @property
+    def pipelines(self) -> Sets:
+        """Of each group, and each expert seat in it, a rank of every stage, in their order."""
+        width, ep = self.width, self.ep
+        firsts = (group + seat for group in range(0, self.size, width) for seat in range(ep))
+        return tuple(tuple(range(first, first + width, ep)) for first in firsts)
+
+    @property
+    def stages(self) -> Sets:
+        """The ranks of each stage in all groups: they hold the same shared tensors."""
+        ranks = range(self.size)
+        return tuple(
+            tuple(rank for rank in ranks if self.stage(rank) == stage) for stage in range(self.pp)
+        )
+
+    @property
+    def streams(self) -> Sets:
+        """Ranks with different micro-batches: all of a stage, unless some share these."""
+        return self.stages if self.tp == 1 else self.replicas
+
+    @property
+    def ends(self) -> Sets:
+        """First and last rank of each pipeline together, all others alone."""
+        if self.pp == 1:
+            return tuple((rank,) for rank in range(self.size))
+        both = [(ranks[0], ranks[-1]) for ranks in self.pipelines]
+        inner = [(rank,) for ranks in self.pipelines for rank in ranks[1:-1]]
+        return (*both, *inner)
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return rank % self.width // self.ep
+
+
+@dataclass(frozen=True)
+class Move:
+    """An expert that goes from one seat to another."""
+
+    expert: int
+    giver: int
+    taker: int
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Which seat of a group holds which experts.
+
+    Attributes:
+        owned: of each seat the experts that this peer trains, ascending.
+        frozen: of each seat the others, ascending.
+    """
+
+    owned: tuple[tuple[int, ...], ...]
+    frozen: tuple[tuple[int, ...], ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All experts: seat after seat, and of each the owned ones first."""
+        seats = zip(self.owned, self.frozen, strict=True)
+        return tuple(expert for owned, frozen in seats for expert in (*owned, *frozen))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many experts each seat holds."""
+        return tuple(len(o) + len(f) for o, f in zip(self.owned, self.frozen, strict=True))
+
+    @property
+    def seats(self) -> dict[int, int]:
+        """Expert -> seat."""
+        kinds = (self.owned, self.frozen)
+        return {e: seat for kind in kinds for seat, experts in enumerate(kind) for e in experts}
+
+    def moves(self, to: Dealing) -> tuple[Move, ...]:
+        """What goes elsewhere when `to` takes the place of this dealing, by expert."""
+        now, then = self.seats, to.seats
+        return tuple(Move(e, now[e], then[e]) for e in sorted(now) if now[e] != then[e])
+
+
+def deal(
+    owned: Collection[int], num_experts: int, ep: int, former: Dealing | None = None
+) -> Dealing:
+    """Deals the experts of a layer out over the seats of a group.
+
+    Owned and frozen experts are each dealt evenly, since they cost different memory: two seats
+    differ by one of a kind at most. As few experts as possible leave their seat, and among these
+    rather those whose kind changes: what was trained before has moments to take along.
+
+    Args:
+        owned: the experts that this peer trains.
+        num_experts: of a layer.
+        ep: number of seats.
+        former: the dealing so far; None for none.
+    """
+    seats = former.seats if former else {}
+    before = {e for experts in former.owned for e in experts} if former else set[int]()
+    trained = sorted(set(owned))
+    others = [expert for expert in range(num_experts) if expert not in set(trained)]
+    mine = _dealt(trained, seats, before, [0] * ep)
+    rest = _dealt(others, seats, set(seats) - before, [len(each) for each in mine])
+    return Dealing(mine, rest)
+
+
+def _dealt(
+    experts: Sequence[int], seats: Mapping[int, int], settled: Collection[int], taken: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Deals the experts of one kind.
+
+    Args:
+        experts: of this kind, ascending.
+        seats: where experts lie so far.
+        settled: those that were of this kind before.
+        taken: how many of the other kind each seat has: those with few come first.
+    """
+    ep = len(taken)
+    there: list[list[int]] = [[] for _ in range(ep)]
+    for expert in sorted(experts, key=lambda e: (e not in settled, e)):
+        if expert in seats:
+            there[seats[expert]].append(expert)
+    least, more = divmod(len(experts), ep)
+    # Seats that hold most already may hold one more: each of these is an expert less that moves.
+    first = sorted(range(ep), key=lambda seat: (-len(there[seat]), taken[seat], seat))[:more]
+    room = [least + (seat in first) for seat in range(ep)]
+    kept = [there[seat][: room[seat]] for seat in range(ep)]
+    staying = {expert for each in kept for expert in each}
+    rest = iter([expert for expert in experts if expert not in staying])
+    for seat in range(ep):
+        kept[seat] += [next(rest) for _ in range(room[seat] - len(kept[seat]))]
+    return tuple(tuple(sorted(each)) for each in kept)

@@ -1,0 +1,252 @@
+"""Fused AdamW over the tensors that a peer owns, with moments that follow experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import OptimizerConfig
+from swarm.errors import CorruptState
+from swarm.experts import stacked_tensors
+from swarm.train.engine.adam_moments import (
+    KINDS,
+    SCALE,
+    Moments,
+    MomentsFormat,
+    Piece,
+    Update,
+    update_piece,
+    update_tensors,
+)
+from swarm.train.engine.tensor_file import Form, forms_of
+
+PIECE = 2**21
+"""Elements that a thread of the CPU updates at once: some 5 ms, against 0.1 ms in which Python
+prepares a piece and no other thread can."""
+PIECE_GPU = 2**24
+
+
+class OwnedAdamW:
+    """AdamW of a changing set of parameters under one common count of updates.
+
+    Weight decay applies to everything trained (norms and embeddings too) and, since nothing else is
+    here, never to a frozen expert. Source: Loshchilov and Hutter, arXiv 1711.05101.
+
+    Attributes:
+        updates: how many updates bias correction counts. It is common to all parameters: an
+            expert that is owned anew starts with zero moments under the count of the others, so its
+            first update is about half of the learning rate and needs no warm-up of its own.
+    """
+
+    def __init__(self, settings: OptimizerConfig, form: MomentsFormat = "fp32") -> None:
+        self._settings, self._form = settings, form
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._moments: dict[str, Moments] = {}
+        self._owned: tuple[int, ...] = ()
+        self.updates = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters, in the order of their names."""
+        return list(self._parameters.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of `parameters`."""
+        return list(self._parameters)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of all moments."""
+        parts = [part for moments in self._moments.values() for part in moments.parts.values()]
+        return sum(part.nbytes for part in parts)
+
+    def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
+        """Trains `parameters` from now on.
+
+        Moments of shared tensors and of experts that stay keep every bit; those of experts
+        that go are freed; those of new experts are zero.
+
+        Args:
+            parameters: by name; owned experts as stacks whose row k is expert `owned[k]`.
+            owned: the experts behind the stacks' rows.
+        """
+        old, old_owned = self._moments, self._owned
+        self._parameters = dict(sorted(parameters.items()))
+        self._owned, self._moments = tuple(owned), {}
+        for name, parameter in self._parameters.items():
+            is_stack = bool(stacked_tensors(name, owned))
+            rows = len(self._owned) if is_stack else 1
+            kept = old.pop(name, None)
+            if kept is not None and (not is_stack or old_owned == self._owned):
+                self._moments[name] = kept
+                continue
+            size = parameter.numel() // rows
+            moments = self._new_moments(rows, size, parameter.device)
+            self._moments[name] = moments
+            for row, expert in enumerate(self._owned):
+                if kept is not None and expert in old_owned:
+                    self._keep_row(moments, row, kept, old_owned.index(expert))
+
+    def _new_moments(self, rows: int, size: int, device: torch.device) -> Moments:
+        return Moments.zeros(self._form, rows, size, device)
+
+    def _keep_row(self, new: Moments, row: int, old: Moments, old_row: int) -> None:
+        new.copy_row(row, old, old_row)
+
+    def update(self, lr: float) -> None:
+        """One AdamW update by the gradients, all of which must be there; then frees them."""
+        assert self._parameters, "nothing to train: call follow first"
+        gradients = [parameter.grad for parameter in self.parameters]
+        assert all(gradient is not None for gradient in gradients)
+        update = self.next_update(lr)
+        if self._form == "fp32":
+            values = [parameter.detach() for parameter in self.parameters]
+            moments = [
+                tuple(moment.parts[kind].view(value.shape) for kind in KINDS)
+                for moment, value in zip(self._moments.values(), values, strict=True)
+            ]
+            update_tensors(values, gradients, moments, update)  # type: ignore[arg-type]
+        else:
+            for piece in self.pieces():
+                gradient = self._parameters[piece.name].grad
+                assert gradient is not None
+                self.update_piece(piece, gradient.view(-1)[piece.in_whole], update)
+        self.updates += 1
+        self.free_gradients()
+
+    def next_update(self, lr: float) -> Update:
+        """The update that follows those so far."""
+        return Update(self._settings, lr, self.updates + 1)
+
+    def pieces(self) -> list[Piece]:
+        """All parameters, cut so that each piece can be updated by itself."""
+        pieces = []
+        for name, parameter in self._parameters.items():
+            rows, size = self._moments[name].flat().parts["exp_avg"].shape
+            step = PIECE_GPU if parameter.is_cuda else PIECE
+            for row in range(rows):
+                cuts = range(0, size, step)
+                pieces += [Piece(name, row, at, min(size, at + step), row * size) for at in cuts]
+        return pieces
+
+    def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
+        """Updates a piece by its fp32 gradient; any pieces at once, from any threads.
+
+        The caller adds to `updates` once all pieces are done.
+        """
+        master_x = self._parameters[piece.name].detach().view(-1)[piece.in_whole]
+        update_piece(master_x, gradient_x, self._moments[piece.name].flat(), piece, update)
+
+    def free_gradients(self) -> None:
+        """Drops all gradients without an update."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def count_from(self, updates: int) -> None:
+        """Sets the common count of updates, as for a peer that joins a run at a later step."""
+        self.updates = updates
+
+    def masters(self) -> dict[str, Tensor]:
+        """Views of all parameters by Hugging Face name, one for each owned expert's matrix."""
+        return self.by_tensor(self._parameters)
+
+    def by_tensor(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of a buffer that is laid out as the parameters; see `masters`."""
+        views: dict[str, Tensor] = {}
+        for name in self._parameters:
+            rows = stacked_tensors(name, self._owned)
+            value = values[name].detach()
+            views.update(zip(rows, value, strict=True) if rows else [(name, value)])
+        return views
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of those moments that are here, fp32 on the CPU, whatever their format.
+
+        Returns:
+            "exp_avg." and "exp_avg_sq." before the names, as in `state`.
+        """
+        found = {}
+        for name, (moments, row, shape) in self._rows().items():
+            if name in names:
+                values = moments.load(row, slice(0, math.prod(shape)))
+                for kind, value in zip(KINDS, values, strict=True):
+                    found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(shape)
+        return found
+
+    def write_moments(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites those moments that are here; `values` is as `read_moments` gives them."""
+        for name, (moments, row, shape) in self._rows().items():
+            if f"{KINDS[0]}.{name}" in values:
+                mean, square = (
+                    values[f"{kind}.{name}"].reshape(-1).to(moments.parts[kind].device)
+                    for kind in KINDS
+                )
+                moments.store(row, slice(0, math.prod(shape)), (mean, square), seed=0)
+
+    def _rows(self) -> dict[str, tuple[Moments, int, torch.Size]]:
+        """Where each tensor's moments are: storage, row of it, shape of the tensor."""
+        rows = {}
+        for name, parameter in self._parameters.items():
+            experts = stacked_tensors(name, self._owned)
+            shape = parameter.shape[1:] if experts else parameter.shape
+            for row, of_row in enumerate(experts or (name,)):
+                rows[of_row] = (self._moments[name], row, shape)
+        return rows
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names."""
+        state = {f"master.{name}": value for name, value in self.masters().items()}
+        for name, (moments, row, shape) in self._rows().items():
+            for kind, part in moments.parts.items():
+                whole = part[row] if kind.endswith(SCALE) else part[row].view(shape)
+                state[f"{kind}.{name}"] = whole
+        return state
+
+    def take(self, stored: Mapping[str, Tensor]) -> None:
+        """Overwrites some tensors under the names of `state`, as they are stored."""
+        views = self.state()
+        for name, tensor in stored.items():
+            views[name].copy_(tensor)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over masters and moments under the names of `state`, in whatever format.
+
+        `tensors` may read a tensor whenever it is asked for, which is once.
+
+        Raises:
+            CorruptState: a tensor is missing or of another shape; nothing was changed then.
+        """
+        forms, masters = forms_of(tensors), self.masters()
+        for name, master in masters.items():
+            require_stored(forms, name, master.shape)
+        for name, master in masters.items():
+            master.copy_(tensors[f"master.{name}"])
+        for name, moments in self._moments.items():
+            for row, of_row in enumerate(stacked_tensors(name, self._owned) or (name,)):
+                moments.copy_row(row, stored_moments(tensors, forms, of_row), 0)
+
+
+def require_stored(forms: Mapping[str, Form], name: str, shape: Sequence[int]) -> None:
+    """Raises CorruptState unless a private state of these forms has a tensor of this shape."""
+    found = [forms.get(f"{kind}.{name}") for kind in ("master", *KINDS)]
+    scales = [f"{kind}{SCALE}.{name}" in forms for kind in KINDS if is_coded(forms, name)]
+    if not all(scales) or any(each is None or each[1] != tuple(shape) for each in found):
+        raise CorruptState(f"the private state belongs to another model: {name}")
+
+
+def is_coded(forms: Mapping[str, Form], name: str) -> bool:
+    """Whether a private state has int8 moments of a tensor, so that scales belong to them."""
+    dtype, _ = forms.get(f"{KINDS[0]}.{name}", (torch.float32, ()))
+    return dtype.itemsize == 1
+
+
+def stored_moments(tensors: Mapping[str, Tensor], forms: Mapping[str, Form], name: str) -> Moments:
+    """Moments of one tensor as a private state has them, see `require_stored`."""
+    formats: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
+    kinds = [*KINDS, *(kind + SCALE for kind in KINDS if is_coded(forms, name))]
+    parts = {kind: tensors[f"{kind}.{name}"].reshape(1, -1) for kind in kinds}
+    return Moments(formats[parts[KINDS[0]].element_size()], parts)

@@ -1,0 +1,133 @@
+"""Sizes behind predictions of memory: what an engine needs, parameters as it holds them. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.experts import Shape, shared_shapes
+from swarm.model.cost import owned_per_peer, parameters
+from swarm.model.frozen import frozen_bytes
+from swarm.model.moe import matrix_shapes
+from swarm.train.engine.adam_moments import MomentsFormat
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.mesh import Cut, cut_of
+
+BUCKET = 2**22
+"""Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
+UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
+"""Beside gradients, of each element of a piece while it is updated: moments in fp32, and what
+rounding them takes."""
+MASTER_BYTES = GRADIENT_BYTES = 4
+"""Bytes of an fp32 master or gradient, per trained parameter."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that an engine needs at its peak.
+
+    Attributes:
+        device_state: weights, gradients and, in the resident engine, moments and buffers between
+            stages, on the device.
+        activations: the most that exists beside them on the device, in a step or, of a streaming
+            engine, while a held-out loss is computed.
+        host: masters, moments, gradients and activation checkpoints in host memory.
+        disk: frozen experts in mapped files of the engine's own; what is kept for new workers.
+        crowding: what a rank may need beside that on the device, where tokens of others come to
+            its experts: for `CROWDING` more rows than an even share.
+    """
+
+    device_state: float
+    activations: float
+    host: float
+    disk: float
+    crowding: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Peak on the device."""
+        return self.device_state + self.activations
+
+    @property
+    def crowded(self) -> float:
+        """Peak on the device where tokens crowd, by which a plan is chosen."""
+        return self.device + self.crowding
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters, split as engines hold them.
+
+    Attributes:
+        layer_shared: of a layer, trained by everybody.
+        layer_cast: those of them that travel in the compute type.
+        layer_owned: of a layer's experts, the owned ones.
+        table: embedding or head.
+        trained: all that is trained.
+        layer_heads: of a layer's shared ones, those of this rank's heads where these are cut.
+        layer_elsewhere: the heads of other ranks; counted nowhere else.
+    """
+
+    layer_shared: int
+    layer_cast: int
+    layer_owned: int
+    table: int
+    trained: int
+    layer_heads: int = 0
+    layer_elsewhere: int = 0
+
+    @property
+    def layer(self) -> int:
+        """Trained parameters of a layer."""
+        return self.layer_shared + self.layer_owned
+
+
+def is_cast(name: str) -> bool:
+    """Whether a tensor travels to the device in the compute type: its only use is a product.
+
+    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
+    """
+    return ".experts.owned." in name or (".self_attn." in name and name.endswith("_proj.weight"))
+
+
+@lru_cache(maxsize=256)
+def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
+    """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
+    first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
+    counted = parameters(model)
+    layers = model.num_hidden_layers
+    per_layer = counted.per_expert // layers
+    # Attention's matrices are cut over heads, and are all that is cast.
+    cast = num_elements({name: shape for name, shape in first.items() if is_cast(name)})
+    cut = cast
+    if model.qk_norm == "projection":
+        cut += (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    elsewhere = cut - cut // tp
+    return Sizes(
+        layer_shared=num_elements(first) - elsewhere,
+        layer_cast=cast // tp,
+        layer_owned=num_owned * per_layer,
+        table=model.vocab_size * model.hidden_size,
+        trained=counted.shared + num_owned * counted.per_expert - layers * elsewhere,
+        layer_heads=cut // tp if tp > 1 else 0,
+        layer_elsewhere=elsewhere,
+    )
+
+
+def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
+    """Frozen experts of one layer, on the worker that has most where they are dealt out."""
+    frozen = -(-(run.model.num_experts - num_owned) // options.ep)
+    shapes = matrix_shapes(run.model).values()
+    return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
+
+
+def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
+    """The stages of a pipeline: by what a peer owns in the beginning, so that layers never move."""
+    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
+
+
+def num_elements(shapes: dict[str, Shape]) -> int:
+    """Of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,609 @@
+"""Data and expert parallel with masters and moments that are cut over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import OptimizerConfig
+from swarm.experts import Slice, stacked_tensors
+from swarm.model.transformer import DTYPES
+from swarm.train.engine import adam_moments
+from swarm.train.engine.engine import StandIn, is_trained
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.guard import norm_of, square_sum
+from swarm.train.engine.optimizer import (
+    PIECE,
+    PIECE_GPU,
+    OwnedAdamW,
+    require_stored,
+    stored_moments,
+)
+from swarm.train.engine.ranks import Ranks
+from swarm.train.engine.sizes import is_cast
+from swarm.train.engine.tensor_file import LazyTensors, forms_of
+from swarm.train.parallel.data_parallel import RankEngine
+
+STEP = 64
+"""Elements: no processor has wider registers."""
+
+
+def is_compute_copy(name: str) -> bool:
+    """Whether every use of a parameter casts it, so that ranks need no fp32 master of all of it.
+
+    Attention, head and experts; a tied head is an embedding, whose fp32 values are the residual
+    stream.
+    """
+    return is_cast(name) or name == "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter that is cut over ranks.
+
+    Attributes:
+        rows: experts of a stack, else 1.
+        size: elements of a row.
+        bounds: of the flattened parameter, where the run of each rank begins, and the end.
+        by_row: whether moments lie in blocks that begin with each row.
+    """
+
+    rows: int
+    size: int
+    bounds: tuple[int, ...]
+    by_row: bool
+
+    @classmethod
+    def of(cls, rows: int, size: int, ways: int, form: adam_moments.MomentsFormat) -> Cut:
+        """Cuts a parameter over so many ranks.
+
+        Args:
+            rows: experts of a stack, else 1.
+            size: elements of a row.
+            ways: number of ranks.
+            form: of the moments.
+        """
+        by_row = form == "int8"
+        step, unit = (adam_moments.BLOCK, size) if by_row else (STEP, rows * size)
+
+        def begin(target: int) -> int:
+            row, inner = divmod(target, unit)
+            return row * unit + inner // step * step
+
+        starts = [begin(rows * size * rank // ways) for rank in range(ways)]
+        return cls(rows, size, (*starts, rows * size), by_row)
+
+    def run(self, rank: int) -> slice:
+        """The elements of a rank, of the flattened parameter."""
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def in_row(self, rank: int, row: int) -> slice:
+        """Those of a row, counted from where it begins; perhaps none."""
+        run, first = self.run(rank), row * self.size
+        start = min(max(run.start - first, 0), self.size)
+        return slice(start, max(start, min(run.stop - first, self.size)))
+
+    def pieces(self, name: str, rank: int) -> Iterator[adam_moments.Piece]:
+        """The run of a rank, apart where blocks begin anew; the parameter is one row elsewhere."""
+        if not self.by_row:
+            run = self.run(rank)
+            if run.stop > run.start:
+                yield adam_moments.Piece(name, 0, run.start, run.stop, 0)
+            return
+        for row in range(self.rows):
+            part = self.in_row(rank, row)
+            if part.stop > part.start:
+                yield adam_moments.Piece(name, row, part.start, part.stop, row * self.size)
+
+    def together(
+        self, piece: adam_moments.Piece, step: int
+    ) -> Iterator[tuple[adam_moments.Piece, adam_moments.Piece]]:
+        """A piece cut as an update of the whole parameter is, and the whole of each of these.
+
+        Args:
+            piece: of `pieces`.
+            step: elements that the update takes at once.
+        """
+        end = self.size if self.by_row else self.rows * self.size
+        for start in range(piece.start // step * step, piece.stop, step):
+            stop = min(start + step, end)
+            part = adam_moments.Piece(
+                piece.name, piece.row, max(start, piece.start), min(stop, piece.stop), piece.offset
+            )
+            yield part, adam_moments.Piece(piece.name, piece.row, start, stop, piece.offset)
+
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of a piece of a parameter, which this rank has.
+
+    Attributes:
+        piece: which.
+        master_x: fp32; a view of the parameter where that is fp32.
+        moments: of one row, the piece.
+    """
+
+    piece: adam_moments.Piece
+    master_x: Tensor
+    moments: adam_moments.Moments
+
+    def common(self, flat: slice) -> slice:
+        """What it has of a run of the flattened parameter; perhaps nothing."""
+        own = self.piece.in_whole
+        start = max(own.start, flat.start)
+        return slice(start, max(start, min(own.stop, flat.stop)))
+
+    def part(self, kind: str, flat: slice) -> Tensor:
+        """A view of what belongs to a run of the flattened parameter, by the kind of `state`."""
+        if flat.stop <= flat.start:
+            return self.master_x[:0]
+        first = self.piece.in_whole.start
+        local = slice(flat.start - first, flat.stop - first)
+        if kind == MASTER:
+            return self.master_x[local]
+        return self.moments.parts[kind][0, places(kind, local)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a tensor of the model lies: parameter, row of it, shape of the tensor."""
+
+    name: str
+    index: int
+    shape: torch.Size
+
+
+def take(held: Iterable[Held], cut: Cut, row: int, parts: Mapping[str, Tensor]) -> None:
+    """Puts whole parts [1, X] of a row where pieces of it are held."""
+    first = row * cut.size
+    for each in held:
+        run = each.common(slice(first, first + cut.size))
+        for kind, part in parts.items():
+            own = part[0, places(kind, slice(run.start - first, run.stop - first))]
+            each.part(kind, run).copy_(own)
+
+
+def places(kind: str, elements: slice) -> slice:
+    """Where a kind has what belongs to these elements of a row, which begin with a block."""
+    if not kind.endswith(adam_moments.SCALE) or elements.stop <= elements.start:
+        return elements
+    return slice(elements.start // adam_moments.BLOCK, -(-elements.stop // adam_moments.BLOCK))
+
+
+class ShardedAdamW(OwnedAdamW):
+    """As `OwnedAdamW`, for ranks that are called alike; questions for tensors are operations."""
+
+    def __init__(
+        self,
+        settings: OptimizerConfig,
+        form: adam_moments.MomentsFormat,
+        compute: torch.dtype,
+        ranks_of: Callable[[str], Ranks],
+    ) -> None:
+        """As `OwnedAdamW`.
+
+        Args:
+            settings: betas, epsilon and weight decay.
+            form: of the moments.
+            compute: type of all matrix products.
+            ranks_of: which ranks hold a parameter alike.
+        """
+        super().__init__(settings, form)
+        self._compute, self._ranks_of = compute, ranks_of
+        self._held: dict[str, list[Held]] = {}
+        self._cuts: dict[str, Cut] = {}
+        self._rows_by_name: dict[str, Row] = {}
+
+    # ------------------------------------------------ who has what
+
+    def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
+        """See `OwnedAdamW`; parameters that are not those before hold fp32 masters."""
+        before, old, was_owned = self._parameters, self._held, self._owned
+        held, cuts = dict[str, list[Held]](), dict[str, Cut]()
+        for name, parameter in sorted(parameters.items()):
+            if before.get(name) is parameter:
+                held[name], cuts[name] = old[name], self._cuts[name]
+                continue
+            rows = len(owned) if stacked_tensors(name, owned) else 1
+            cuts[name] = Cut.of(
+                rows, parameter.numel() // rows, self._ranks_of(name).size, self._form
+            )
+            held[name] = self._new(name, parameter, cuts[name])
+            for row, expert in enumerate(owned if name in old else ()):
+                if expert in was_owned:
+                    whole = self._moments_of(Row(name, was_owned.index(expert), torch.Size()))
+                    take(held[name], cuts[name], row, whole.parts)
+            if self.is_copy(name):
+                self._cast(parameter)
+        self._parameters, self._owned = dict(sorted(parameters.items())), tuple(owned)
+        self._held, self._cuts = held, cuts
+        self._rows_by_name = self._all_rows()
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a parameter is a copy in the compute type, whose master is nowhere whole."""
+        wanted = self._compute is not torch.float32 and is_compute_copy(name)
+        return wanted and self._ranks_of(name).size > 1
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments that this rank has."""
+        moments = [held.moments for each in self._held.values() for held in each]
+        return sum(part.nbytes for each in moments for part in each.parts.values())
+
+    def _new(self, name: str, parameter: nn.Parameter, cut: Cut) -> list[Held]:
+        flat_X, found = parameter.detach().view(-1), []
+        for piece in cut.pieces(name, self._ranks_of(name).rank):
+            master_x = flat_X[piece.in_whole]
+            moments = adam_moments.Moments.zeros(self._form, 1, len(master_x), parameter.device)
+            found.append(Held(piece, master_x.clone() if self.is_copy(name) else master_x, moments))
+        return found
+
+    def _cast(self, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self._compute)
+        parameter.grad_dtype = torch.float32
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Lets all parameters hold their fp32 masters, whole: as many bytes as gradients.
+
+        What is written to them meanwhile is forgotten; `follow` takes over new parameters.
+        """
+        kept, masters = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
+        for name, parameter in self._parameters.items():
+            if self.is_copy(name):
+                kept[parameter] = parameter.data
+                masters[name] = torch.empty_like(parameter.data, dtype=torch.float32).view(-1)
+                for held in self._held[name]:
+                    masters[name][held.piece.in_whole] = held.master_x
+        self._spread(masters)
+        try:
+            for name, master_X in masters.items():
+                parameter = self._parameters[name]
+                parameter.data = master_X.view(parameter.shape)
+            masters.clear()
+            yield
+        finally:
+            for parameter, copy in kept.items():
+                parameter.data = copy
+
+    def _spread(self, flat: Mapping[str, Tensor]) -> None:
+        """Gives all ranks the runs of each of some flat tensors that lie as the parameters."""
+        groups = dict[tuple[Ranks, torch.dtype], list[str]]()
+        for name, each in flat.items():
+            groups.setdefault((self._ranks_of(name), each.dtype), []).append(name)
+        for (ranks, _), names in groups.items():
+            ranks.spread(
+                [
+                    [flat[name][self._cuts[name].run(rank)] for name in names]
+                    for rank in range(ranks.size)
+                ]
+            )
+
+    # ------------------------------------------------ a step
+
+    def add_up(self) -> None:
+        """Sums gradients over the ranks: on each of them those of its runs."""
+        groups = dict[Ranks, list[str]]()
+        for name in self._parameters:
+            groups.setdefault(self._ranks_of(name), []).append(name)
+        flat = {name: _gradient(each) for name, each in self._parameters.items()}
+        for ranks, names in groups.items():
+            ranks.add_up_shares(
+                [
+                    [flat[name][self._cuts[name].run(rank)] for name in names]
+                    for rank in range(ranks.size)
+                ]
+            )
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """The gradients of this rank's runs [x], by parameter."""
+        return {
+            name: _gradient(each)[self._cuts[name].run(self._ranks_of(name).rank)]
+            for name, each in self._parameters.items()
+        }
+
+    def update(self, lr: float) -> None:
+        """See `OwnedAdamW`; afterwards every rank has the new values of all."""
+        update = self.next_update(lr)
+        pairs = [
+            (held, _gradient(self._parameters[name])[held.piece.in_whole])
+            for name, each in self._held.items()
+            for held in each
+        ]
+        if self._form != "fp32":
+            for held, gradient_x in pairs:
+                self._update_rounded(held, gradient_x, update)
+        elif pairs:
+            masters = [held.master_x for held, _ in pairs]
+            moments = [
+                (
+                    h.moments.parts[adam_moments.KINDS[0]][0],
+                    h.moments.parts[adam_moments.KINDS[1]][0],
+                )
+                for h, _ in pairs
+            ]
+            adam_moments.update_tensors(
+                masters, [gradient_x for _, gradient_x in pairs], moments, update
+            )
+        self.updates += 1
+        pairs.clear()
+        self.free_gradients()
+        values = {name: each.detach().view(-1) for name, each in self._parameters.items()}
+        for held in (each for found in self._held.values() for each in found):
+            if self.is_copy(held.piece.name):
+                values[held.piece.name][held.piece.in_whole] = held.master_x.to(self._compute)
+        self._spread(values)
+
+    def _update_rounded(self, held: Held, gradient_x: Tensor, update: adam_moments.Update) -> None:
+        """In the pieces of an update of the whole parameter, whose numbers it draws."""
+        step = PIECE_GPU if gradient_x.is_cuda else PIECE
+        for part, whole in self._cuts[held.piece.name].together(held.piece, step):
+            here = slice(part.start - held.piece.start, part.stop - held.piece.start)
+            values = held.moments.load(0, here)
+            adam_moments.update_tensors([held.master_x[here]], [gradient_x[here]], [values], update)
+            among = (part.start - whole.start, whole.stop - whole.start)
+            held.moments.store(
+                0, here, values, seed=adam_moments.seed_of(whole, update), among=among
+            )
+
+    # ------------------------------------------------ by tensor
+
+    def master(self, name: str) -> Tensor:
+        """The fp32 master of a tensor: collected from the ranks, or a view if it is whole here."""
+        row = self._rows_by_name[name]
+        return self._collected(row, MASTER).view(row.shape)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrites a run of elements of a tensor's master, as far as this rank has it."""
+        row = self._rows_by_name[name]
+        first = row.index * self._cuts[row.name].size + start
+        for held in self._held[row.name]:
+            run = held.common(slice(first, first + values.numel()))
+            own = values.reshape(-1)[run.start - first : run.stop - first]
+            held.part(MASTER, run).copy_(own)
+
+    def stored(self, kind: str, name: str) -> Tensor:
+        """A master or moment as `state` has it, collected from the ranks."""
+        row = self._rows_by_name[name]
+        found = self._collected(row, kind)
+        return found if kind.endswith(adam_moments.SCALE) else found.view(row.shape)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each tensor."""
+        parts = adam_moments.Moments.zeros(self._form, 1, 1, torch.device("meta")).parts
+        return (MASTER, *parts)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """See `OwnedAdamW`; each is collected when it is looked up."""
+        return _State(self)
+
+    def take(self, stored: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`; as far as this rank has them."""
+        rows = self._rows_by_name
+        for name, tensor in stored.items():
+            kind, _, of = name.partition(".")
+            row = rows[of]
+            take(self._held[row.name], self._cuts[row.name], row.index, {kind: tensor.view(1, -1)})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`."""
+        forms, views = forms_of(tensors), self.masters()
+        for name, row in self._rows_by_name.items():
+            require_stored(forms, name, row.shape)
+        for name, row in self._rows_by_name.items():
+            master, cut = tensors[f"{MASTER}.{name}"], self._cuts[row.name]
+            views[name].copy_(master)
+            self.write(name, 0, master)
+            whole = self._zeros(cut.size, views[name].device)
+            whole.copy_row(0, stored_moments(tensors, forms, name), 0)
+            take(self._held[row.name], cut, row.index, whole.parts)
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See `OwnedAdamW`."""
+        found = {}
+        for name, row in self._rows_by_name.items():
+            if name in names:
+                whole = self._moments_of(row)
+                values = whole.load(0, slice(0, math.prod(row.shape)))
+                for kind, value in zip(adam_moments.KINDS, values, strict=True):
+                    found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(row.shape)
+        return found
+
+    def write_moments(self, values: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`."""
+        for name, row in self._rows_by_name.items():
+            if f"{adam_moments.KINDS[0]}.{name}" in values:
+                size, device = math.prod(row.shape), self._parameters[row.name].device
+                whole = self._zeros(size, device)
+                mean, square = (
+                    values[f"{k}.{name}"].reshape(-1).to(device) for k in adam_moments.KINDS
+                )
+                whole.store(0, slice(0, size), (mean, square), seed=0)
+                take(self._held[row.name], self._cuts[row.name], row.index, whole.parts)
+
+    def _all_rows(self) -> dict[str, Row]:
+        rows = dict[str, Row]()
+        for name, parameter in self._parameters.items():
+            experts = stacked_tensors(name, self._owned)
+            shape = parameter.shape[1:] if experts else parameter.shape
+            rows |= {of: Row(name, index, shape) for index, of in enumerate(experts or (name,))}
+        return rows
+
+    def _zeros(self, size: int, device: torch.device) -> adam_moments.Moments:
+        return adam_moments.Moments.zeros(self._form, 1, size, device)
+
+    def _moments_of(self, row: Row) -> adam_moments.Moments:
+        kinds = self.kinds[1:]
+        return adam_moments.Moments(
+            self._form, {kind: self._collected(row, kind)[None] for kind in kinds}
+        )
+
+    def _collected(self, row: Row, kind: str) -> Tensor:
+        """All elements of one kind of a row, flat, from the ranks that have it alike."""
+        cut, parameter = self._cuts[row.name], self._parameters[row.name]
+        first = row.index * cut.size
+        if kind == MASTER and not self.is_copy(row.name):
+            return parameter.detach().view(-1)[first : first + cut.size]
+        if kind == MASTER:
+            found = torch.empty(cut.size, device=parameter.device)
+        else:
+            like = self._zeros(cut.size, torch.device("meta")).parts[kind][0]
+            found = torch.empty_like(like, device=parameter.device)
+        for held in self._held[row.name]:
+            run = held.common(slice(first, first + cut.size))
+            found[places(kind, slice(run.start - first, run.stop - first))] = held.part(kind, run)
+        ranks = self._ranks_of(row.name)
+        ranks.spread(
+            [[found[places(kind, cut.in_row(rank, row.index))]] for rank in range(ranks.size)]
+        )
+        return found
+
+
+class _State(LazyTensors):
+    """Masters and moments, each collected from the ranks when it is looked up."""
+
+    def __init__(self, optimizer: ShardedAdamW) -> None:
+        self._optimizer = optimizer
+
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `LazyTensors`; an operation of the ranks."""
+        return {name: (each.dtype, tuple(each.shape)) for name, each in self.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        kind, _, of = name.partition(".")
+        return self._optimizer.stored(kind, of)
+
+    def __iter__(self) -> Iterator[str]:
+        kinds, names = self._optimizer.kinds, self._optimizer.masters()
+        return (f"{kind}.{name}" for kind in kinds for name in names)
+
+    def __len__(self) -> int:
+        return len(self._optimizer.kinds) * len(self._optimizer.masters())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.view(-1)
+
+
+# What the methods do is said in `Engine`.
+# ruff: noqa: D102
+
+
+class ShardedEngine(RankEngine):
+    """As `RankEngine`; to read a trained tensor is an operation of all ranks that hold it."""
+
+    _optimizer: ShardedAdamW
+
+    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
+        compute = DTYPES[options.compute]
+        return ShardedAdamW(self._run.optimizer, options.moments, compute, self._alike)
+
+    def _alike(self, name: str) -> Ranks:
+        """The ranks that hold a parameter alike."""
+        is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
+        return self._replicas if is_dealt else self._same
+
+    # ------------------------------------------------ who holds what
+
+    def takes_part(self, name: str) -> bool:
+        return self.holds(name) if self._is_cut(name) else self.answers(name)
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether a tensor has a state that ranks share."""
+        return is_trained(name, self.owned) and name not in self._biases()
+
+    def own(self, experts: Sequence[int]) -> None:
+        if tuple(sorted(experts)) != self.owned:
+            with self._optimizer.whole():
+                super().own(experts)
+
+    # ------------------------------------------------ a step
+
+    def _add_up(self) -> None:
+        self._optimizer.add_up()
+
+    def _gradients_by_name(self) -> dict[str, Tensor]:
+        return self._optimizer.own_gradients()
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        names = self._trained_names()
+        # A row for each rank, so that the sum over them has one order.
+        squares = torch.zeros(self._ranks.size, len(names), dtype=torch.float64)
+        own = self._gradients_by_name()
+        here = [k for k, name in enumerate(names) if name in own and self._speaks_for(name)]
+        found = [square_sum(own[names[index]]) for index in here]
+        squares[self._ranks.rank, here] = torch.stack(found).cpu()
+        total = self._ranks.united(squares).sum(0)
+        values = norm_of(total, scale).to(self._device)
+        return dict(zip(names, values.unbind(), strict=True))
+
+    # ------------------------------------------------ values
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            if self._is_cut(name):
+                found[name] = self._optimizer.master(name).to("cpu", copy=True)
+            else:
+                found |= super().read([name])
+        return found
+
+    def read_part(self, part: Slice) -> Tensor:
+        whole_X = self.read([part.name])[part.name].view(-1)
+        return whole_X[part.start : part.stop].clone()
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        super().write(named)
+        for name in named:
+            if self._is_cut(name) and self.holds(name):
+                self._optimizer.write(name, 0, named[name])
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        super().write_part(part, values)
+        if self.holds(part.name):
+            self._optimizer.write(part.name, part.start, values)
+
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
+        with self._optimizer.whole():
+            return super().evaluate(tokens_BT1, scored_BT=scored_BT, agreed=agreed)
+
+    def _state_tensors(self) -> Mapping[str, Tensor]:
+        return _WithBiases(self._optimizer.state(), self._model.read(self._biases()))
+
+
+class _WithBiases(LazyTensors):
+    """A state that is collected, and the selection biases, which all ranks have."""
+
+    def __init__(self, cut: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
+        self._cut = cut
+        self._biases = {f"master.{name}": each for name, each in biases.items()}
+
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `LazyTensors`; an operation of the ranks."""
+        return {name: (each.dtype, tuple(each.shape)) for name, each in self.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._biases[name] if name in self._biases else self._cut[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._cut
+        yield from self._biases
+
+    def __len__(self) -> int:
+        return len(self._cut) + len(self._biases)

@@ -1,0 +1,304 @@
+"""The memory of an engine and of a peer's process, phase by phase, in bytes. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
+from swarm.model.moe import matrix_shapes
+from swarm.model.stage import Stage
+from swarm.model.transformer import DTYPES
+from swarm.train.engine.adam_moments import MOMENT_BYTES
+from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.engine.sizes import (
+    BUCKET,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    Need,
+    Sizes,
+    frozen_layer_bytes,
+    pipeline_cut,
+    sizes_of,
+)
+from swarm.train.planning import resident_memory
+from swarm.train.planning.activations import MicroBatchBytes
+
+
+def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0) -> Need:
+    """The peak of one step, or of a held-out loss, for a peer that owns so many experts.
+
+    Args:
+        run: the model and its micro-batches.
+        num_owned: experts that the peer trains.
+        options: of the engine, or of each worker.
+        workers: that share the micro-batches; 0 for as many as experts and layers are cut over.
+
+    Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
+    within 5 % of the peak of allocations, see `scripts/bench_memory.py`. Of a pipeline it is the
+    stage that needs most. Workers that stream have one host copy, and each of them needs its part.
+    """
+    if options.pp > 1:
+        return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.crowded)
+    if options.kind is EngineKind.RESIDENT:
+        return resident_memory.need_with_crowding(
+            run, num_owned, options, resident_memory.Held.of(run, options, workers)
+        )
+    return _streaming(run, num_owned, options, max(workers, 1))
+
+
+def rank_need(
+    run: RunConfig,
+    num_owned: int,
+    options: EngineOptions,
+    loads: resident_memory.Loads,
+    *,
+    workers: int,
+    rank: int,
+) -> Need:
+    """The peak of a step of one rank, from the rows that its experts get in that step.
+
+    Args:
+        run: the model and its micro-batches.
+        num_owned: experts that the peer trains.
+        options: of the workers.
+        loads: the rows of this rank.
+        workers: in all.
+        rank: of these.
+    """
+    held = resident_memory.Held.of(run, options, workers)
+    if options.pp > 1:
+        stages = resident_memory.held_by_stages(run, options, workers)
+        held = stages[rank % (options.ep * options.pp) // options.ep]
+    return resident_memory.resident_need(run, num_owned, options, held, loads)
+
+
+def largest_tensor_bytes(model: ModelConfig) -> int:
+    """The largest tensor of the model in fp32."""
+    return max(4 * sizes_of(model, 0).table, expert_matrix_bytes(model))
+
+
+def expert_matrix_bytes(model: ModelConfig) -> int:
+    """One matrix of one expert in one layer, in fp32."""
+    return 4 * max(math.prod(shape) for shape in matrix_shapes(model).values())
+
+
+def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
+    """The owned experts of one layer, in fp32."""
+    return 4 * sizes_of(model, num_owned).layer_owned
+
+
+def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
+    """Bytes beside `Need.device_state` while a resident engine exchanges its experts.
+
+    The masters of before live until the last layer has its new ones, so that an engine that lacks
+    memory for these can step down; the frozen experts of one layer exist twice. A step needs as
+    much for its gradients.
+    """
+    owned = sizes_of(run.model, -(-num_owned // options.ep), options.tp).layer_owned
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    layers = -(-run.model.num_hidden_layers // options.pp)
+    return layers * MASTER_BYTES * owned + frozen
+
+
+def evaluation_bytes(
+    run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 1
+) -> float:
+    """Bytes beside `Need.device_state` while a held-out loss is computed, in fp32, without a graph.
+
+    Activations of one layer, a slice of logits, and one expert's matrices as they are converted. A
+    streaming engine gives that state up meanwhile, for the fp32 masters of two layers and the head,
+    and takes all micro-batches of a pass through a layer together; it may need less than the state.
+    """
+    micro = MicroBatchBytes(run, replace(options, compute="fp32"))
+    if options.kind is EngineKind.RESIDENT:
+        matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
+        return micro.kept() + 3 * micro.checkpoint() + micro.logits() + 4 * matrices
+    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    masters = min(2, layers) * (MASTER_BYTES * sizes.layer + frozen) + MASTER_BYTES * sizes.table
+    waiting = options.evaluated_together(run, workers) * micro.checkpoint()
+    computing = micro.evaluated(sizes.table, options.frozen)
+    state = _streaming_state(run, num_owned, options)
+    return max(0.0, masters + waiting + computing - state)
+
+
+def stage_needs(
+    run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0
+) -> tuple[Need, ...]:
+    """The peak of one step on a worker of each stage, in their order; as `need_of`."""
+    stages = resident_memory.held_by_stages(run, options, workers)
+    return tuple(
+        resident_memory.need_with_crowding(run, num_owned, options, held) for held in stages
+    )
+
+
+def trained_by_stage(
+    run: RunConfig, num_owned: int, options: EngineOptions
+) -> list[tuple[int, int]]:
+    """Of a worker of each stage the trained parameters: those that every one of the stage has.
+
+    And those of its experts, and of its heads where these are cut.
+    """
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
+    stages = [Stage.whole(run.model)]
+    if options.pp > 1:
+        stages = list(pipeline_cut(run, options).stages)
+    owned = [len(stage.layers) * (sizes.layer_owned + sizes.layer_heads) for stage in stages]
+    trained = [resident_memory.Held(stage).trained(run.model, sizes) for stage in stages]
+    return [(each - own, own) for each, own in zip(trained, owned, strict=True)]
+
+
+def _streaming_state(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
+    """Weights and gradients of a streaming engine on the device."""
+    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    own = layers if options.resident_layers is None else min(options.resident_layers, layers)
+    places = own + min(2, layers - own)
+    layer = _wire(sizes, options) + frozen_layer_bytes(run, num_owned, options)
+    # Norm and head, or the tied embedding, and the gradient of one of them at a time.
+    ends = (4 + GRADIENT_BYTES) * sizes.table
+    return places * layer + 2 * GRADIENT_BYTES * sizes.layer + ends
+
+
+def _wire(sizes: Sizes, options: EngineOptions) -> int:
+    """The trained tensors of a layer as they travel to the device."""
+    cast = sizes.layer_cast + sizes.layer_owned
+    return 4 * (sizes.layer_shared - sizes.layer_cast) + DTYPES[options.compute].itemsize * cast
+
+
+def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: int) -> Need:
+    """Of each worker; of the one host copy its part, so that all together need all of it."""
+    model, sizes = run.model, sizes_of(run.model, num_owned)
+    layers, compute = model.num_hidden_layers, DTYPES[options.compute].itemsize
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    device = _streaming_state(run, num_owned, options)
+    micro = MicroBatchBytes(run, options)
+    batches = options.together(run, workers)
+    checkpoints = layers * batches * micro.checkpoint()
+    on_device = options.activation_checkpoints is ActivationCheckpoints.DEVICE
+    kept = batches * (layers * micro.routing(gradients=True) + micro.checkpoint())
+    kept += checkpoints if on_device else 2 * micro.checkpoint()
+    # With its output, as it is computed again to the end.
+    layer = micro.kept_again() + micro.checkpoint()
+    layer += compute * (sizes.layer_cast + sizes.layer_owned)
+    layer += micro.backward(sizes.layer_owned, frozen)
+    # A bucket of gradients, what other workers send of it, and its sums.
+    bucket = min(BUCKET, max(sizes.table, sizes.layer))
+    adding = GRADIENT_BYTES * bucket * (2 + 1 / workers) if workers > 1 else 0.0
+    activations = kept + max(micro.head(sizes.table), layer, adding)
+    activations = max(activations, evaluation_bytes(run, num_owned, options, workers))
+    host = (MASTER_BYTES + MOMENT_BYTES[options.moments]) * sizes.trained
+    host += layers * _wire(sizes, options) if compute < 4 else 0
+    shared = options.gradient_buffers
+    host += GRADIENT_BYTES * (2 * sizes.table + sizes.layer * (shared or layers))
+    on_disk = options.frozen_folder is not None
+    host += frozen if on_disk else frozen * layers
+    host /= workers
+    if not on_device:
+        half = options.activation_checkpoints is ActivationCheckpoints.HOST_BF16
+        host += checkpoints / 2 if half else checkpoints
+    copied = on_disk and not options.frozen_lent
+    return Need(device, activations, host, frozen * layers if copied else 0.0)
+
+
+PROCESS_BYTES = 0.39e9
+"""Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
+CUDA_BYTES = 2.5e9
+"""Host memory of CUDA's libraries and context besides; not measured by this project."""
+SLACK_BYTES = 0.08e9
+"""Bytes that allocators keep of chunks that are gone."""
+KEPT_MATRICES = 10
+"""Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
+experts: measured by `scripts/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
+# Held by codecs, merge, network, private state and export; tests compare with their constants.
+CHUNK_ELEMENTS = 2**20
+MERGE_COLUMNS = 2**16
+PIECE_BYTES = 4 * 2**20
+FLOWS_PER_PEER = 2
+FLOWS = 64
+SAVED_CHUNK_BYTES = 16 * 2**20
+SAVED_CHUNKS = 8
+"""Copied, hashed, waiting to be written."""
+SHARD_BYTES = 0.8e9
+"""Of an export: each of its files is in memory twice."""
+
+
+@dataclass(frozen=True)
+class HostPeaks:
+    """Peaks of the process in host memory, in bytes.
+
+    Attributes:
+        training: local steps.
+        offering: own values and the private state go to the disk.
+        averaging: means of others' values, blobs that arrive.
+        merging: the merge of similar experts, computed while nothing is trained.
+        adopting: agreed values come into the engine, with moments of experts that are new; the
+            most where all experts are exchanged for others.
+        validating: the held-out loss of the agreed values.
+        leaving: moments go to the disk for their next owners.
+        exporting: swarm-export; no engine.
+    """
+
+    training: float
+    offering: float
+    averaging: float
+    merging: float
+    adopting: float
+    validating: float
+    leaving: float
+    exporting: float
+
+    @property
+    def running_a_round(self) -> float:
+        """The most of all phases between two trainings, a merge apart."""
+        return max(self.offering, self.averaging, self.adopting, self.validating, self.leaving)
+
+    @property
+    def highest(self) -> float:
+        """The most of all that a peer does."""
+        return max(self.training, self.running_a_round, self.merging)
+
+
+def host_peaks(
+    run: RunConfig,
+    num_owned: int,
+    options: EngineOptions,
+    *,
+    num_peers: int,
+    need: Need | None = None,
+) -> HostPeaks:
+    """The peaks of a peer that owns so many experts, in a swarm of so many peers.
+
+    With several workers, of one of them; `need` is that of the engine, if it is known already.
+
+    Letters: c bytes of an element on the wire, C elements of a chunk, n values behind a mean.
+    """
+    need = need or need_of(run, num_owned, options)
+    on_host = options.device == "cpu"
+    experts, chunk, matrix = run.model.num_experts, CHUNK_ELEMENTS, expert_matrix_bytes(run.model)
+    rest = PROCESS_BYTES + SLACK_BYTES + need.host
+    rest += need.device_state + KEPT_MATRICES * matrix if on_host else CUDA_BYTES
+    rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
+    donors = experts * MERGE_COLUMNS * (16 + 4) + 64 * experts**2
+    # The mean of n: a chunk of each, their sum in fp32 twice where they are weighted, the result.
+    mean = chunk * (4 * num_peers + 4 + 4 + 4)
+    # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
+    is_resident = options.kind is EngineKind.RESIDENT
+    aside = owned_layer_bytes(run.model, num_owned) if is_resident else 0
+    moving = moving_bytes(run, num_owned, options) if is_resident and on_host else 0
+    evaluating = (evaluation_bytes(run, num_owned, options) + aside if on_host else 0) + matrix
+    largest = largest_tensor_bytes(run.model)
+    shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
+    offer = 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES
+    step = need.activations + need.crowding if on_host else 0
+    return HostPeaks(
+        training=rest + step + (offer + mean if run.round.overlap == "round" else 0),
+        offering=rest + offer,
+        averaging=rest + mean,
+        merging=rest + max(donors, (16 + 2 * 4) * chunk),
+        adopting=rest + max(moving, max(matrix, 24 * chunk) + 6 * matrix),
+        validating=rest + evaluating,
+        leaving=rest + 3 * matrix,
+        exporting=PROCESS_BYTES + SLACK_BYTES + largest + 2 * max(shard, largest),
+    )

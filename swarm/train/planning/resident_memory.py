@@ -1,0 +1,290 @@
+"""The need of a resident engine, or of one rank of several. Pure; letters as in `memory.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.model.stage import Stage
+from swarm.model.transformer import DTYPES
+from swarm.train.engine.adam_moments import MOMENT_BYTES
+from swarm.train.engine.engine_options import EngineOptions
+from swarm.train.engine.mesh import flows_of
+from swarm.train.engine.optimizer import PIECE, PIECE_GPU
+from swarm.train.engine.sizes import (
+    BUCKET,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    UPDATE_BYTES,
+    Need,
+    Sizes,
+    frozen_layer_bytes,
+    pipeline_cut,
+    sizes_of,
+)
+from swarm.train.planning.activations import MicroBatchBytes, Rows
+
+CROWDING = 0.25
+"""Share of rows that a rank's experts may get beside even routing, as a plan takes it: 1.25 is a
+capacity factor at which an expert of a Switch Transformer, with a balancing loss, leaves few tokens
+out (arXiv 2101.03961, section 2.2), and the experts of a rank together have less above the mean."""
+Loads = Sequence[Sequence[Rows]]
+"""Of each micro-batch of a rank, in their order, the rows of each of its layers."""
+
+
+class Ends(NamedTuple):
+    """Of what comes before the first layer of a stage, and after the last."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a worker holds of a model, and for how many micro-batches.
+
+    Attributes:
+        stage: its layers and ends.
+        micro_batches: of the worker in a step; of the one that has most.
+        kept: micro-batches whose backward is yet to come, at most; perhaps a part of one, where
+            each stage has several chunks.
+        received: micro-batches for which there are buffers between stages.
+        sharers: workers that hold the same shared tensors, and add up their gradients; they have
+            different micro-batches, or tokens of these.
+    """
+
+    stage: Stage
+    micro_batches: int = 1
+    kept: float = 1
+    received: int = 0
+    sharers: int = 1
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.stage.layers)
+
+    @classmethod
+    def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
+        """All layers, and the micro-batches of a worker if there are so many."""
+        sharers = max(workers // options.pp, options.ep)
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        micro_batches = -(-(run.train.batch_tokens // tokens) * options.tp // sharers)
+        return cls(Stage.whole(run.model), micro_batches, sharers=sharers)
+
+    def trained(self, model: ModelConfig, sizes: Sizes) -> int:
+        """Trained parameters."""
+        stage, tied = self.stage, model.tie_word_embeddings
+        embedding = sizes.table if stage.is_first or (tied and stage.is_last) else 0
+        norm = model.hidden_size if stage.is_last else 0
+        return self.layers * sizes.layer + embedding + norm + self.head(model, sizes)
+
+    def head(self, model: ModelConfig, sizes: Sizes) -> int:
+        """Parameters of the head; none where it is the embedding."""
+        return sizes.table if self.stage.is_last and not model.tie_word_embeddings else 0
+
+    def tables(self, model: ModelConfig, sizes: Sizes) -> Ends:
+        """Bytes of the gradients at its ends: those of the head, and of an embedding beside it."""
+        own = GRADIENT_BYTES * sizes.table
+        is_one = model.tie_word_embeddings and self.stage.is_last
+        return Ends(
+            first=own if self.stage.is_first and not is_one else 0,
+            last=own if self.stage.is_last else 0,
+        )
+
+    def waiting(self, micro: MicroBatchBytes, sizes: Sizes) -> float:
+        """Bytes beside the graphs of a pipeline's stage.
+
+        Of the last one the head's gradient and that of its input, which are formed with the loss,
+        of micro-batches that wait for backward; and the rows of those that are done, since the
+        schedule keeps their losses. Of the others what goes back to the stage before. Where there
+        are several chunks, the schedule keeps all that was sent until the step ends.
+        """
+        going_back = 0.0 if self.stage.is_first else micro.checkpoint()
+        chunks = self.stage.chunks
+        if len(chunks) > 1:
+            going_back = (self.received - self.kept) * self.sides * micro.checkpoint()
+        if not self.stage.is_last:
+            return going_back
+        formed = GRADIENT_BYTES * sizes.table + micro.checkpoint() * (1 + micro.compute / 4)
+        done = len(chunks[-1].layers) * micro.sorted_rows() if self.received else 0.0
+        kept = self.kept if len(chunks) == 1 else 1  # the last one of several goes back at once
+        return going_back + (kept - 1) * formed + (self.received - kept) * done
+
+    @property
+    def sides(self) -> int:
+        """Ends of its chunks at which there is another stage."""
+        return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
+
+    def buffers(self, micro: MicroBatchBytes) -> float:
+        """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
+        return self.received * self.sides * micro.checkpoint()
+
+
+def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list[Held]:
+    """What a worker of each stage holds."""
+    whole, stages = Held.of(run, options, workers), pipeline_cut(run, options).stages
+    found = []
+    for index, stage in enumerate(stages):
+        kept: float = whole.micro_batches
+        if options.schedule == "1f1b":
+            kept = min(kept, len(stages) - index)
+        if options.schedule == "interleaved":
+            kept = kept_by_chunks(whole.micro_batches, len(stages), index, options.chunks)
+        found.append(replace(whole, stage=stage, kept=kept, received=whole.micro_batches))
+    return found
+
+
+def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> float:
+    """Micro-batches whose backward is yet to come, at most, where each stage has several chunks.
+
+    As torch's schedule goes, `flows_of` after the other: rounds of micro-batches, forward through
+    all chunks but the last, two more for each stage behind this one, then forward and backward in
+    turn. One that is through some of the chunks counts as that part.
+    """
+    number = max(flows_of(micro_batches, stages))
+    of_a_round = number // max(1, number // stages)
+    forwards = (chunks - 1) * of_a_round + 2 * (stages - 1 - stage) + 1
+    return min(forwards, chunks * number) / chunks
+
+
+def need_with_crowding(run: RunConfig, num_owned: int, options: EngineOptions, held: Held) -> Need:
+    """With even routing, and what more rows take beside that."""
+    even, graphs = Rows.even(run, options), math.ceil(held.kept)
+    need = resident_need(run, num_owned, options, held, [[even] * held.layers] * graphs)
+    if options.ep == 1:
+        return need
+    more = [[even.crowded(CROWDING)] * held.layers] * graphs
+    crowded = resident_need(run, num_owned, options, held, more)
+    return replace(need, crowding=crowded.device - need.device)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a micro-batch takes while it goes through the layers of a rank, in bytes.
+
+    Attributes:
+        layers: what the graph of each layer keeps until its backward.
+        backward: of each layer what its backward takes beside graphs and gradients.
+        ends: what it keeps of what comes in and goes out.
+    """
+
+    layers: tuple[float, ...]
+    backward: tuple[float, ...]
+    ends: float
+
+    @classmethod
+    def of(
+        cls, micros: Sequence[MicroBatchBytes], sizes: Sizes, frozen_layer: float, ends: float
+    ) -> _Graph:
+        """Of one with the rows of these in each layer."""
+        layers, backward = [], []
+        for micro in micros:
+            cast = micro.cast_matrices(sizes.layer_cast)
+            if micro.options.recompute == "none":
+                one, again = micro.kept() + cast, 0.0
+            else:
+                one, again = micro.checkpoint() + micro.routing(), micro.kept_again() + cast
+            layers.append(one)
+            backward.append(again + micro.backward(sizes.layer_owned, frozen_layer))
+        return cls(tuple(layers), tuple(backward), ends)
+
+    @property
+    def kept(self) -> float:
+        """All of it."""
+        return sum(self.layers) + self.ends
+
+    def going_back(self, gradients: Sequence[float]) -> float:
+        """The most that its backward takes beside what it keeps, as layers above are given back.
+
+        Args:
+            gradients: that are there while each layer goes backward.
+        """
+        above = [sum(self.layers[at + 1 :]) for at in range(len(self.layers))]
+        each = zip(self.backward, gradients, above, strict=True)
+        return max(backward + there - gone for backward, there, gone in each)
+
+
+def resident_need(
+    run: RunConfig, num_owned: int, options: EngineOptions, held: Held, loads: Loads
+) -> Need:
+    """The peak of one step.
+
+    Args:
+        run: the model and its micro-batches.
+        num_owned: experts that the peer trains.
+        options: of the engine, or of each worker.
+        held: what it holds of the model.
+        loads: the rows of its layers, of at least as many micro-batches as it keeps.
+    """
+    # Dealt out evenly; of what is left over one worker has one more.
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
+    trained = held.trained(run.model, sizes)
+    frozen_layer = frozen_layer_bytes(run, num_owned, options)
+    state = _trained_state(run, sizes, held, options) + held.layers * frozen_layer
+    micro = MicroBatchBytes(run, options)
+    # What goes out is kept too, what came in is a buffer.
+    ends = micro.checkpoint() * (held.stage.is_first - held.stage.is_last)
+    graphs = [
+        _Graph.of([MicroBatchBytes(run, options, r) for r in rows], sizes, frozen_layer, ends)
+        for rows in loads
+    ]
+    kept = math.ceil(held.kept)
+    starts = range(len(graphs) - kept + 1)
+    peak = max(_peak(micro, graphs[at : at + kept], sizes, held) for at in starts)
+    peak += held.waiting(micro, sizes)
+    # A bucket of gradients, what other workers send of it, and its sums.
+    own = held.layers * (sizes.layer_owned + sizes.layer_heads) if options.ep > 1 else 0
+    alike = held.sharers // options.ep  # with the same experts
+    adding = max(
+        GRADIENT_BYTES * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
+        for number, workers in ((trained - own, held.sharers), (own, alike))
+    )
+    piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
+    after = GRADIENT_BYTES * trained + max(adding, UPDATE_BYTES[options.moments] * piece)
+    return Need(state + held.buffers(micro), max(peak, after), 0.0, 0.0)
+
+
+def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: Held) -> float:
+    """Graphs and gradients, with micro-batches that are kept, of which the first goes backward."""
+    gradients: float = GRADIENT_BYTES * held.trained(micro.model, sizes)
+    # The last one may be through some chunks alone.
+    part = 1 + held.kept - len(graphs)
+    kept = sum(graph.kept for graph in graphs[:-1]) + part * graphs[-1].kept
+    head = micro.head(sizes.table) if held.stage.is_last else 0.0
+    all_there = [gradients] * held.layers
+    all_kept = 1 < held.kept == held.received and len(held.stage.chunks) == 1
+    if held.micro_batches > 1 and not all_kept:
+        return kept + max(gradients + head, graphs[0].going_back(all_there))
+    # Gradients come into being while backward goes down and frees the first micro-batch; they are
+    # all there from the second one on.
+    tables = held.tables(micro.model, sizes)
+    forming: list[float] = [
+        tables.last + GRADIENT_BYTES * sizes.layer * at for at in reversed(range(held.layers))
+    ]
+    forming[0] = max(forming[0], gradients - tables.first - GRADIENT_BYTES * sizes.layer_owned)
+    peaks = [kept + head, kept + graphs[0].going_back(forming)]
+    for done, graph in enumerate(graphs[1:], start=1):
+        rest = sum(each.kept for each in graphs[done:])
+        peaks.append(rest + max(gradients + micro.checkpoint(), graph.going_back(all_there)))
+    peaks.append(gradients + micro.checkpoint())
+    return max(peaks)
+
+
+def _trained_state(run: RunConfig, sizes: Sizes, held: Held, options: EngineOptions) -> float:
+    """Bytes of masters and moments on a rank, and of copies in the compute type."""
+    moments, ways = MOMENT_BYTES[options.moments], options.alike
+    trained, experts = held.trained(run.model, sizes), held.layers * sizes.layer_owned
+    shared_cast = held.layers * sizes.layer_cast + held.head(run.model, sizes)
+    state = 0.0
+    for count, over, cast in (
+        (trained - experts, ways[0], shared_cast),
+        (experts, ways[1], experts),
+    ):
+        copies = cast if over > 1 and DTYPES[options.compute].itemsize < 4 else 0
+        state += MASTER_BYTES * (count - copies) + moments * count / over
+        state += copies * (DTYPES[options.compute].itemsize + MASTER_BYTES / over)
+    return state

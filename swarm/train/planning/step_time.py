@@ -1,0 +1,215 @@
+"""How long a step takes, from what a machine is taken to be able to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swarm.config import RunConfig
+from swarm.model.cost import step_flops_with
+from swarm.model.stage import Stage
+from swarm.model.transformer import DTYPES
+from swarm.train.engine.engine_options import EngineKind, EngineOptions
+from swarm.train.engine.hardware import Machine
+from swarm.train.engine.mesh import Mesh, flows_of
+from swarm.train.engine.sizes import (
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    frozen_layer_bytes,
+    pipeline_cut,
+    sizes_of,
+)
+from swarm.train.parallel.dispatch import crossing_bytes
+from swarm.train.parallel.tensor_parallel import sums_bytes
+from swarm.train.planning.memory import trained_by_stage
+
+GPU_UPDATES_G_S = 50.0
+"""10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""
+SUM_BYTES = 8
+"""Bytes of each element that leave a rank where gradients are added up: fp32, to the one that adds
+it up and back to all."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step, one part after the other.
+
+    Attributes:
+        products: if all ranks computed all the time.
+        waiting: of the slowest rank for others: stages that fill and drain, micro-batches that
+            cannot be dealt out evenly, stages of unequal size.
+        tokens: on their way to experts and back.
+        outputs: added up where heads are cut, and their gradients.
+        stream: the residual stream between stages.
+        sums: of gradients.
+        updates: of masters; in the streaming engine what copies and updates take longer than
+            products, beside which they run.
+    """
+
+    products: float
+    waiting: float = 0.0
+    tokens: float = 0.0
+    outputs: float = 0.0
+    stream: float = 0.0
+    sums: float = 0.0
+    updates: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        computing = self.products + self.waiting + self.updates
+        return computing + self.tokens + self.outputs + self.stream + self.sums
+
+    def longest_part(self, than: StepTime) -> str:
+        """Which part takes most longer than another step's, in words."""
+        words = {
+            "products": "layers are computed again",
+            "waiting": "workers wait for each other",
+            "tokens": "tokens travel to experts and back",
+            "outputs": "outputs of heads and experts are added up",
+            "stream": "the residual stream travels between stages",
+            "sums": "gradients are added up",
+            "updates": "masters are updated",
+        }
+        part = max(words, key=lambda name: vars(self)[name] - vars(than)[name])
+        return f"{words[part]} for {vars(self)[part]:.3g} s"
+
+
+def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> StepTime:
+    """The seconds of a step of a peer that owns so many experts.
+
+    Nothing is taken to overlap in the resident engine; in the streaming engine copies and updates
+    run beside products.
+    """
+    if options.kind is EngineKind.STREAMING:
+        return _streaming(run, num_owned, options, machine)
+    fabric = machine.fabric
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
+    again = options.recompute != "none"
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
+    micro_s = flops / mesh.tp / (machine.tflops * 1e12)
+    micro_batches = run.train.batch_tokens // tokens
+    # Each stream of micro-batches goes through all stages; slots are those of its slowest rank,
+    # one for each chunk of layers that it has.
+    flowing = -(-micro_batches * options.pp * mesh.tp // mesh.size)
+    goes = len(flows_of(flowing, options.pp)) if options.chunks > 1 else 1
+    slots = options.chunks * flowing + goes * (options.pp - 1)
+    stages = pipeline_cut(run, options) if options.pp > 1 else None
+    share = stages.slot if stages else 1.0
+    layers = run.model.num_hidden_layers
+    if stages:
+        layers = max(len(chunk.layers) for stage in stages.stages for chunk in stage.chunks)
+    travelling_s = slots * layers * _tokens_s(run, options, machine, mesh)
+    products_s = micro_batches * micro_s * mesh.tp / mesh.size
+    trained = max(sum(each) for each in trained_by_stage(run, num_owned, options))
+    on_gpu = machine.device == "cuda"
+    return StepTime(
+        products=products_s,
+        waiting=max(slots * share * micro_s - products_s, 0.0),
+        tokens=travelling_s if mesh.tp == 1 else 0.0,
+        outputs=travelling_s if mesh.tp > 1 else 0.0,
+        stream=slots * _stream_s(run, options, machine, mesh),
+        sums=_sums_s(run, num_owned, options, machine),
+        updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
+    )
+
+
+def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one layer and micro-batch of each rank, where routing is even; of outputs if `tp` > 1."""
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    itemsize, again = DTYPES[options.compute].itemsize, options.recompute != "none"
+    if options.tp > 1:
+        leaving = sums_bytes(tokens, run.model, itemsize, options.tp, again=again)
+    else:
+        rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+        leaving = crossing_bytes(rows, run.model, itemsize, again=again)
+    return machine.fabric.exchange_s(mesh.sharers, leaving)
+
+
+def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one micro-batch: the residual stream to the next stage, its gradient to the one before.
+
+    With several chunks the last stage comes before the first one, too.
+    """
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length / mesh.tp
+    pairs = []
+    for ranks in mesh.pipelines:
+        ahead = list(pairwise((*ranks, ranks[0]) if options.chunks > 1 else ranks))
+        pairs += ahead + [(receiver, sender) for sender, receiver in ahead]
+    return machine.fabric.stream_s(pairs, 4 * tokens * run.model.hidden_size)
+
+
+def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
+    """Of shared tensors over all ranks of a stage, of experts and heads over those of a seat."""
+    fabric = machine.fabric
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
+    seconds = 0.0
+    for shared, own in trained_by_stage(run, num_owned, options):
+        of_stage = 0.0
+        for number, parts in ((shared, mesh.stages), (own, mesh.replicas)):
+            others = len(parts[0]) - 1
+            of_stage += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+        seconds = max(seconds, of_stage)
+    if mesh.pp > 1 and run.model.tie_word_embeddings:
+        seconds += fabric.exchange_s(mesh.ends, SUM_BYTES / 2 * sizes_of(run.model, 0).table)
+    return seconds
+
+
+def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: int = 0) -> float:
+    """Bytes that leave a rank in a step for gradients and new values, where the state is cut.
+
+    Each element's gradient goes to the rank that has its state, and its new value to all others, in
+    the compute type where every use casts it. A tied embedding at both ends of a pipeline comes on
+    top.
+
+    Args:
+        run: the model.
+        num_owned: experts that the peer trains.
+        options: of the workers.
+        stage: of the rank, in a pipeline.
+    """
+    compute = DTYPES[options.compute].itemsize
+    stages = pipeline_cut(run, options).stages if options.pp > 1 else (Stage.whole(run.model),)
+    shared, experts = trained_by_stage(run, num_owned, options)[stage]
+    sizes = sizes_of(run.model, 0)
+    cast = len(stages[stage].layers) * sizes.layer_cast
+    if stages[stage].is_last and not run.model.tie_word_embeddings:
+        cast += sizes.table
+    total = 0.0
+    for count, over, copies in zip((shared, experts), options.alike, (cast, experts), strict=True):
+        # A rank sends of its share of the values a copy to each of the others.
+        values = MASTER_BYTES * (count - copies) + compute * copies
+        total += (GRADIENT_BYTES * count + values) * (over - 1) / over
+    return total
+
+
+def _streaming(
+    run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine
+) -> StepTime:
+    sizes = sizes_of(run.model, num_owned)
+    flops = run.train.batch_tokens * step_flops_with(run, num_owned)
+    ranks = range(machine.fabric.size)
+    products_s = flops * 4 / 3 / (machine.tflops * 1e12) / len(ranks)
+    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    micro_batches = run.train.batch_tokens // micro_tokens
+    layers = run.model.num_hidden_layers
+    stay = layers if options.resident_layers is None else options.resident_layers
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
+    most = -(-micro_batches // len(ranks))  # of one rank
+    passes = -(-most // (options.pass_micro_batches or most))
+    # Sums of gradients go to the host after each pass, and come back for the next one; those of
+    # several ranks are added up on the way, and each sends and updates its share.
+    share = sizes.trained / len(ranks)
+    inward = passes * weights + (passes - 1) * 4 * share
+    bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
+    updates_s = share / (machine.updates_g_s * 1e9)
+    busy_s = products_s * most * len(ranks) / micro_batches
+    leaving = passes * 4 * (sizes.trained - share)
+    return StepTime(
+        products_s,
+        waiting=busy_s - products_s,
+        sums=machine.fabric.exchange_s([ranks], leaving),
+        updates=max(0.0, bus_s - busy_s, updates_s - busy_s),
+    )

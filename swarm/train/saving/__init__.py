@@ -1,0 +1,1 @@
+"""A peer's private state on disk."""

@@ -1,0 +1,347 @@
+"""Safetensors files that are hashed while they are written, and read by their header.
+
+Several processes may each write a part of one private state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from swarm import durable
+from swarm.background import Helpers
+from swarm.errors import CorruptState
+from swarm.train.engine import tensor_file
+
+LENGTH_BYTES = 8
+DIGEST_BYTES = 32
+CHUNKS_AHEAD = 4
+"""Chunks that are hashed and not written: the memory that saving takes."""
+HASHED_BYTES = 64 * 2**20
+"""Read and hashed at once: enough for all cores."""
+FLUSH_BYTES = 256 * 2**20
+"""Written at once, before the disk is made to keep up: the last fsync shall be short."""
+STALLED_S = 120.0
+"""A disk that takes longer for `FLUSH_BYTES` is broken."""
+LOOK_S = 1.0
+END_S = 10.0
+"""How long threads are waited for that were given up."""
+Result = TypeVar("Result")
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is whole and durable.
+
+    Attributes:
+        num_bytes: of it.
+        digest: BLAKE3 of its content, without a seal.
+    """
+
+    num_bytes: int
+    digest: bytes
+
+
+class HashedFile:
+    """Tensors on their way into a file: one thread hashes them, another one writes.
+
+    They must not change until `finish` or `give_up` has returned, and nothing here refers to them
+    after `give_up`: an engine that changes its experts then would hold their old values as well.
+    """
+
+    def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
+        """Begins to write.
+
+        Args:
+            path: of the file; an older one is replaced.
+            groups: asked for the tensors, of which the first ones come first, by the thread that
+                hashes.
+        """
+        self._path = path
+        self._digest = blake3(max_threads=blake3.AUTO)
+        self._chunks = SimpleQueue[bytes | memoryview | None]()
+        self._room = threading.Semaphore(CHUNKS_AHEAD)
+        self._given_up = False
+        self._in_disk_since_s: float | None = None
+        """Since when the thread that writes has waited for the disk; None while it does not."""
+        self._pool = Helpers("swarm-private", 2)
+        self._written: Future[BinaryIO] | None = self._pool.submit(self._write)
+        self._hashed: Future[None] | None = self._pool.submit(self._hash, groups)
+
+    def finish(self, trailer: Callable[[], Iterable[bytes]] = tuple, *, seal: bool) -> Written:
+        """Waits until all is written and durable; to be called once.
+
+        Args:
+            trailer: asked for what comes behind the tensors, once these are hashed.
+            seal: whether the digest of everything before is written at the end.
+
+        Raises:
+            OSError: the disk refused, now or while the tensors were written, or has not answered
+                for `STALLED_S`.
+            Exception: what asking for tensors has raised.
+        """
+        self._once_done(self._hashed)
+        with self._once_done(self._written) as file:
+            for chunk in trailer():
+                self._digest.update(chunk)
+                file.write(chunk)
+            digest = self._digest.digest()
+            if seal:
+                file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+            return Written(file.tell(), digest)
+
+    def give_up(self) -> None:
+        """Returns when nothing is written any more; after `finish` nothing but that is done.
+
+        A thread that the disk does not answer is logged and left alone. It may write once more into
+        the file that it has open, so the caller removes that instead of writing it again.
+        """
+        self._given_up = True
+        self._room.release()  # for the thread that hashes
+        self._pool.end(END_S, cancels=False)
+        if self._written is not None:
+            self._written.add_done_callback(_close)
+        # The tracebacks of their errors hold tensors.
+        self._written = self._hashed = None
+
+    def _once_done(self, future: Future[Result] | None) -> Result:
+        """The result of a thread, unless the disk has not answered for `STALLED_S`."""
+        assert future is not None, "it was given up"
+        try:
+            while not wait([future], LOOK_S).done:
+                began_s = self._in_disk_since_s
+                if began_s is not None and time.monotonic() - began_s > STALLED_S:
+                    text = f"the disk has not answered for {STALLED_S:.0f} s"
+                    raise OSError(errno.ETIMEDOUT, text)
+            return future.result()
+        finally:
+            del future  # its error refers to this frame
+
+    def _hash(self, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
+        try:
+            for chunk in encoded(*groups()):
+                if self._given_up:
+                    return
+                self._digest.update(chunk)
+                self._room.acquire()
+                self._chunks.put(chunk)
+        finally:
+            self._chunks.put(None)
+
+    def _write(self) -> BinaryIO:
+        try:
+            self._in_disk_since_s = time.monotonic()
+            durable.make_folder(self._path.parent)
+            file = self._path.open("wb")
+            self._in_disk_since_s = None
+            try:
+                self._write_chunks(file)
+            except BaseException:
+                _emptied(file)
+                raise
+            return file
+        finally:
+            self._given_up = True  # nobody takes chunks any more
+            self._room.release()
+
+    def _write_chunks(self, file: BinaryIO) -> None:
+        unflushed = 0
+        while (chunk := self._chunks.get()) is not None:
+            self._room.release()
+            self._in_disk_since_s = time.monotonic()
+            unflushed += file.write(chunk)
+            if unflushed >= FLUSH_BYTES:
+                os.fdatasync(file.fileno())
+                unflushed = 0
+            self._in_disk_since_s = None
+
+
+def _close(written: Future[BinaryIO]) -> None:
+    """Closes a file that is written as far as it will be."""
+    if written.exception() is None:
+        written.result().close()
+
+
+def _emptied(file: BinaryIO) -> None:
+    """Gives back the room of a file, for which others wait; its name may be another's by now."""
+    descriptor = os.dup(file.fileno())
+    try:
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def encoded(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece, at most a few MB of it at a time.
+
+    Args:
+        groups: tensors by name, written group by group, and by name within each.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensors in groups:
+        for name, (dtype, shape) in sorted(tensor_file.forms_of(tensors).items()):
+            stop = offset + math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
+    for tensors in groups:
+        for name in sorted(tensors):
+            yield from tensor_file.bytes_of(tensors[name])
+
+
+def places_in(file: tensor_file.OpenFile) -> dict[str, tensor_file.Place]:
+    """Where the tensors of a file lie, by name; the file is one that `encoded` has made.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    length = int.from_bytes(os.pread(file.descriptor, LENGTH_BYTES, 0), "little")
+    header = json.loads(os.pread(file.descriptor, length, LENGTH_BYTES))
+    return {name: _place(LENGTH_BYTES + length, entry) for name, entry in header.items()}
+
+
+def digest_of(file: tensor_file.OpenFile, num_bytes: int) -> bytes:
+    """BLAKE3 of the first bytes of a file; raises OSError."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for start in range(0, num_bytes, HASHED_BYTES):
+        digest.update(os.pread(file.descriptor, min(HASHED_BYTES, num_bytes - start), start))
+    return digest.digest()
+
+
+def _place(start: int, entry: Mapping[str, Any]) -> tensor_file.Place:
+    dtype = next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
+    return tensor_file.Place(start + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
+
+
+PREVIOUS = ".previous"
+"""Behind the name of the state before."""
+
+
+class UnreadableState(CorruptState):
+    """A file may be sound, but cannot be read now, or not by this version.
+
+    It is as good as damaged for whoever needs it now, and is kept for a later start.
+    """
+
+
+@dataclass(frozen=True)
+class Part:
+    """A safetensors file, whole and durable.
+
+    Attributes:
+        name: in the folder of parts.
+        num_bytes: of it.
+        digest: BLAKE3 of it, in hex.
+    """
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+class Parts(ABC):
+    """Parts that are being written, which has begun.
+
+    Attributes:
+        rest: the tensors that are in none of them.
+    """
+
+    rest: Mapping[str, Tensor]
+
+    @abstractmethod
+    def finish(self) -> Sequence[Part]:
+        """Waits until all are whole and durable.
+
+        Raises:
+            OSError: the disk refused.
+            SwarmError: those that write them cannot go on.
+        """
+
+
+class PartedTensors(tensor_file.LazyTensors):
+    """Tensors that others hold, who can write them to files themselves."""
+
+    @abstractmethod
+    def begin_parts(self, folder: Path, stem: str) -> Parts:
+        """Has them begin; the tensors must not change until they have finished.
+
+        Args:
+            folder: where the parts come, which exists.
+            stem: their names begin with it, and no others do.
+
+        Raises:
+            SwarmError: they cannot.
+        """
+
+
+def folder_of(path: Path) -> Path:
+    """Where the parts of the state at `path` lie, and those of the state before it."""
+    return path.with_name(f"{path.name.removesuffix(PREVIOUS)}.parts")
+
+
+def new_stem() -> str:
+    """The beginning of names that no other parts have."""
+    return secrets.token_hex(8)
+
+
+def open_part(folder: Path, part: Part) -> tensor_file.TensorFile:
+    """The tensors of a part, which was checked.
+
+    Raises:
+        CorruptState: the file is missing, torn or changed.
+        UnreadableState: it cannot be read now.
+    """
+    path = folder / part.name
+    try:
+        file = tensor_file.OpenFile.at(path)
+        size = os.fstat(file.descriptor).st_size
+        if size != part.num_bytes or digest_of(file, size).hex() != part.digest:
+            raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+        return tensor_file.TensorFile(file, places_in(file))
+    except OSError as error:
+        kind = CorruptState if isinstance(error, FileNotFoundError) else UnreadableState
+        raise kind(f"{path}: cannot be read: {error}") from error
+
+
+def drop_parts(folder: Path, named: Iterable[Part]) -> None:
+    """Removes the files of a folder that are none of the named parts; raises OSError."""
+    kept = {part.name for part in named}
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,575 @@
+"""The convener when others fail it: who is waited for, who is left out, when a vote counts."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from swarm.protocol.messages.events import Expected, Offered, Purpose, Received, Topic
+from swarm.protocol.messages.messages import (
+    Accept,
+    Ballot,
+    Commit,
+    Header,
+    Message,
+    Offer,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    Roster,
+)
+from swarm.protocol.rounds import collector
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.policies import slow_links as thin_lines
+from swarm.protocol.rounds.policies.rosters import offer_problem, plan_roster
+from swarm.protocol.rounds.policies.slow_links import (
+    Sender,
+    averaged_bytes,
+    bytes_to_send,
+    least_to_send,
+)
+from swarm.protocol.timing.deadlines import Timers
+from swarm.protocol.values.manifest import PeerId
+from tests.protocol.round_pump import (
+    Pump,
+    first_of,
+    in_training,
+    last_of,
+    make_offer,
+    make_rules,
+    name,
+    others,
+    start_swarm,
+    train_times,
+)
+
+
+def test_a_dead_contributor_is_not_waited_for() -> None:
+    pump = in_training("ABCD")
+    dead = last_of(pump)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(3, others(pump, dead))
+    assert len(pump.digests_at(3)) == 1
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert dead not in tip.contributors
+    assert dead in tip.members  # one silent round removes nobody
+    convener = pump.nodes[first_of(pump)]
+    assert pump.now - start < pump.timers.roster_s + 2
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"roster closed with 3 of 4 offers: peer {dead} silent for 6." in said
+    assert convener.record.tip == tip
+
+
+def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypatch) -> None:
+    pump = in_training("ABCDEFGHIJKLMNOP")
+    train_times(pump, dict.fromkeys("ABCDEFGHIJKLMNOP", 100.0))
+    pump.run_to_height(3)
+    for peer in pump.nodes:
+        pump.give(peer, Expected(pump.nodes[peer].machine.tip.digest, 100.0))
+    calls: Counter[str] = Counter()
+
+    def counted(method_name: str) -> Callable[..., object]:
+        method = getattr(Collector, method_name)
+
+        def call(*args: object, **options: object) -> object:
+            calls[method_name] += 1
+            return method(*args, **options)
+
+        return call
+
+    for method_name in ("close_if_due", "_absent"):
+        monkeypatch.setattr(Collector, method_name, counted(method_name))
+    pump.run(pump.now + 20.0, lambda: False)
+    assert pump.nodes["A"].machine.tip.height == 3
+    assert calls["close_if_due"] > 100  # 15 answers to each of 13 polls
+    assert calls["_absent"] <= 2 * calls["close_if_due"]
+
+
+@pytest.mark.parametrize(("awaited", "plans"), [("H", 0), ("", 1)])
+def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
+    awaited: str, plans: int, monkeypatch
+) -> None:
+    pump = in_training("ABCDEFGH")
+    train_times(pump, dict.fromkeys(pump.nodes, 100.0))
+    pump.run_to_height(3)
+    machine = pump.nodes[first_of(pump)].machine
+    tip, header = machine.tip, Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    thin, *others = sorted(pump.nodes.keys() - {first_of(pump)})
+    made: Counter[str] = Counter()
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            made[function.__name__] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    def answers(peer: PeerId) -> None:
+        late = peer in (thin, *awaited)
+        offer = None if late else make_offer(pump.rules, peer, tip)
+        said = Ready(
+            Ballot(0, first_of(pump)), offer, None, 1.0,
+            remaining_s=5.0 if late else None,
+            worked_s=1e6 if late else 10.0,  # so it is worth waiting for
+            uplink_mbit=3 if peer == thin else 100,
+        )  # fmt: skip
+        machine.handle(Received(peer, header, said), pump.now)
+
+    machine.handle(Offered(make_offer(pump.rules, first_of(pump), tip)), pump.now)
+    for peer in (thin, *others):
+        answers(peer)
+    monkeypatch.setattr(collector, "plan_roster", counted(plan_roster))
+    for of_lines in (averaged_bytes, bytes_to_send, least_to_send, Sender):
+        monkeypatch.setattr(thin_lines, of_lines.__name__, counted(of_lines))
+    machine._succession.campaign.planned = None
+    for _ in range(10):
+        for peer in (thin, *others):
+            answers(peer)
+    assert machine.campaign.stage == "collect"
+    assert made.pop("Sender", 0) == plans * len(pump.nodes), "each once, not with each answer"
+    # What is averaged is in what is sent, too.
+    assert made == dict.fromkeys(made, plans) | ({"averaged_bytes": 2} if plans else {})
+    assert len(made) == 4 * plans
+
+
+def test_a_peer_that_is_silent_long_enough_when_a_quorum_offers_costs_no_time_at_all() -> None:
+    pump = in_training("ABCD")
+    dead = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 20.0))
+    pump.run_to_height(3)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    assert pump.now - start < 21.0
+
+
+def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
+    pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
+    slow = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 14.0})
+    pump.run_to_height(4)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD")
+    train_times(pump, {slow: 45.0})  # a quorum after 10, and T_late is 20
+    pump.run_to_height(6, others(pump, slow))
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert slow not in tip.contributors
+    assert tip.members[slow].silent == 0  # slow is not silent: it answered the polls
+    assert "did not say when, " in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
+
+
+def late_offer(pump: Pump, peer: PeerId) -> Offer:
+    """What a peer that was left out has: progress on its experts, and no shared tensors."""
+    tip = pump.nodes[peer].machine.tip
+    whole = make_offer(pump.rules, peer, tip)
+    units = {
+        unit: replace(offered, digest=name("late", unit))
+        for unit, offered in whole.units.items()
+        if unit in pump.rules.expert_units
+    }
+    pump.nodes[peer].disk.update(offered.digest for offered in units.values())
+    return Offer(tip.digest, 0, 0, units)
+
+
+def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() -> None:
+    pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
+    slow = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
+    pump.run_to_height(4)
+    # The peer that was not counted is of the highest rank, whatever the digests are.
+    assert slow not in pump.nodes[slow].machine.tip.contributors and slow == last_of(pump)
+    start, offer = pump.now, late_offer(pump, slow)
+    pump.give(slow, Offered(offer))
+    pump.give(slow, Expected(pump.nodes[slow].machine.tip.digest, 40.0))
+    pump.run_to_height(5)
+    assert pump.now - start < 11.5
+    tip = pump.nodes[slow].machine.tip
+    assert slow not in tip.contributors and len(tip.contributors) == 3
+    assert tip.tokens - pump.nodes[slow].applied[-2].tokens == 3000
+    for unit, offered in offer.units.items():
+        assert (tip.entries[unit].digest, tip.entries[unit].version) == (offered.digest, 5)
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"roster closed with 3 of 4 offers: peer {slow} needs " in said
+    # It says nothing on the next tip, as if its step under way had not ended yet.
+    start = pump.now
+    pump.run_to_height(6)
+    assert pump.now - start < 11.5
+
+
+def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
+    pump = in_training("ABCD")
+    peer = last_of(pump)
+    late = late_offer(pump, peer)
+    whole = make_offer(pump.rules, peer, pump.nodes[peer].machine.tip)
+    pump.give(peer, Offered(late))
+    pump.nodes[peer].disk.update(unit.digest for unit in whole.units.values())
+    pump.give(peer, Offered(whole))
+    # The network may bring the older one last.
+    ballot = pump.nodes[peer].record.promised or Ballot(0, first_of(pump))
+    header = pump.nodes[peer].machine._out.header
+    pump.give(first_of(pump), Received(peer, header, Ready(ballot, whole, None, 1.0)))
+    pump.give(first_of(pump), Received(peer, header, Ready(ballot, late, None, 1.0)))
+    pump.run_to_height(3)
+    tip = pump.nodes[peer].machine.tip
+    assert peer in tip.contributors
+    assert all(tip.entries[unit].digest != offered.digest for unit, offered in late.units.items())
+
+
+def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing() -> None:
+    """Once it costs T_red; for the next rounds others reduce at once."""
+    rules = make_rules(parts=8)
+    pump = in_training("ABCDE", rules=rules)
+    apart = pump.nodes["A"].machine.tip.order[-2:]
+    pump.stall_inputs = lambda peer, source: {peer, source} == set(apart)
+    start = pump.now
+    pump.run_to_height(3)
+    assert pump.now - start < pump.timers.reduce_s + 3.5
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert "others reduce instead of" in said
+    start = pump.now
+    pump.run_to_height(5)
+    assert pump.now - start < 5.0
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+
+
+def test_who_most_reducers_wait_for_is_left_out_and_not_these() -> None:
+    """A line that is far too thin: T_red, as long again, and the round goes on without it."""
+    pump = in_training("ABCDE", rules=make_rules(parts=8))
+    thin = last_of(pump)
+    pump.stall_inputs = lambda peer, source: source == thin
+    start = pump.now
+    pump.run_to_height(3, others(pump, thin))
+    assert pump.now - start < 2 * pump.timers.reduce_s + 3.5
+    assert pump.nodes["A"].machine.tip.contributors == tuple(sorted(others(pump, thin)))
+    said = pump.nodes[first_of(pump)].said(Topic.ROUND)
+    assert "4 of 4 late reducers wait for its values" in said
+    assert "others reduce instead of" not in said, "they would wait as long"
+
+
+def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> None:
+    pump = in_training("ABCDE", rules=make_rules(parts=8))
+    named, reducer = pump.nodes["A"].machine.tip.order[-2:]
+    pump.stall_inputs = lambda peer, source: (peer, source) == (reducer, named)
+    pump.run_to_height(3)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+
+
+def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
+    """Its line needs 16 s for what it sends, the others' one; it has worked for a second [D5]."""
+    rules = make_rules(parts=1)
+    rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))
+    pump = start_swarm("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1})
+    pump.run_to_height(1)
+    assert pump.now < 3.0
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABC")
+    assert "its uplink of 1 Mbit/s would be busy for 16.0 s, not 1.2" in "".join(
+        node.said(Topic.ROUND) for node in pump.nodes.values()
+    )
+    pump.run_to_height(3)
+    owners = pump.nodes["A"].machine.tip.owners
+    assert all(owned != ("D",) for owned in owners.values()), "its expert went stale"
+    pump.run_to_height(4)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD"), "the rest takes 4 s"
+
+
+def test_late_offers_alone_make_no_round() -> None:
+    """The shared tensors would have no value."""
+    pump = in_training("AB")
+    train_times(pump, dict.fromkeys("AB", 60.0))
+    pump.run_to_height(3)
+    for peer in "AB":
+        pump.give(peer, Offered(late_offer(pump, peer)))
+    pump.run(pump.now + 30.0)
+    assert {node.machine.tip.height for node in pump.nodes.values()} == {3}
+
+
+def test_an_offer_without_shared_tensors_counts_no_steps() -> None:
+    pump = in_training("ABCD")
+    peer = last_of(pump)
+    counted = replace(late_offer(pump, peer), steps=10, tokens=1000)
+    problem = offer_problem(counted, peer, pump.nodes[peer].machine.tip, pump.rules)
+    assert problem is not None and "no shared part, but 10 steps" in problem
+    empty = replace(counted, steps=0, tokens=0, units={})
+    assert offer_problem(empty, peer, pump.nodes[peer].machine.tip, pump.rules)
+
+
+def test_a_convener_that_was_replaced_for_its_silence_is_not_waited_for_once_more() -> None:
+    pump = in_training("ABCD")
+    train_times(pump, dict.fromkeys("ABCD", 3.0))
+    pump.run_to_height(3)
+    dead = first_of(pump)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    # 10 s until it is replaced, two polls to answer, and less than a second for the round.
+    assert pump.now - start < 10.0 + 2 * pump.timers.poll_s + 1.5
+
+
+def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:
+    pump = in_training("ABCD", rules=make_rules(parts=8))  # so that everybody reduces
+    victim = last_of(pump)
+
+    def die(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if source == victim and isinstance(message, Reduced):
+            pump.kill(victim)
+        return not pump.nodes[source].is_up
+
+    pump.lose = die
+    pump.run_to_height(3, others(pump, victim))
+    assert len(pump.digests_at(3)) == 1
+    assert victim not in pump.nodes[first_of(pump)].machine.tip.contributors
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"peer {victim} left out" in said
+    assert pump.count_sent(Prepare) < 60  # no takeover was needed
+    assert all(not n.said(Topic.TAKEOVER) for p, n in pump.nodes.items() if p != victim)
+
+
+def test_a_contributor_whose_values_nobody_can_fetch_is_left_out() -> None:
+    pump = in_training("ABCD")
+    mute = last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: source == mute
+    pump.run_to_height(3)
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert mute not in tip.contributors
+    assert len(tip.contributors) >= 2
+    assert "cannot fetch from it: refused" in "".join(
+        node.said(Topic.ROUND) for node in pump.nodes.values()
+    )
+
+
+def test_a_reducer_that_cannot_reach_the_convener_is_left_out_itself() -> None:
+    pump = in_training("ABC")
+    convener, deaf = first_of(pump), last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: peer == deaf and source == convener
+    pump.run_to_height(3)
+    assert convener in pump.nodes[convener].machine.tip.contributors
+
+
+def test_results_of_an_older_roster_are_ignored() -> None:
+    pump = in_training("ABCD")
+    convener = first_of(pump)
+    node = pump.nodes[convener]
+    stale = ReducedUnit(name("forged"), 100)
+
+    def forge(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if isinstance(message, Roster) and message.offers and source == convener:
+            for unit in ("shared.0", "shared.1"):
+                forged = Reduced(message.ballot, name("older"), {unit: stale}, {})
+                pump.nodes[destination].machine._out.post(convener, forged)
+        return False
+
+    pump.lose = forge
+    pump.run_to_height(3)
+    assert stale.digest not in {e.digest for e in node.machine.tip.entries.values()}
+
+
+def accept_of(pump: Pump, manifest_of: PeerId) -> Callable[[PeerId, PeerId, Message], bool]:
+    """Loses every ACCEPT of this peer."""
+    return lambda source, destination, message: (
+        source == manifest_of and isinstance(message, Accept)
+    )
+
+
+def test_half_with_the_tie_breaker_decides_only_after_the_grace() -> None:
+    pump = in_training("AB")
+    second = last_of(pump)
+    times: dict[str, float] = {}
+
+    def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if isinstance(message, Propose | Commit) and message.manifest.height == 3:
+            times.setdefault(type(message).__name__, pump.now)
+        return accept_of(pump, second)(source, destination, message)
+
+    pump.lose = watch
+    pump.run_to_height(3)
+    waited_s = times["Commit"] - times["Propose"]
+    assert pump.timers.vote_s / 2 <= waited_s < pump.timers.vote_s / 2 + 1
+
+
+def test_half_without_the_tie_breaker_never_decides() -> None:
+    pump = in_training("AB")
+    first, second = pump.nodes["A"].machine.tip.order
+    pump.kill(first)
+    pump.run(pump.now + 50)
+    assert pump.nodes[second].machine.tip.height == 2
+    # It hears nobody, so it does not even try, and says so once.
+    assert pump.nodes[second].said(Topic.TAKEOVER).startswith(f"waits: convener {first} silent")
+    assert "\n" not in pump.nodes[second].said(Topic.TAKEOVER)
+
+
+def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sources() -> None:
+    pump = in_training("ABC")
+    convener = first_of(pump)
+    owner = last_of(pump)
+    # The owner's experts can be had by nobody; its shared parts were averaged before.
+    pump.refuse_fetch = lambda peer, source, unit: source == owner and unit.startswith("expert")
+    pump.run_to_height(3)
+    tip = pump.nodes[convener].machine.tip
+    assert owner not in tip.contributors
+    assert "given up" in pump.nodes[convener].said(Topic.TAKEOVER)
+    assert len(pump.digests_at(3)) == 1
+
+
+def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
+    pump = in_training("ABC")
+    voter = last_of(pump)
+    pump.lose = accept_of(pump, voter)
+    pump.run(pump.now + 0.9)
+    pump.run(pump.now + 20, lambda: pump.nodes[voter].machine.record.accepted is not None)
+    pump.lose = lambda source, destination, message: False
+    machine = pump.nodes[voter].machine
+    accepted = machine.record.accepted
+    assert accepted is not None
+    before = machine.record
+    convener = accepted.ballot.convener
+    pump.nodes[convener].machine._out.post(voter, Propose(accepted.ballot, accepted.manifest, ()))
+    assert machine.record is before
+
+
+def test_an_expert_is_verbatim_with_one_owner_and_averaged_with_two() -> None:
+    for copies in (1, 2):
+        pump = start_swarm("ABC", make_rules(owners_per_expert=copies))
+        pump.run_to_height(1)
+        tip = pump.nodes["A"].machine.tip
+        for expert in range(4):
+            values = tip.sources[f"expert.{expert}"]
+            assert len(values) == copies
+            digests = {digest for _, digest in values}
+            assert (tip.entries[f"expert.{expert}"].digest in digests) == (copies == 1)
+
+
+def test_experts_travel_only_in_the_rounds_in_which_they_are_due() -> None:
+    pump = start_swarm("AB", make_rules(experts_every=3))
+    pump.run_to_height(6)
+    for manifest in pump.nodes["A"].applied:
+        units = {unit.split(".")[0] for unit in manifest.sources}
+        assert units == ({"shared", "expert"} if manifest.round % 3 == 0 else {"shared"})
+
+
+def test_the_results_of_a_busy_reducer_come_in_messages_of_bounded_size() -> None:
+    pump = start_swarm("ABC", make_rules(parts=750))  # 250 each, and two are no conveners
+    pump.run_to_height(1)
+    sizes = [
+        len(message.results)
+        for node in pump.nodes.values()
+        for *_, message in node.sent
+        if isinstance(message, Reduced)
+    ]
+    assert max(sizes) <= 200
+    assert sum(sizes) >= 450
+
+
+def test_a_fetch_is_cancelled_when_its_round_is_over() -> None:
+    pump = in_training("ABC")
+    slow = last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: peer == slow
+    pump.run_to_height(3, others(pump, slow))
+    pump.refuse_fetch = lambda peer, source, unit: False
+    pump.run_to_height(3)
+    cancelled = [
+        effect.purpose
+        for effect in pump.nodes[slow].effects
+        if type(effect).__name__ == "CancelFetch"
+    ]
+    assert Purpose.PROPOSAL in cancelled
+
+
+def test_commits_go_to_everybody_and_carry_a_quorum_of_votes() -> None:
+    pump = in_training("ABCDE")
+    pump.run_to_height(4)
+    commits = [
+        (destination, message)
+        for node in pump.nodes.values()
+        for _, destination, message in node.sent
+        if isinstance(message, Commit) and message.certificate
+    ]
+    assert commits
+    for _, commit in commits:
+        assert commit.certificate is not None
+        assert commit.parent is not None
+        assert len(commit.certificate.signatures) == 3
+        assert commit.parent.is_quorum(commit.certificate.signatures)
+
+
+def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
+    pump = in_training("ABC")
+    impostor, victim = last_of(pump), pump.nodes["A"].machine.tip.order[1]
+    machine = pump.nodes[impostor].machine
+    for ballot in (Ballot(0, impostor), Ballot(1, victim), Ballot(-1, impostor)):
+        pump.nodes[impostor].machine._out.post(victim, Prepare(ballot))
+        pump._carry_out(impostor, machine._finish())
+    pump.run(pump.now + 0.2)
+    assert pump.nodes[victim].said(Topic.REFUSED).count("refused") == 3
+    assert not any(
+        isinstance(message, Ready) and destination == impostor
+        for _, destination, message in pump.nodes[victim].sent[-3:]
+    )
+
+
+@pytest.mark.parametrize(("refuses", "limit_s"), [(False, 5.0), (True, 3.0)])
+def test_a_reducer_whose_machine_refuses_messages_is_left_out_sooner(
+    refuses: bool, limit_s: float
+) -> None:
+    pump = in_training("ABCD")
+    pump.dead_refuse = refuses
+    first, dead = first_of(pump), last_of(pump)
+    # It has offered, and dies before it has fetched anything.
+    pump.stall_inputs = lambda peer, source: peer == dead
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "reduce")
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(3, others(pump, dead))
+    assert limit_s < pump.now - start < limit_s + 1.5
+    assert dead not in pump.nodes[first].machine.tip.contributors
+
+
+@pytest.mark.parametrize(("seconds_dead", "grace_s"), [(1.0, 3.5), (15.0, 0.0)])
+def test_half_of_the_votes_wait_for_the_others_only_while_these_were_heard_lately(
+    seconds_dead: float, grace_s: float
+) -> None:
+    pump = in_training("AB", timers=Timers(vote_s=60.0, attempt_s=200.0))
+    first, other = first_of(pump), last_of(pump)
+    train_times(pump, dict.fromkeys("AB", 20.0))
+    pump.run_to_height(3)
+    first, other = first_of(pump), last_of(pump)
+    pump.run(pump.now + 20.0 - seconds_dead)
+    pump.kill(other)
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 30.0, lambda: convener.campaign.stage == "vote")
+    start = pump.now
+    pump.run_to_height(4, first)
+    assert grace_s <= pump.now - start < grace_s + 2.0
+
+
+@pytest.mark.parametrize(("refuses", "waits_s"), [(False, 6.0), (True, 0.0)])
+def test_a_peer_that_was_gone_before_the_campaign_costs_nothing_more(
+    refuses: bool, waits_s: float
+) -> None:
+    pump = in_training("ABCD")
+    pump.dead_refuse = refuses
+    dead = last_of(pump)
+    pump.kill(dead)
+    pump.run_to_height(3, others(pump, dead))
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    assert waits_s <= pump.now - start < waits_s + 3.0
+
+
+@pytest.mark.parametrize(("refuses", "limit_s"), [(False, 10.0), (True, 3.0)])
+def test_a_proposal_whose_sources_are_gone_is_given_up_sooner(
+    refuses: bool, limit_s: float
+) -> None:
+    pump = in_training("ABCD", timers=Timers(vote_s=20.0, attempt_s=100.0, heartbeat_s=60.0))
+    pump.dead_refuse = refuses
+    first, dead = first_of(pump), last_of(pump)
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "vote")
+    pump.kill(dead)  # nobody has fetched its experts yet
+    start = pump.now
+    assert pump.run(start + 60.0, lambda: convener.campaign.attempt > 0)
+    assert limit_s <= pump.now - start < limit_s + 2.0

@@ -1,0 +1,173 @@
+"""Who comes and who goes, and how a peer does it."""
+
+from swarm.protocol.messages.events import LeaveAsked, Record, Topic
+from swarm.protocol.messages.messages import Accept, Message, Ready
+from swarm.protocol.rounds import Phase
+from tests.protocol.round_pump import Node, Pump, make_rules, start_swarm
+
+
+def join(pump: Pump, peer: str, *, via: str = "A") -> Node:
+    """A stranger that fetched the tip of a member, as the joining code does."""
+    model = pump.nodes[via]
+    node = pump.add(peer, model.machine.tip)
+    node.record = node.machine._standing.record = Record(
+        model.record.tip, model.record.certificate, model.record.parent
+    )
+    pump.boot(peer)
+    return node
+
+
+def test_a_joiner_is_a_member_from_the_next_manifest_and_owns_experts_in_the_one_after() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    node = join(pump, "J")
+    assert not node.machine.is_member
+    pump.run(pump.now + 20, lambda: node.machine.is_member)
+    first = node.machine.tip
+    assert first.members["J"].silent == 1
+    assert not any("J" in owners for owners in first.owners.values())
+    pump.run_to_height(first.height + 1)
+    second = pump.nodes["A"].machine.tip
+    assert "J" in second.contributors
+    assert any("J" in owners for owners in second.owners.values())
+    assert len(pump.digests_at(first.height + 1)) == 1
+
+
+def test_nobody_waits_for_a_joiner_before_it_is_a_member() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    join(pump, "J")
+    pump.kill("J")
+    start = pump.now
+    pump.run_to_height(5, "ABC")
+    assert pump.now - start < 6  # three rounds of a second each
+
+
+def test_a_joiner_fetches_proposals_and_never_votes() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    node = join(pump, "J")
+    votes: list[Message] = []
+
+    def watch(source: str, destination: str, message: Message) -> bool:
+        if source == "J" and isinstance(message, Accept) and not node.machine.is_member:
+            votes.append(message)
+        return False
+
+    pump.lose = watch
+    pump.run(pump.now + 20, lambda: node.machine.is_member)
+    assert not votes
+    assert node.machine.phase is not Phase.JOINING
+
+
+def test_a_joiner_finds_the_convener_that_took_over() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    pump.kill(pump.nodes["A"].machine.tip.order[0])
+    alive = "".join(peer for peer, node in pump.nodes.items() if node.is_up)
+    node = join(pump, "J", via=alive[0])
+    pump.run_to_height(4, alive)
+    pump.run(pump.now + 20, lambda: node.machine.is_member)
+    assert node.machine.is_member
+
+
+def test_a_leaver_goes_as_soon_as_a_manifest_without_it_is_applied() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    leaver = pump.nodes["A"].machine.tip.order[-1]
+    pump.give(leaver, LeaveAsked())
+    pump.run(pump.now + 20, lambda: bool(pump.nodes[leaver].left))
+    assert "no longer" in pump.nodes[leaver].left
+    assert leaver not in pump.nodes[leaver].machine.tip.members
+    assert pump.nodes[leaver].machine.phase is Phase.LEFT
+    rest = "".join(peer for peer in pump.nodes if peer != leaver)
+    start = pump.now
+    pump.run_to_height(6, rest)
+    assert pump.now - start < 6  # nobody is waited for
+    tip = pump.nodes[rest[0]].machine.tip
+    assert all(leaver not in owners for owners in tip.owners.values())
+
+
+def test_a_convener_can_leave_as_well() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    convener = pump.nodes["A"].machine.tip.order[0]
+    pump.give(convener, LeaveAsked())
+    pump.run(pump.now + 20, lambda: bool(pump.nodes[convener].left))
+    assert convener not in pump.nodes[convener].machine.tip.members
+
+
+def test_a_leaver_that_nobody_answers_goes_after_its_deadline() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    for peer in "BC":
+        pump.kill(peer)
+    pump.give("A", LeaveAsked())
+    pump.run(pump.now + pump.timers.leave_s - 1)
+    assert not pump.nodes["A"].left
+    pump.run(pump.now + 2)
+    assert "30.0 s" in pump.nodes["A"].left
+
+
+def test_a_lone_member_may_go_at_once() -> None:
+    pump = start_swarm("A")
+    pump.run_to_height(1)
+    pump.give("A", LeaveAsked())
+    assert pump.nodes["A"].left
+
+
+def test_a_leaver_is_not_waited_for_and_does_not_ask_to_join_again() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    leaver = pump.nodes["A"].machine.tip.order[-1]
+    pump.nodes[leaver].train_s = 1000.0  # it stopped training
+    pump.give(leaver, LeaveAsked())
+    start = pump.now
+    pump.run_to_height(3)
+    assert pump.now - start < 3
+    count = len(pump.nodes[leaver].sent)
+    pump.run(pump.now + 10)
+    later = [message for *_, message in pump.nodes[leaver].sent[count:]]
+    assert not any(isinstance(message, Ready) for message in later)
+
+
+def test_silence_removes_after_three_rounds_and_a_live_peer_comes_back_as_a_joiner() -> None:
+    pump = start_swarm("ABCD")
+    pump.run_to_height(2)
+    dead = pump.nodes["A"].machine.tip.order[-1]
+    pump.kill(dead)
+    rest = "".join(peer for peer in pump.nodes if peer != dead)
+    pump.run_to_height(5, rest)
+    pump.run_to_height(6, rest)
+    tip = pump.nodes[rest[0]].machine.tip
+    assert dead not in tip.members
+    assert "silent for 4 rounds" in pump.nodes[rest[0]].said(Topic.MEMBERSHIP)
+    assert all(dead not in owners for owners in tip.owners.values())
+    pump.restart(dead)
+    pump.run(pump.now + 30, lambda: pump.nodes[dead].machine.is_member)
+    assert pump.nodes[dead].machine.is_member
+
+
+def test_a_live_peer_that_is_always_too_slow_keeps_its_vote() -> None:
+    pump = start_swarm("ABCD")
+    pump.run_to_height(1)
+    slow = pump.nodes["A"].machine.tip.order[-1]
+    pump.nodes[slow].train_s = 1e9
+    pump.run_to_height(8, "".join(peer for peer in pump.nodes if peer != slow))
+    tip = pump.nodes["A"].machine.tip
+    assert tip.members[slow].silent == 0
+    # Its experts were not renewed and have moved to those that work [R4].
+    assert all(slow not in owners for owners in tip.owners.values())
+
+
+def test_a_member_that_declares_another_capacity_gets_that_share() -> None:
+    pump = start_swarm("AB", make_rules(experts=8))
+    pump.run_to_height(2)
+    assert pump.nodes["A"].machine.tip.members["B"].capacity == 1.0
+    pump.nodes["B"].machine._peer.capacity = 3.0  # as after a restart with --capacity 3
+    height = pump.nodes["A"].machine.tip.height
+    pump.run_to_height(height + 2)
+    tip = pump.nodes["A"].machine.tip
+    assert tip.members["B"].capacity == 3.0
+    assert sum(owners == ("B",) for owners in tip.owners.values()) == 6
+    assert len(pump.digests_at(tip.height)) == 1

@@ -1,0 +1,62 @@
+"""Rounds in which nothing fails: how the members agree, and on what."""
+
+import pytest
+
+from swarm.protocol.messages.events import Topic
+from swarm.protocol.messages.messages import (
+    Accept,
+    Commit,
+    Hello,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    Roster,
+)
+from swarm.protocol.values.manifest import Kind
+from tests.protocol.round_pump import start_swarm
+
+
+@pytest.mark.parametrize("peers", ["A", "AB", "ABCD", "ABCDEFG"])
+def test_all_members_apply_the_same_rounds(peers: str) -> None:
+    pump = start_swarm(peers)
+    pump.run_to_height(5)
+    for height in range(1, 6):
+        assert len(pump.digests_at(height)) == 1
+    tip = pump.nodes["A"].applied[4]
+    assert tip.kind is Kind.QUORUM
+    assert tip.contributors == tuple(peers)
+    assert (tip.round, tip.step, tip.tokens) == (5, 50, 5 * 1000 * len(peers))
+
+
+def test_a_fault_free_round_waits_for_no_timer() -> None:
+    pump = start_swarm("ABCD", tick_s=0.0)  # no ticks at all: events alone carry it
+    pump.run(60.0)
+    # Manifest 0 was heard by everybody; then only work, latency and syncs take time.
+    assert all(len(node.applied) >= 25 for node in pump.nodes.values())
+
+
+def test_a_lone_member_decides_at_once() -> None:
+    pump = start_swarm("A", tick_s=0.0)
+    pump.run(10.0)
+    assert len(pump.nodes["A"].applied) >= 9  # a second of training each, nothing else
+
+
+def test_messages_of_a_round_are_as_few_as_the_page_says() -> None:
+    pump = start_swarm("ABCD")
+    pump.run_to_height(10)
+    sizes = {
+        kind: pump.count_sent(kind) / 10
+        for kind in (Ready, Roster, Reduced, Propose, Accept, Commit, Prepare, Hello)
+    }
+    # 5 (N - 1), one of each kind to or from every other member, and the reducers' answers.
+    # Rosters go to the reducers only, which are at most all; gossip and polls come on top.
+    assert sum(sizes[kind] for kind in (Ready, Roster, Propose, Accept, Commit)) <= 5 * 3 + 1
+    assert sizes[Reduced] <= 3
+
+
+def test_a_lone_member_is_never_overtaken_however_long_it_trains() -> None:
+    pump = start_swarm("A")
+    pump.nodes["A"].train_s = 200.0
+    pump.run_to_height(3, within_s=500.0)
+    assert pump.nodes["A"].said(Topic.TAKEOVER) == ""
