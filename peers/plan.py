@@ -126,9 +126,9 @@ def main(
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
-    from peers.actions.plan_tables import as_figures, link_named, print_link, table_for
+    from peers.actions import plan_tables  # loads torch: not for --help
 
-    line = link_named(link) if link else None
+    line = plan_tables.link_named(link) if link else None
     from swarm.peer.machine.engine_plan import plan_run  # loads torch: not for --help
 
     sizes = {"gpu": given.gpu, "gpus": gpus, "host": given.host, "disk": given.disk}
@@ -136,14 +136,14 @@ def main(
     step_s, sent = step_seconds or planned.engine.step_s, planned.cost.bytes_sent_per_peer_per_round
     of_link = None
     if line:
-        of_link = table_for(
+        of_link = plan_tables.table_for(
             run, line, config.network, step_s=step_s, wanted=utilisation, beside=planned.is_beside
         )
     mbit = min(of_link.rates) if of_link else _under_caps(mbit, config.network)
     times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)
     if given.as_json:
         shown = _figures(run, planned) | _times(times, planned.machine, mbit)
-        link_figures = {"link": as_figures(of_link)} if of_link else {}
+        link_figures = {"link": plan_tables.as_figures(of_link)} if of_link else {}
         click.echo(
             json.dumps({key: shown[key] for key in KEYS} | _of_workers(run, planned) | link_figures)
         )
@@ -153,7 +153,7 @@ def main(
         described = given.gpu is not None or (gpus is not None and "x" in gpus.lower())
         console.print(times_table(run, times, planned.machine, mbit, is_described=described))
         if of_link:
-            print_link(console, run, of_link)
+            plan_tables.print_link(console, run, of_link)
     if not planned.fits:
         raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
 

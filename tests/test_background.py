@@ -280,7 +280,7 @@ SHORT = {
         "VirtualP2P.open_stream": "serves until its stream ends, as which a fault shows",
     },
     "swarm/network/wire/tcp_dialer.py": {
-        "Direct._looked_for": "any failure is logged and a pause: the way is not there"
+        "TcpDialer._looked_for": "any failure is logged and a pause: the way is not there"
     },
     "swarm/network/fetch/fetcher.py": {
         "Downloads.__init__": "a flow waits for each piece",
@@ -308,7 +308,7 @@ SHORT = {
         "Transfers.start": "any failure is logged; the machine fetches again",
         "Transfers._bring": HEARD,
     },
-    "swarm/peer/training/offering.py": {"Beside.begin": HEARD},
+    "swarm/peer/training/offering.py": {"BackgroundWork.begin": HEARD},
     "swarm/peer/start/entry.py": {"Starter.wait_for.watched": HEARD},
     "swarm/peer/start/founding.py": {
         "_gathering_on": "runs a supervised body until it is cancelled"
@@ -320,7 +320,7 @@ SHORT = {
     },
     "swarm/train/workers/command_history.py": {"PartSaving.__init__": "asked for until it is done"},
     "swarm/train/workers/worker_process.py": {
-        "BegunStep.__init__": HEARD,
+        "SplitStep.__init__": HEARD,
         "serve": "any failure ends the process with its traceback",
     },
     "swarm/train/streaming/gradients.py": {
@@ -735,7 +735,7 @@ LIVE: dict[tuple[str, str], Fails] = {
     ("peers/actions/tensorboard.py", "Drawn.__init__"): tensorboard_fails,
     ("swarm/emulation/networks.py", "NamespaceLinks.__init__"): shaper_fails,
     ("swarm/emulation/networks.py", "ProxyLinks.__init__"): proxies_fail,
-    ("swarm/network/wire/tcp_listener.py", "Door.open"): door_fails,
+    ("swarm/network/wire/tcp_listener.py", "TcpListener.open"): door_fails,
     ("swarm/network/wire/loop_thread.py", "LoopThread.__init__"): network_thread_fails,
     ("swarm/network/rounds/moments_exchange.py", "MomentsExchange.give"): giving_fails,
     ("swarm/network/rounds/moments_exchange.py", "MomentsExchange._take_up"): taking_fails,

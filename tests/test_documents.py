@@ -37,7 +37,9 @@ IN_FILE = re.compile(r"`([\w/]+\.py)`\s+`([A-Za-z_][\w.]*)")
 PROGRAM = re.compile(r"(?<![\w/.-])swarm-([a-z]+)(?![\w/-])")
 OTHERS_PACKAGE = re.compile(r"pip install '?swarm\[|swarm with its\b extra")
 """On the index the name swarm is that of others; ours is moe-swarm."""
-SCRIPT = re.compile(r"(?<![\w/-])(?:\./)?(scripts/[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])")
+SCRIPT = re.compile(
+    r"(?<![\w/-])(?:\./)?(scripts/(?:benchmarks/)?[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])"
+)
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ def test_what_is_there_is_no_offence():
         "swarm/a.md",
         "`protocol/values/manifest.py` `Manifest.seed` "
         "[map](README.md#33-rules) `rounds/` `protocol/chain/trust.py` [A1, C1-C3] section 3.3 F32 "
-        "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1; "
+        "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/benchmarks/bench_join.py; "
+        "RFC 8032, section 7.1; "
         "pip install 'moe-swarm[hf]'",
     )
     checks = (
@@ -364,7 +367,7 @@ def test_figures_have_their_commit_and_date(page):
 
 def test_every_measuring_script_is_on_the_page_of_measurements():
     page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
-    scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")}
+    scripts = {path.name for path in (ROOT / "scripts" / "benchmarks").glob("bench_*.py")}
     assert {name for name in scripts if name not in page} == set()
 
 

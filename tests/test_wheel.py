@@ -102,7 +102,7 @@ def spoken(source: str) -> str:
 
 def help_texts() -> str:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    places = (place.replace("launch", "peer").partition(":")[0] for place in scripts.values())
+    places = (place.partition(":")[0] for place in scripts.values())
     commands = [importlib.import_module(place).main for place in places]
     for command in commands:
         commands += getattr(command, "commands", {}).values()

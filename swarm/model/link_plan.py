@@ -33,7 +33,8 @@ class Assumptions:
         link_share: of a link's rate that transfers reach.
         control_s: of a round, beside its transfers: greeting, rosters, votes.
         offer_ns: what a core computes to offer an element of a shared tensor, and of an expert
-            that the peer trains (scripts/bench_stall.py, codings b2 and b1; values take less).
+            that the peer trains (scripts/benchmarks/bench_stall.py, codings b2 and b1; values take
+            less).
         adopt_ns: to adopt one, and one of an expert that another peer trains.
         cores: that share this.
         disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
@@ -264,7 +265,8 @@ def with_rounds(setting: Setting, rounds: int) -> Setting:
 
 _BLOCKING = "blocking rounds, H = 10, 400 steps"
 _CYCLE = "overlapped, 4 rounds a cycle, H = 20, 800 steps"
-_MEASURED = "overlapped, 5 rounds a cycle, H = 20, 400 steps"  # scripts/reproduce_wire_quality.py
+# By scripts/benchmarks/reproduce_wire_quality.py.
+_MEASURED = "overlapped, 5 rounds a cycle, H = 20, 400 steps"
 SETTINGS = (
     Setting("fp32", "fp32", price=Price(0.0, 3, "exact SPES")),
     Setting("fp32", "bf16"),

@@ -38,7 +38,7 @@ def test_what_a_peer_loses_as_it_leaves_is_counted() -> None:
 
 
 def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) -> None:
-    """As scripts/soak does with its swarm: nobody says that it has ended."""
+    """As scripts/benchmarks/soak does with its swarm: nobody says that it has ended."""
     peers = []
     for index in range(2):
         folder = tmp_path / f"peer-{index}"

@@ -96,7 +96,7 @@ def used_by(role: ast.ClassDef, every: Classes) -> tuple[set[str], set[str], set
 
 
 def row(role: str, every: Classes) -> str:
-    reads, writes, asks = used_by(every[role.capitalize()], every)
+    reads, writes, asks = used_by(every["".join(map(str.capitalize, role.split("_")))], every)
     records = [
         ", ".join(f"`{RECORDS[each]}`" for each in RECORDS if each in s) for s in (reads, writes)
     ]

@@ -23,7 +23,15 @@ def applied(height: int, digest: str, **fields: object) -> dict[str, object]:
 @pytest.mark.scenario
 def test_four_kills_leave_one_chain_and_no_round_hangs(tmp_path: Path) -> None:
     drill = subprocess.run(
-        [sys.executable, "scripts/drill.py", "--kills", str(KILLS), "--seed", "1", "--json"],
+        [
+            sys.executable,
+            "scripts/benchmarks/drill.py",
+            "--kills",
+            str(KILLS),
+            "--seed",
+            "1",
+            "--json",
+        ],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,

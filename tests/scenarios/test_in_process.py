@@ -36,7 +36,7 @@ def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas in 1 and 2 bits, what is left over of them, slices of the experts, and merges."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "benchmarks")
     sys.modules.pop("in_process", None)
     from in_process import InProcessSwarm  # the folder is on the path in this test alone
 

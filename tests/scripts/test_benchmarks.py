@@ -20,7 +20,7 @@ from swarm.emulation.links import Link
 from swarm.model.cost import parameters
 from swarm.model.link_plan import cycle_bytes
 from swarm.protocol.values.digests import PIECE_BYTES
-from tests.scripts.conftest import SCRIPTS
+from tests.scripts.conftest import BENCHMARKS
 
 LOADED = (
     *("bench_internet", "bench_scale", "bench_step", "bench_utilisation", "bench_wire"),
@@ -40,7 +40,7 @@ NUM_PEERS = 4
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a script by its name; the folder is on the path in this test alone."""
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     for name in LOADED:
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module
@@ -74,7 +74,7 @@ def test_a_benchmark_runs_small(
 )
 def test_a_benchmark_with_a_process_group_runs_small(name: str, words: str) -> None:
     small = ["--device", "cpu", "--shape", "demo", "--length", "32", "--steps", "1"]
-    command = [sys.executable, SCRIPTS / f"{name}.py", *words.split(), *small]
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *words.split(), *small]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120)
     assert json.loads(done.stdout.splitlines()[-1])
 
@@ -133,7 +133,7 @@ def test_no_phase_takes_more_than_its_plan_where_an_owner_was_lost(tmp_path: Pat
 
     With 82 M parameters heaps keep buffers that threads of averaging have freed: 1.19 at the most.
     """
-    command = [sys.executable, SCRIPTS / "bench_real_size.py", "--json", "--hidden", "576"]
+    command = [sys.executable, BENCHMARKS / "bench_real_size.py", "--json", "--hidden", "576"]
     words = ["--inner", "2880", "--state-dir", tmp_path]
     done = subprocess.run([*command, *words], stdout=subprocess.PIPE, timeout=3600, check=False)
     phases = json.loads(done.stdout)["phases"]
@@ -161,7 +161,7 @@ def test_bytes_that_are_off_their_formula_are_status_1(
 
 def test_the_small_models_have_the_7bs_ratios_of_bytes_in_every_mode(load: Any) -> None:
     script, rows = load("bench_wire"), load("utilisation_rows")
-    source = SCRIPTS.parent / "configs" / "runs" / "spes_7b.toml"
+    source = BENCHMARKS.parents[1] / "configs" / "runs" / "spes_7b.toml"
     large = parse_config(RunConfig, source.read_text(), source="7B")
     whole = parameters(large.model)
     for mode in script.MODES:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
 KEEPING = ("cells", "reproduce_spes", "bench_routing", "bench_tokenizers", "bench_adoption")
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     for name in KEEPING:
         sys.modules.pop(name, None)
     found = {name: importlib.import_module(name) for name in KEEPING}
@@ -80,10 +80,10 @@ def test_a_line_without_its_text_is_taken_for_none(
 
 
 def test_the_commit_is_known_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     sys.modules.pop("cells", None)
     cells = importlib.import_module("cells")
-    is_a_clone = (SCRIPTS.parent / ".git").exists() and shutil.which("git")
+    is_a_clone = (BENCHMARKS.parents[1] / ".git").exists() and shutil.which("git")
     assert re.fullmatch(r"[0-9a-f]{7,}\+?" if is_a_clone else "", cells.commit())
     cells.commit.cache_clear()
     monkeypatch.setenv("PATH", "")

@@ -35,7 +35,7 @@ def write_events(folder: Path, *, measures: bool, run: str = "demo-1") -> None:
 
 def plot(*places: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "plot_run.py", *places, "--out", out],
+        [sys.executable, ROOT / "scripts" / "benchmarks" / "plot_run.py", *places, "--out", out],
         capture_output=True,
         text=True,
         timeout=600,

@@ -20,8 +20,8 @@ import pytest
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import SwarmError
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-WITH_A_SWARM = sorted(p.stem for p in SCRIPTS.glob("*.py") if "LocalSwarm(" in p.read_text())
+BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
+WITH_A_SWARM = sorted(p.stem for p in BENCHMARKS.glob("*.py") if "LocalSwarm(" in p.read_text())
 WITH_A_NETWORK = {"bench_join", "bench_link", "bench_utilisation", "bench_wire", "soak"}
 WORDS = {
     "bench_threads": ["--load", "1"],
@@ -47,7 +47,7 @@ def script(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> ModuleType:
     """A script in a folder of its own, without a network and with all cores."""
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     sys.modules.pop(request.param, None)
     found = importlib.import_module(request.param)
     monkeypatch.setattr(Links, "closed", [])
@@ -150,7 +150,7 @@ def test_states_of_a_rehearsal_stay_and_are_named_unless_it_passed_in_a_temporar
     state_dir: bool,
     outcome: Callable[[object], bool],
 ) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     script = importlib.import_module(name)
     folders: list[Path] = []
 
@@ -184,7 +184,7 @@ with bench_threads.load(1):
 
 
 def test_busy_processes_end_with_a_script_that_is_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
     command = [sys.executable, "-c", BUSY]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as killed:
         assert killed.stdout
@@ -203,7 +203,7 @@ def test_busy_processes_end_with_a_script_that_is_killed() -> None:
 def test_a_swarm_of_minutes_ends_with_a_verdict_on_what_it_holds(tmp_path: Path) -> None:
     words = ["--hours", "0.01", "--json", "--state-dir", str(tmp_path)]
     found = subprocess.run(
-        [sys.executable, SCRIPTS / "endurance.py", *words], capture_output=True, check=False
+        [sys.executable, BENCHMARKS / "endurance.py", *words], capture_output=True, check=False
     )
     verdict = json.loads(found.stdout)
     assert (verdict["stopped_early"], verdict["divergences"]) == ("", 0)

@@ -219,7 +219,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "pins_never_taken_back": Mutant(
         "a blob that was fetched stays pinned",
-        "transport", "Holds._pins grows",
+        "transport", "Pins._pins grows",
         lambda: ((Pins, "unpin", _stays),),
     ),
     "old_exports_stay": Mutant(

@@ -48,7 +48,8 @@ _IS_LATE = "failed to start in"
 """hivemind's words for a daemon that was not ready within `STARTUP_S`."""
 _SECURITY = ("-noise=false",)
 """TLS 1.3 alone, which every p2pd speaks. Where AES is in hardware, as nearly everywhere, it costs
-p2pd a fifth less user CPU time than Noise's ChaCha20 (measured, scripts/bench_averaging.py)."""
+p2pd a fifth less user CPU time than Noise's ChaCha20 (measured,
+scripts/benchmarks/bench_averaging.py)."""
 
 
 @dataclass(frozen=True, order=True)

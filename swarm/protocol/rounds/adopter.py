@@ -32,7 +32,7 @@ class Adopter(Role):
     merger: Merger
     contributor: Contributor
     gossip: Gossip
-    forks: ReformChoice
+    reform_choice: ReformChoice
     heights: Heights
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Of a generation that this peer has left."""
@@ -82,11 +82,14 @@ class Adopter(Role):
     def _consider(self, source: PeerId, commit: Commit) -> None:
         """Adopts, unless it is a reform of the generation that still lives here [F2]."""
         manifest = commit.manifest
-        self.forks.set_reform_aside()
-        if not self.forks.leaves_my_generation(manifest) or self.forks.may_leave_generation():
+        self.reform_choice.set_reform_aside()
+        if (
+            not self.reform_choice.leaves_my_generation(manifest)
+            or self.reform_choice.may_leave_generation()
+        ):
             self.adopt(source, commit)
         else:
-            self.forks.hold_back(source, commit)
+            self.reform_choice.hold_back(source, commit)
 
     def _is_being_fetched(self, manifest: Manifest) -> bool:
         """Whether a COMMIT is a duplicate, which must not restart the fetch [X1]."""
@@ -129,7 +132,7 @@ class Adopter(Role):
 
     def pursue(self) -> None:
         """Takes the decided manifest, if there is one, a step nearer to being applied."""
-        self.forks.set_reform_aside()
+        self.reform_choice.set_reform_aside()
         pursuit = self.blobs.catch_up
         if pursuit is None:
             return

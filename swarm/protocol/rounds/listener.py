@@ -25,7 +25,7 @@ class Listener(Role):
     blobs: Blobs
     succession: Succession
     gossip: Gossip
-    forks: ReformChoice
+    reform_choice: ReformChoice
     heights: Heights
     _early: dict[tuple[PeerId, type], tuple[Header, Message]] = field(
         init=False, default_factory=dict
@@ -66,7 +66,7 @@ class Listener(Role):
         return (
             self.life.may_listen_on
             and self.blobs.catch_up is not None
-            and self.forks.leaves_my_generation(self.blobs.catch_up.manifest)
+            and self.reform_choice.leaves_my_generation(self.blobs.catch_up.manifest)
         )
 
     def end(self) -> None:

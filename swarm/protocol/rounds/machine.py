@@ -105,7 +105,7 @@ class Parts:
     reducer: type[Reducer] = Reducer
     merger: type[Merger] = Merger
     gossip: type[Gossip] = Gossip
-    forks: type[ReformChoice] = ReformChoice
+    reform_choice: type[ReformChoice] = ReformChoice
     adopter: type[Adopter] = Adopter
     listener: type[Listener] = Listener
     contributor: type[Contributor] = Contributor
@@ -179,15 +179,15 @@ class RoundMachine:
         )
         self._takeover = parts.takeover(standing, life, contacts, blobs, succession, convener)
         gossip = self._gossip = parts.gossip(standing, contacts)
-        forks = self._forks = parts.forks(standing, life, contacts, blobs)
+        choice = self._reform_choice = parts.reform_choice(standing, life, contacts, blobs)
         heights = Heights(self._forget_height, self._begin_height)
         adopter = self._adopter = parts.adopter(
-            standing, life, contacts, blobs, work, merger, contributor, gossip, forks, heights
+            standing, life, contacts, blobs, work, merger, contributor, gossip, choice, heights
         )
         self._listener = parts.listener(
-            standing, life, contacts, blobs, succession, gossip, forks, heights
+            standing, life, contacts, blobs, succession, gossip, choice, heights
         )
-        self._reformer = parts.reformer(standing, life, contacts, blobs, work, forks, adopter)
+        self._reformer = parts.reformer(standing, life, contacts, blobs, work, choice, adopter)
 
     # ------------------------------------------------------------ events
 
@@ -343,7 +343,7 @@ class RoundMachine:
         steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
         work.forget_height(None if steps_s is None else self._peer.now + steps_s)
         self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)
-        self._forks.forget_height()
+        self._reform_choice.forget_height()
 
     def _begin_height(self) -> None:
         """Starts what a new tip, or the end of listening, allows."""

@@ -27,28 +27,28 @@ class Reformer(Role):
     contacts: Contacts
     blobs: Blobs
     work: Work
-    forks: ReformChoice
+    reform_choice: ReformChoice
     adopter: Adopter
     _told: Digest | None = field(init=False, default=None)
     """The tip under which this peer has said that it waits for others."""
 
     def tick(self) -> None:
         """Leaves the generation once it gives no sign of life any more."""
-        forks = self.forks
-        if forks.quiet_s >= self.timers.reform_s / 2:
+        reform_choice = self.reform_choice
+        if reform_choice.quiet_s >= self.timers.reform_s / 2:
             # So that all that live are heard in the half of T_reform that counts as survivors'.
             self.contacts.ask_unheard(self.timers.reform_s / 2)
-        if forks.quiet_s < self.timers.reform_s:
+        if reform_choice.quiet_s < self.timers.reform_s:
             return
-        if forks.candidate and forks.may_leave_generation():
-            source, commit = forks.candidate
-            forks.candidate = None
+        if reform_choice.candidate and reform_choice.may_leave_generation():
+            source, commit = reform_choice.candidate
+            reform_choice.candidate = None
             self.out.explain(
                 Topic.FORK, f"stalled for {self.timers.reform_s:.1f} s: a reform is adopted"
             )
             self.adopter.adopt(source, commit)
         elif not self._may_reform():
-            if forks.is_stalled(self.timers.reform_s):
+            if reform_choice.is_stalled(self.timers.reform_s):
                 self._tell_wait()
         elif self._reform_due():
             self.reform(
@@ -87,7 +87,7 @@ class Reformer(Role):
             and not self.blobs.catch_up
             and not self.life.is_leaving
             and not self._is_at_work()
-            and self.forks.is_stalled(self.timers.reform_s + jitter_s)
+            and self.reform_choice.is_stalled(self.timers.reform_s + jitter_s)
         )
 
     def _is_at_work(self) -> bool:

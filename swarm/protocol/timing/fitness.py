@@ -80,7 +80,7 @@ HOME_MBIT = 60.0
 """Uplinks up to this are slowed down by what their routers queue and drop."""
 CAP_SHARE = 0.88
 """Of an uplink's measured rate, which is some percent too high at times; headers are 3 to 4 % on
-top (`scripts/bench_link.py`, `bench_utilisation.py`)."""
+top (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
 SEEN_SHARE = 0.75
 """No cap is lower, of what a line was seen to carry of late."""
 

@@ -36,8 +36,9 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int
         workers: that share the micro-batches; 0 for as many as experts and layers are cut over.
 
     Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
-    within 5 % of the peak of allocations, see `scripts/bench_memory.py`. Of a pipeline it is the
-    stage that needs most. Workers that stream have one host copy, and each of them needs its part.
+    within 5 % of the peak of allocations, see `scripts/benchmarks/bench_memory.py`. Of a pipeline
+    it is the stage that needs most. Workers that stream have one host copy, and each of them needs
+    its part.
     """
     if options.pp > 1:
         return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.crowded)
@@ -210,7 +211,7 @@ SLACK_BYTES = 0.08e9
 """Bytes that allocators keep of chunks that are gone."""
 KEPT_MATRICES = 10
 """Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
-experts: measured by `scripts/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
+experts: measured by `scripts/benchmarks/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
 # Held by codecs, merge, network, private state and export; tests compare with their constants.
 CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16

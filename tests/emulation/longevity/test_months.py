@@ -79,13 +79,13 @@ class Grown:
 def test_what_grows_with_time_is_seen_and_what_reaches_its_bound_is_not() -> None:
     assert not Grown().audited([min(100 * k, 400) for k in range(40)])
     (problem,) = Grown().audited([10 * k for k in range(40)])
-    assert problem == "Lines._lines grows: 190 in the second quarter, 390 in the last"
+    assert problem == "LinkHealth._lines grows: 190 in the second quarter, 390 in the last"
 
 
 def test_growth_that_is_meant_is_allowed_as_far_as_it_is() -> None:
     sizes = [10 * k for k in range(40)]
-    assert not Grown().audited(sizes, Allowed("Lines._lines", 400, "one for each look"))
-    assert Grown().audited(sizes, Allowed("Lines._lines", 400, "few", most=300))
+    assert not Grown().audited(sizes, Allowed("LinkHealth._lines", 400, "one for each look"))
+    assert Grown().audited(sizes, Allowed("LinkHealth._lines", 400, "few", most=300))
 
 
 def test_what_happens_too_rarely_is_seen_but_for_quiet_moments() -> None:
@@ -106,4 +106,4 @@ def test_a_container_has_the_name_of_its_class_whatever_leads_to_it() -> None:
     lines = LinkHealth()
     lines._lines = {"a": object(), "b": object()}  # type: ignore[dict-item]
     found = dict(lengths([[lines], {"again": lines}]))
-    assert found["Lines._lines"] == 2
+    assert found["LinkHealth._lines"] == 2

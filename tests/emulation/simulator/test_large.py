@@ -11,7 +11,7 @@ from swarm.emulation.simulator.fault_schedule import run_schedule
 from swarm.emulation.simulator.peers.participant import Character
 from swarm.protocol.rounds.policies.slow_links import Relays
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_scale.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "benchmarks" / "bench_scale.py"
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -345,7 +345,7 @@ BLOB_SEED = 7
 @pytest.fixture(scope="module")
 def children(tmp_path_factory) -> Iterator[dict[signal.Signals, tuple[subprocess.Popen, str]]]:
     """For each fault a process that slowly serves a known blob of twelve pieces; its address."""
-    program = Path(__file__).with_name("tests/network/serving_peer.py")
+    program = Path(__file__).parents[1] / "serving_peer.py"
     started = {}
     for fault in (signal.SIGKILL, signal.SIGSTOP):
         folder = tmp_path_factory.mktemp("child")

@@ -12,6 +12,7 @@ import pytest
 from swarm.config import NetworkSection, PeerConfig
 from swarm.errors import NobodyReachable, RunMismatch, Unreachable
 from swarm.network.rounds.record_file import RecordFile
+from swarm.network.runs import run_search
 from swarm.network.runs.run_search import encode_preparing
 from swarm.network.wire.address_book import Remembered
 from swarm.peer.machine.state_directory import current_run_of
@@ -180,8 +181,8 @@ def test_a_peer_with_an_old_run_neither_resumes_it_nor_founds_a_new_one(
     async def none(*_: object) -> list[object]:
         return []
 
-    monkeypatch.setattr(bootstrap_search, "find_run", nothing)
-    monkeypatch.setattr(bootstrap_search, "runs_here", none)
+    monkeypatch.setattr(run_search, "find_run", nothing)
+    monkeypatch.setattr(run_search, "runs_here", none)
     for wanted in (Wanted(), Wanted(run=ANOTHER), Wanted(run=ANOTHER, beside_others=True)):
         with pytest.raises(NobodyReachable, match=DEAD):
             machine.starter(wanted).resume_or_join()
@@ -232,7 +233,7 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
 
     async def nothing(*_: object, **__: object) -> None: ...
 
-    monkeypatch.setattr(bootstrap_search, "find_run", nothing)
+    monkeypatch.setattr(run_search, "find_run", nothing)
     with pytest.raises(NobodyReachable, match=f"{begun.run_id} was begun.*--run-id {first}"):
         machine.starter(Wanted()).resume_or_join()
     assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"

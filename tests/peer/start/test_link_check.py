@@ -23,6 +23,7 @@ from swarm.peer.start.link_monitor import (
     verdict_for,
 )
 from swarm.protocol.records.records import PeerRecord
+from swarm.protocol.timing import fitness
 from swarm.protocol.timing.fitness import HOME_MBIT, Fitness
 from swarm.protocol.timing.pace import DAY_S
 from tests.peer_records import peer_record
@@ -182,7 +183,7 @@ def test_an_uplink_that_changed_counts_after_two_tests_and_none_for_longer_than_
     measured = Measured(monkeypatch, uplinks=[(rate, None) for rate in rates for _ in range(2)])
     measured.lines = LinkHealth(lambda: now_s)
     measured.node = cast(Node, SimpleNamespace(peer_id="me", lines=measured.lines))
-    monkeypatch.setattr(link_monitor, "HOME_MBIT", 1e9)
+    monkeypatch.setattr(fitness, "HOME_MBIT", 1e9)
     found = []
     for _ in rates:
         now_s += 3600.0

@@ -67,7 +67,7 @@ def test_whose_values_a_roster_has_is_found_once_by_each_reducer(monkeypatch) ->
 
         monkeypatch.setattr(owner, function, call)
 
-    for module in (rosters, reducer, reducer):
+    for module in (rosters, reducer):
         if hasattr(module, "sources_of"):
             counted(module, "sources_of")
     for module in (collector, evidence_checks):

@@ -465,7 +465,7 @@ def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollec
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     """A disk that stands still stops the hashing after as many chunks as may wait."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
-    go_on, hashed, pieces = threading.Event(), [], hashed_file.bytes_of
+    go_on, hashed, pieces = threading.Event(), [], tensor_file.bytes_of
 
     def counted(tensor):
         for piece in pieces(tensor):
@@ -477,7 +477,7 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
             go_on.wait(60)
             return super().open(*arguments)
 
-    monkeypatch.setattr(hashed_file, "bytes_of", counted)
+    monkeypatch.setattr(tensor_file, "bytes_of", counted)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
     with Saving(Slow(path), state.engine, state.rng) as begun:
         while len(hashed) < hashed_file.CHUNKS_AHEAD:

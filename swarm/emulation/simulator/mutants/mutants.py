@@ -388,7 +388,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "no_takeover": Mutant("K1: a failed convener is replaced", takeover=_NoTakeover),
     "no_reform": Mutant("F3: a lost majority is given up", reformer=_NoReform),
     "generation_counted": Mutant("F3: an id is unique", reformer=_GenerationCounted, mix=SHATTERED),
-    "reform_although_quorum": Mutant("F2: no reform beside a quorum", forks=_ReformAlthoughQuorum),
+    "reform_although_quorum": Mutant(
+        "F2: no reform beside a quorum", reform_choice=_ReformAlthoughQuorum
+    ),
     "most_tokens_win": Mutant("F1: the total order of manifests", standing=_MostTokensWin),
     "merge_on_apply": Mutant(
         "M1: a merge is a manifest", standing=_NeverDue, trainer=MergesOnApply
