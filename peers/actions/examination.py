@@ -56,6 +56,9 @@ from swarm.protocol.values.invitation import Credential
 from swarm.protocol.values.manifest import PeerId
 from swarm.version import __version__
 
+logger = logging.getLogger(__name__)
+
+
 Result = TypeVar("Result")
 
 
@@ -250,8 +253,6 @@ def _refusal(check: Callable[[], object]) -> str | None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return None
 
-
-logger = logging.getLogger(__name__)
 
 START_S = 40.0
 LOOK_S = 90.0

@@ -21,6 +21,9 @@ from swarm.protocol.records.records import Losses, PeerRecord, PeerState, RunSta
 from swarm.protocol.values.layout import layout_of
 from swarm.protocol.values.manifest import Manifest, PeerId
 
+logger = logging.getLogger(__name__)
+
+
 IDLE = (PeerState.FINISHED, PeerState.TRAINING)
 """States in which a peer's link has nothing to do for a round, the best first: one that is through
 needs its cores for nothing either, one that trains sends nothing."""
@@ -40,8 +43,6 @@ def idle_sources(peers: Mapping[PeerId, PeerRecord], manifest: Manifest) -> list
     tiers = ([peer for peer in sorted(having) if having[peer] is state] for state in IDLE)
     return next((tier for tier in tiers if tier), [])
 
-
-logger = logging.getLogger(__name__)
 
 ASK_S = 30.0
 START_S = 600.0

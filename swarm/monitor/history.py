@@ -29,6 +29,9 @@ from swarm.monitor.snapshot import (
 from swarm.protocol.records.life_events import Applied, EventReader, Started, Validation
 from swarm.protocol.records.records import Real
 
+logger = logging.getLogger(__name__)
+
+
 MAX_POINTS = 2000
 """Of losses and rounds: older ones are left out."""
 MAX_MERGES = 64
@@ -224,9 +227,6 @@ def _happening(time: float, event: Applied) -> Happening:
         generation=event.generation[:12],
     )
     return Happening(time, _TOPICS[event.kind], text)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 The classes that run in `swarm-peer` run here for weeks, with outages, restarts and full disks, in
 minutes. They see the world through ports: clock, threads, sockets, disk, libp2p and the DHT. A seed
-decides the whole month. Reading order: `ports`, `kernel`, `sockets`, `network`, `disk`, `month`,
-`audit`, `scenarios`, `mutants`.
+decides the whole month. Reading order: `virtual_ports`, `kernel`, `sockets`,
+`virtual_dht`, `month`, `audit`, `scenarios`, `runner`.
 """

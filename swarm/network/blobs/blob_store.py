@@ -32,6 +32,9 @@ from swarm.protocol.values.digests import (
 )
 from swarm.protocol.values.manifest import Digest
 
+logger = logging.getLogger(__name__)
+
+
 LEASE_S = 600.0
 MAX_LEASES = 2
 
@@ -216,9 +219,6 @@ class Draft:
         trace: TracebackType | None,
     ) -> None:
         self.discard()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

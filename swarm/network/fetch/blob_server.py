@@ -20,6 +20,9 @@ from swarm.network.wire.served_streams import ServedStream, ServedStreams
 from swarm.network.wire.traffic import LARGEST_PART_BYTES, Traffic
 from swarm.protocol.values.digests import num_pieces
 
+logger = logging.getLogger(__name__)
+
+
 YIELD_S = 6.0
 """A stranger waits no longer for its next 64 KiB, less than it takes for no progress or for stuck:
 the member that is being served may take nothing at all."""
@@ -132,8 +135,6 @@ class FairQueue:
         else:
             self._free.set()
 
-
-logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 64 * 1024
 """Up to here a blob is read and written: cheaper than a call of sendfile."""

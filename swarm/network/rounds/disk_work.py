@@ -18,6 +18,9 @@ from swarm.network.wire.loop_thread import started_pool
 from swarm.protocol.messages.events import Record, Reduce
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
+logger = logging.getLogger(__name__)
+
+
 MEANS_AT_ONCE = 2
 """Of deltas: each makes its results durable before it is told, one after the other."""
 
@@ -56,8 +59,6 @@ class SlowWork:
         async with self._means:
             return await self.do("mean", function, effect, *arguments)
 
-
-logger = logging.getLogger(__name__)
 
 END_S = 5.0
 """What is under way as a peer ends may take so long: a disk may not answer."""

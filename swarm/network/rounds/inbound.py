@@ -30,6 +30,9 @@ from swarm.protocol.rounds.policies.slow_links import in_turn
 from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.manifest import Digest, PeerId
 
+logger = logging.getLogger(__name__)
+
+
 MAX_SOURCES = 16
 
 
@@ -129,8 +132,6 @@ class CommitProofs:
             store.unpin(digests)
             store.collect(())
 
-
-logger = logging.getLogger(__name__)
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16

@@ -34,6 +34,9 @@ from swarm.protocol.training import Applied
 from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
+logger = logging.getLogger(__name__)
+
+
 CarryOut = Callable[[events.Effect], Awaitable[None]]
 
 
@@ -65,8 +68,6 @@ class RoundObserver:
 
 UNWATCHED = RoundObserver()
 
-
-logger = logging.getLogger(__name__)
 
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5

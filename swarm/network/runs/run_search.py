@@ -20,6 +20,9 @@ from swarm.protocol.records.records import RunRecord, RunState, decode_record, r
 from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.manifest import Manifest, PeerId, run_id
 
+logger = logging.getLogger(__name__)
+
+
 _IS_PREPARING = re.compile(rb"preparing ([0-9a-f]{64})")
 
 
@@ -57,8 +60,6 @@ def is_forestalled(
     there = {of for peer, of in preparing.items() if peer < me}.union(announced)
     return fingerprint in there if is_beside else bool(there)
 
-
-logger = logging.getLogger(__name__)
 
 RUN_QUESTION = b"run"
 """Asks a peer which run it is in; the answer is its `RunRecord`, or `preparing`, or nothing."""

@@ -26,6 +26,9 @@ from swarm.network.wire.tcp_listener import CALLED, TcpListener, introduce, tune
 from swarm.network.wire.upload_rate import LineBytes
 from swarm.protocol.timing.deadlines import backoff_s
 
+logger = logging.getLogger(__name__)
+
+
 KEPT_S = 20.0
 """The other side ends a stream that is idle for a minute."""
 MOST_OF_A_PEER = 2
@@ -99,8 +102,6 @@ def _is_open(connection: socket.socket) -> bool:
         return False
     return False  # it was ended, or says what nobody asked for
 
-
-logger = logging.getLogger(__name__)
 
 OPEN_S = 4.0
 """A stream that takes longer to open comes over libp2p, whose connection is there already."""

@@ -23,6 +23,9 @@ from swarm.network.wire.streams import Serve, receive_into
 from swarm.network.wire.traffic import Traffic
 from swarm.protocol.values.digests import digest_of
 
+logger = logging.getLogger(__name__)
+
+
 NONCE_BYTES = 16
 MAX_LETTER_BYTES = 512
 
@@ -95,8 +98,6 @@ async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     await receive_into(connection, memoryview(buffer))
     return bytes(buffer)
 
-
-logger = logging.getLogger(__name__)
 
 ADMIT_S = 5.0
 """Whoever has not said by then who it is, is not listened to."""

@@ -27,6 +27,9 @@ from swarm.network.wire.tcp_dialer import TcpDialer
 from swarm.network.wire.tcp_listener import TcpListener, port_beside
 from swarm.protocol.timing.deadlines import backoff_s
 
+logger = logging.getLogger(__name__)
+
+
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
@@ -148,8 +151,6 @@ def _turn(peer: str, relay: str) -> bytes:
     """Another order for each peer, so that relays share the load."""
     return blake3(f"{peer}/{relay}".encode()).digest()
 
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -28,6 +28,9 @@ from swarm.train.engine.engine import StepStats
 from swarm.train.fallback_engine import Fits, SteppingEngine
 from swarm.train.planning.ladder import EnginePlan
 
+logger = logging.getLogger(__name__)
+
+
 GAIN = 0.9
 """More threads are taken if a step takes at most this share of the time with fewer."""
 GAIN_TO_STAY = 0.95
@@ -148,8 +151,6 @@ class StepWatch:
             return None
         return f"steps take {ratio:.2f} times as long as at the last choice"
 
-
-logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 64
 """Of one sequence: what is computed where a whole micro-batch takes too long to be measured."""

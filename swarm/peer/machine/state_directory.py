@@ -287,7 +287,7 @@ class StateDirectory:
 
     @property
     def line_path(self) -> Path:
-        """What was found out about the line; see `kept_line`."""
+        """What was found out about the line; see `link_monitor`."""
         return self.path / "line"
 
     @property

@@ -195,7 +195,7 @@ async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> Non
 
 
 async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
-    """Whether somebody at the given addresses founds a run before this peer does; see `preparing`.
+    """Whether somebody at the given addresses founds a run before this peer does; see `run_search`.
 
     Args:
         host: of a peer that says that it prepares a run.

@@ -36,6 +36,8 @@ from swarm.protocol.records.records import RunRecord, encode_record, shortened
 from swarm.protocol.values.invitation import GATHERING, MAX_USES, PrivateInvitation, as_text
 from swarm.protocol.values.manifest import Digest, PeerId
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Gathering:
@@ -66,8 +68,6 @@ def gathering_of(state: StateDirectory, identity: Identity, wait_for_peers: int)
     run, uses = f"{GATHERING}{name}", min(wait_for_peers - 1, MAX_USES)
     return Gathering(run, invite(identity, run, uses=uses, last_round=0, secret=secret))
 
-
-logger = logging.getLogger(__name__)
 
 NETWORK_START_S = 60.0
 NETWORK_STOP_S = 10.0

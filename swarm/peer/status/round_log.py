@@ -19,6 +19,8 @@ from swarm.protocol.records.life_events import BytesMoved
 from swarm.protocol.records.printable import PEER_ID, ranges
 from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Moved(BytesMoved):
@@ -41,8 +43,6 @@ class Moved(BytesMoved):
             *(now - then for now, then in zip(astuple(self), astuple(before), strict=True))
         )
 
-
-logger = logging.getLogger(__name__)
 
 MAX_LINES = 8
 SAID_ROUNDS = 3

@@ -28,6 +28,9 @@ from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.manifest import Manifest, PeerId
 from swarm.protocol.values.texts import Text, TokenizerFile
 
+logger = logging.getLogger(__name__)
+
+
 FETCH_S = 600.0
 """Some tokenizers have tens of megabytes."""
 
@@ -117,9 +120,6 @@ def tokenizer_of(manifest: Manifest, store: BlobStore) -> Tokenizer:
     if content is None:
         raise errors.CorruptState("the run's tokenizer is missing")
     return FileTokenizer.of(bytes(content), file.end_of_text)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

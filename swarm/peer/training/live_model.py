@@ -27,6 +27,9 @@ from swarm.protocol.values.schedule import alpha_at
 from swarm.protocol.values.updates import UpdateBound
 from swarm.train.engine.engine import Engine
 
+logger = logging.getLogger(__name__)
+
+
 Patiently = Callable[[Callable[[], Digest]], Digest]
 
 
@@ -106,8 +109,6 @@ def merge_blobs(
     units = [expert_unit(expert) for expert in range(run.model.num_experts)]
     return {unit: encoded(agreed.layout.by_unit[unit], merged) for unit in units}, donors
 
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -28,6 +28,8 @@ from swarm.protocol.rounds.policies.update_bounds import update_bound
 from swarm.protocol.training import Applied, SavedWork
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
+logger = logging.getLogger(__name__)
+
 
 class Rounds(Protocol):
     """See `swarm.network.rounds.round_driver.RoundDriver`; each may be called from any thread."""
@@ -166,9 +168,6 @@ class BackgroundWork(Generic[Result]):
             raise self._error
         assert self._result is not None
         return self._result
-
-
-logger = logging.getLogger(__name__)
 
 
 class Offering:

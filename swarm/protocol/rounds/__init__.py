@@ -1,9 +1,9 @@
 """How peers without a server agree, every round, on one model: the round machine.
 
-README.md beside this file draws it, and says which role reads and writes which record. `state`,
-`standing`, `contacts`, `blobs` and `succession` hold the state; the other files with a class are
-the roles, which `machine` puts together: events in, effects out. `rosters`, `composition`,
-`evidence` and `checks` are pure functions on manifests.
+The README.md of this folder draws it, and says which role reads and writes which record. `state`,
+`durable_state`, `contacts`, `blobs` and `succession` hold the state. The other files with a class
+are the roles, which `machine` puts together: events in, effects out. The files of `policies` are
+pure functions on manifests.
 
 Each rule that safety or progress hangs on has a method of its own. A test can replace the part
 that it is in (`Parts`) by a subclass without it, to see the simulator catch that:

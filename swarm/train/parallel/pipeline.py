@@ -36,6 +36,8 @@ from swarm.train.parallel.data_parallel import RankEngine
 from swarm.train.parallel.sharded_state import ShardedEngine
 from swarm.train.parallel.tensor_parallel import HeadsEngine
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TermsForm:
@@ -95,8 +97,6 @@ class TermsForm:
         pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
         return terms._replace(similarity=alike[:size], pair_P2=pair_P2)
 
-
-logger = logging.getLogger(__name__)
 
 TOGETHER = 8
 """Micro-batches that flow through the stages in one go of an evaluation."""

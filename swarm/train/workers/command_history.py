@@ -22,6 +22,8 @@ from swarm.train.saving.checkpoint import load_newest, peek_counts
 from swarm.train.saving.hashed_file import HashedFile
 from swarm.train.workers.exchange import Message, state_message
 
+logger = logging.getLogger(__name__)
+
 
 def part_name(stem: str, rank: int) -> str:
     """The file name of what a rank writes."""
@@ -113,8 +115,6 @@ def num_bytes_of(form: tensor_file.Form) -> int:
     """Bytes of a tensor of this form."""
     return tensor_file.Place(0, *form).num_bytes
 
-
-logger = logging.getLogger(__name__)
 
 Stamp = tuple[int, int]
 """What tells a file from one that takes its place."""

@@ -73,7 +73,7 @@ class Setup:
     """Whether each peer adapts its timers to what it sees."""
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
-    """What it lies about, see `lying`."""
+    """What it lies about, see `faults.liar`."""
     copy_s: float | None = None
     """How long an owner takes to put moments out; None: moments are not modelled."""
     known: frozenset[PeerId] = frozenset()
