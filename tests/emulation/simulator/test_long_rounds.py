@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from swarm.emulation.simulator.long_rounds import Course, Work, go_through
 from swarm.emulation.simulator.mutants.extended_mutants import WAITING_MUTANTS
 from swarm.emulation.simulator.peers.participant import UnderTest
 from swarm.protocol.values.manifest import Kind
+from tests.emulation.simulator.long_rounds import Course, Work, go_through
 
 Check = Callable[[UnderTest], None]
 ALL = {"p0", "p1", "p2", "p3"}

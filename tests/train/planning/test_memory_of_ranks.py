@@ -10,10 +10,13 @@ from functools import partial
 
 import pytest
 
+from swarm.config import RunConfig
+from swarm.model.stage import Stage
+from swarm.model.transformer import DTYPES
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.planning.memory import need_of
+from swarm.train.engine.sizes import GRADIENT_BYTES, MASTER_BYTES, pipeline_cut, sizes_of
+from swarm.train.planning.memory import need_of, trained_by_stage
 from swarm.train.planning.resident_memory import CROWDING
-from swarm.train.planning.step_time import step_traffic
 from tests.train.loads import measured, on_processes, on_threads
 from tests.train.planning.test_memory import BF16, OWNED, sized
 
@@ -25,6 +28,34 @@ ROUNDED = {"moments": "bf16", "frozen": "int8"}
 MICRO_BATCHES = 2
 GPIPE = {"schedule": "gpipe"}
 CHUNKS = {"schedule": "interleaved", "chunks": 2}
+
+
+def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: int = 0) -> float:
+    """Bytes that leave a rank in a step for gradients and new values, where the state is cut.
+
+    Each element's gradient goes to the rank that has its state, and its new value to all others, in
+    the compute type where every use casts it. A tied embedding at both ends of a pipeline comes on
+    top.
+
+    Args:
+        run: the model.
+        num_owned: experts that the peer trains.
+        options: of the workers.
+        stage: of the rank, in a pipeline.
+    """
+    compute = DTYPES[options.compute].itemsize
+    stages = pipeline_cut(run, options).stages if options.pp > 1 else (Stage.whole(run.model),)
+    shared, experts = trained_by_stage(run, num_owned, options)[stage]
+    sizes = sizes_of(run.model, 0)
+    cast = len(stages[stage].layers) * sizes.layer_cast
+    if stages[stage].is_last and not run.model.tie_word_embeddings:
+        cast += sizes.table
+    total = 0.0
+    for count, over, copies in zip((shared, experts), options.alike, (cast, experts), strict=True):
+        # A rank sends of its share of the values a copy to each of the others.
+        values = MASTER_BYTES * (count - copies) + compute * copies
+        total += (GRADIENT_BYTES * count + values) * (over - 1) / over
+    return total
 
 
 def run_for(size, train, **sizes):
