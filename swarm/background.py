@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from swarm.errors import OutOfMemory
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 

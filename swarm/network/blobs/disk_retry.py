@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Self, TypeVar
 
 from swarm.errors import CorruptState, OutOfMemory, StateError, SwarmError, lacks_memory
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 

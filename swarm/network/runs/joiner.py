@@ -24,8 +24,15 @@ from swarm.network.node.node import Node
 from swarm.network.runs.run_records import check_state, fetch_records, publish
 from swarm.network.runs.tips import Shown, Trust, newest_tip
 from swarm.protocol.exchange.sourcing import FetchAttempts
-from swarm.protocol.records.records import NUM_SHARDS, PeerRecord, RunRecord, peers_key, shard_of
-from swarm.protocol.timing.deadlines import look_every_s, shards_at_once
+from swarm.protocol.records.records import (
+    NUM_SHARDS,
+    PeerRecord,
+    RunRecord,
+    look_every_s,
+    peers_key,
+    shard_of,
+    shards_at_once,
+)
 from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from swarm.errors import ConfigError
 from swarm.network.wire.daemon import Address
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0

@@ -24,7 +24,7 @@ from swarm.network.wire.identity import Identity
 from swarm.network.wire.streams import Serve
 from swarm.network.wire.tcp_listener import CALLED, TcpListener, introduce, tuned
 from swarm.network.wire.upload_rate import LineBytes
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 

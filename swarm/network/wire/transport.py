@@ -25,7 +25,7 @@ from swarm.network.wire.relayed_messages import EnvelopeKind
 from swarm.network.wire.streams import Serve, open_stream
 from swarm.network.wire.tcp_dialer import TcpDialer
 from swarm.network.wire.tcp_listener import TcpListener, port_beside
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
-from swarm.protocol.timing.deadlines import backoff_s
+from swarm.protocol.timing.backoff import backoff_s
 
 STALLED_S = 3600.0
 """A state of which nothing came for so long is lost: peers restart within minutes."""

@@ -577,3 +577,25 @@ def _thinned(by_round: dict[int, float]) -> dict[int, float]:
         half = len(rounds) // 2
         rounds = [*rounds[:half:2], *rounds[half:]]
     return {number: by_round[number] for number in rounds}
+
+
+PEERS_A_HEARTBEAT = 64
+"""In a run of so many one look a heartbeat takes 9 kB/s; in larger ones there are fewer."""
+
+
+def shards_at_once(num_peers: int) -> int:
+    """How many of the keys one look reads: all while nobody is seen, one from 16 peers on.
+
+    Args:
+        num_peers: that were seen in the DHT.
+    """
+    return max(1, NUM_SHARDS // max(1, num_peers))
+
+
+def look_every_s(num_peers: int) -> float:
+    """Seconds from one look to the next.
+
+    Args:
+        num_peers: that were seen in the DHT.
+    """
+    return HEARTBEAT_S * max(1, num_peers // PEERS_A_HEARTBEAT)

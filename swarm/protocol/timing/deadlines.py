@@ -6,36 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor, inf
 
-from swarm.protocol.records.records import HEARTBEAT_S, NUM_SHARDS
-
-
-def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds of rest after so many failures in a row, at least one."""
-    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
-
-
-PEERS_A_HEARTBEAT = 64
-"""In a run of so many one look a heartbeat takes 9 kB/s; in larger ones there are fewer."""
-
-
-def shards_at_once(num_peers: int) -> int:
-    """How many of the keys one look reads: all while nobody is seen, one from 16 peers on.
-
-    Args:
-        num_peers: that were seen in the DHT.
-    """
-    return max(1, NUM_SHARDS // max(1, num_peers))
-
-
-def look_every_s(num_peers: int) -> float:
-    """Seconds from one look to the next.
-
-    Args:
-        num_peers: that were seen in the DHT.
-    """
-    return HEARTBEAT_S * max(1, num_peers // PEERS_A_HEARTBEAT)
-
-
 MIN_ROSTER_S = 6.0
 """T_roster is never shorter: a busy laptop must not lose its tokens."""
 MIN_REFORM_S = 600.0

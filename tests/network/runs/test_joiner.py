@@ -30,10 +30,11 @@ from swarm.protocol.records.records import (
     HEARTBEAT_S,
     NUM_SHARDS,
     encode_record,
+    look_every_s,
     peers_key,
     shard_of,
+    shards_at_once,
 )
-from swarm.protocol.timing.deadlines import look_every_s, shards_at_once
 from swarm.protocol.values.digests import digest_of
 from swarm.protocol.values.layout import layout_of
 from swarm.protocol.values.manifest import Founding, Manifest

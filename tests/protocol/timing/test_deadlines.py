@@ -7,11 +7,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from swarm.protocol.timing.backoff import backoff_s
 from swarm.protocol.timing.deadlines import (
     FIRST_STEP_S,
     Measured,
     Timers,
-    backoff_s,
     finishes_in_time,
     local_work_left,
     production_timers,

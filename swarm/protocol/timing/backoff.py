@@ -1,0 +1,8 @@
+"""How long whatever failed is left alone: twice as long after each failure, up to a limit."""
+
+from __future__ import annotations
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds of rest after so many failures in a row, at least one."""
+    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
