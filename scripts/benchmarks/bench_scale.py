@@ -78,7 +78,9 @@ from swarm.protocol.records.records import (
     RunRecord,
     RunState,
     encode_record,
+    look_every_s,
     routing_figures,
+    shards_at_once,
 )
 from swarm.protocol.rounds import LocalPeer, RoundMachine, Rules
 from swarm.protocol.rounds.policies.checks import successor_problem
@@ -86,7 +88,7 @@ from swarm.protocol.rounds.policies.composition import Attendance, compose_round
 from swarm.protocol.rounds.policies.roster_deadline import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.policies.rosters import Plan, assign_reducers, offer_problem, plan_roster
 from swarm.protocol.rounds.policies.slow_links import relays_of_body
-from swarm.protocol.timing.deadlines import Timers, look_every_s, shards_at_once
+from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.digests import PIECE_BYTES, digest_of, num_pieces
 from swarm.protocol.values.layout import layout_of
 from swarm.protocol.values.manifest import (
