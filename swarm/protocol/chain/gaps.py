@@ -89,7 +89,7 @@ def gaps(chain: Chain) -> tuple[Filling, ...]:
     return tuple(
         Filling(before, after)
         for before, after in pairwise(chain.links)
-        if _is_gap(chain, before, _whole(before, after))
+        if _is_gap(chain, before, after)
     )
 
 
