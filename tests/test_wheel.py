@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_has_the_code_and_the_run_files_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     held = {name for name in names if ".dist-info/" not in name}
-    code = {*ROOT.glob("peers/*.py"), *ROOT.glob("swarm/**/*.py"), ROOT / "swarm" / "py.typed"}
+    code = {*ROOT.glob("peers/**/*.py"), *ROOT.glob("swarm/**/*.py"), ROOT / "swarm" / "py.typed"}
     page = {path for path in ROOT.glob("swarm/monitor/web/**/*") if path.is_file()}
     assert ROOT / "swarm/monitor/web/index.html" in page
     assert held == {str(path.relative_to(ROOT)) for path in code | page} | packaged()
@@ -120,7 +120,7 @@ def test_each_file_that_a_text_of_the_programs_names_is_in_a_wheel() -> None:
     assert {"peers/README.md", "swarm/README.md", "swarm/train/README.md"} <= there
     assert {"swarm/configs/runs/demo.toml", "swarm/configs/README.md"} <= there
     assert "swarm/configs/service/swarm-peer.service" in there
-    sources = [*ROOT.glob("peers/*.py"), *ROOT.glob("swarm/**/*.py")]
+    sources = [*ROOT.glob("peers/**/*.py"), *ROOT.glob("swarm/**/*.py")]
     texts = [help_texts(), *(spoken(path.read_text()) for path in sources)]
     named = {name for text in texts for name in NAMED.findall(text)}
     assert {"peers/README.md", "peers/what_can_go_wrong.md"} <= named
