@@ -113,15 +113,15 @@ UNTIL_IT_CONTRIBUTES = 2**62
 
 
 def rolled_back(earlier: Record) -> Record:
-    """The record of a peer of which only the last but one is left."""
+    """The record of a peer that has lost its newest one and has only the one before."""
     return _abstaining(earlier, earlier.tip.height + ABSTAIN_HEIGHTS)
 
 
 def repaired(record: Record) -> Record | None:
     """A record whose promise or vote is of an attempt that nobody may make; None if none is.
 
-    Nobody can be told of such a ballot, and what it forbids is forgotten with it: the peer casts no
-    vote at the height that it was for, so none that contradicts it.
+    No message can name such a ballot, and what the ballot forbids is forgotten with it: the peer
+    casts no vote at the ballot's height, so none that contradicts it.
     """
     ballots = [record.promised, record.accepted.ballot if record.accepted else None]
     if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
@@ -132,10 +132,10 @@ def repaired(record: Record) -> Record | None:
 def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
     """The record of a peer that has none, or no longer, and was shown a tip by others.
 
-    Those that showed it may be far behind what it had voted for, so no height is high enough, and
-    may be on a chain that goes on without it, while another does with it. One that is no member of
-    what it is shown, and no voter on the way to it, is a newcomer: if every newcomer with a key of
-    before abstained, a few that are invited together would leave no quorum.
+    The peers that showed the tip may be far behind this peer's last vote, so no height is high
+    enough. They may also be on a chain that leaves this peer out, while another chain counts it. A
+    peer that is no member of the tip, and no voter on the way to it, is a newcomer: if every
+    newcomer with an old key abstained, a few that are invited together would leave no quorum.
 
     Args:
         me: the peer.
@@ -151,7 +151,7 @@ def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
 def moved_on(before: Record, shown: Record) -> Record:
     """The record of a peer that takes up a newer tip which others showed, not its own rounds.
 
-    It abstains as before: nothing of what it was shown says where its last vote was.
+    The peer abstains as before: nothing in that tip says where its last vote was.
     """
     return replace(
         shown, abstain_until_height=before.abstain_until_height, regained=before.regained

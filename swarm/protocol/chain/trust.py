@@ -16,7 +16,7 @@ trusted electorate share a voter, and a voter signs one manifest a height; the
 parent's quorum has then decided no other chain than the one that the trusted members are on. The
 keys of an electorate of the past convince nobody whose trusted head is later.
 
-A reform is made because a quorum is gone, so no number of signatures shows that it had to be.
+A reform is made because a quorum is lost, so no number of signatures shows that it had to be made.
 Peers with a tip of their own take one only when they hear no quorum either [F2], and then one
 signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard
 nobody; it asks for the signature of the founder, or of more than half of the parent's anchors
@@ -152,7 +152,7 @@ class Foothold:
     """From where a peer judges what a stranger says was decided.
 
     Attributes:
-        chain: what it believes.
+        chain: the heads that this peer believes.
         pursued: the body of the manifest that it is fetching already.
     """
 
@@ -178,7 +178,7 @@ class Foothold:
             better than the tip, or is being fetched already.
 
         Raises:
-            BadMessage: reason `false_proof`: it does not prove what it is for.
+            BadMessage: reason `false_proof`: the proof does not prove its manifest.
         """
         path = self.chain.rooted(path)
         if not path or path[0].head.digest not in self.chain.trusted or body == self.pursued:
@@ -214,8 +214,8 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
     """What takes the place of the links on disk: reforms of other branches stay, too.
 
     The record before the newest one, which is read when that is damaged, may be on such a branch.
-    Without its reforms this peer would not know what it trusts, see `Chain.trusted`. Each has its
-    parent's head, from which others may prove what they have.
+    Without its reforms this peer would not know which heads to trust, see `Chain.trusted`. Each has
+    its parent's head, from which others may prove what they have.
     """
     known = {link.head.digest for link in links}
     reforms = (link for link in before if link.head.kind is Kind.REFORM)
@@ -384,7 +384,7 @@ class Chain:
     def trusted(self) -> frozenset[Digest]:
         """Heads from which a proof may begin: the tip, and where reforms of its ancestry branched.
 
-        At a reform's parent the old generation may have gone on, and come back as the better one.
+        At a reform's parent the old generation may have continued, and come back as the better one.
         """
         parents = (self.links[at].head.parent for at in self._reforms)
         return frozenset([self.tip.digest, *(parent for parent in parents if parent)])

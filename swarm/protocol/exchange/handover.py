@@ -103,8 +103,8 @@ def handed_over(
 ) -> dict[int, tuple[PeerId, ...]]:
     """Expert of mine by `previous` -> its new owners in `manifest`, who need my moments.
 
-    So a leaver hands over all it had, a peer that had more than its share what it gives up, and
-    a co-owner that stays what it shares.
+    So a leaver hands over all its experts, a peer with more than its share the surplus, and a
+    co-owner that stays the shared ones.
     """
     newcomers = {}
     for expert, owners in sorted(manifest.owners.items()):
@@ -147,7 +147,7 @@ class Giving:
         )
 
     def asked(self, peer: PeerId, settled: Collection[Digest], now_s: float) -> tuple[Moments, ...]:
-        """What is out for a peer that asks, without what it needs no more."""
+        """Moments that are out for a peer that asks, without those that it no longer needs."""
         for moments, out in self._out.items():
             if peer in out.waits_for and moments.digest in settled:
                 out.waits_for.discard(peer)
@@ -263,7 +263,7 @@ class Taking:
         return is_early or not busy.isdisjoint(search.givers)
 
     def fetched(self, choice: Choice, now_s: float, *, is_here: bool) -> bool:
-        """Ends a search by what was fetched, or goes on without the giver that failed.
+        """Ends a search by what was fetched, or continues it without the giver that failed.
 
         Returns:
             Whether the expert may have the moments: they are here, and still looked for.

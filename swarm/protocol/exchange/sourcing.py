@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 from swarm.protocol.timing.backoff import backoff_s
 
 STALLED_S = 3600.0
-"""A state of which nothing came for so long is lost: peers restart within minutes."""
+"""A state counts as lost when none of it arrives for this long: peers restart within minutes."""
 WHOLE_S = 24 * 3600.0
-"""A state that is not whole after so long is given up, also while bytes of it come."""
+"""A state that is not whole after this long is given up, even while bytes of it arrive."""
 FIRST_REST_S = 10.0
 LONGEST_REST_S = 900.0
 
@@ -151,7 +151,7 @@ class Sourcing(Generic[Key]):
         self._waiting: dict[str, dict[Key, None]] = {}
         """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
         self._preferred: dict[str, dict[Key, None]] = {}
-        """For each peer those of them of which it is the first source."""
+        """For each peer those of its possible jobs whose first source it is."""
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
         self._resting: list[tuple[float, int, Key, str]] = []
@@ -237,8 +237,8 @@ class Sourcing(Generic[Key]):
 
         With `most` at most so many: ask again for the others.
 
-        The least loaded peer chooses first. It takes its oldest job of which no preferred source
-        is free, so a source further down the list helps as soon as those before it are full.
+        The least loaded peer chooses first. It takes its oldest job whose preferred sources are all
+        busy, so a source further down the list helps as soon as those before it are full.
         """
         self._wake(now)
         assignments = _Turn(self, now, _SCAN).assign(most)

@@ -115,16 +115,16 @@ def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
 def steadiest(
     members: Mapping[PeerId, Member], peers: Collection[PeerId], setbacks: int, *, seed: str
 ) -> frozenset[PeerId]:
-    """With whom a round goes on that had to begin anew, since trainees were missed in it [C4].
+    """The peers of a round that had to be restarted because trainees were missing from it [C4].
 
-    However many keys vanish one after the other, a campaign begins anew a few times only: voters
-    stay, of the trainees after the first setback those that most rounds have counted, a quarter,
+    However many keys vanish one after the other, a campaign restarts only a few times. Voters stay.
+    After the first setback a quarter of the trainees stay, those that most rounds have counted;
     then a quarter of these, and so on. The experts of the others come later [O2].
 
     Args:
         members: of the tip.
         peers: that have offered and were not missed.
-        setbacks: how often the round has begun anew without trainees.
+        setbacks: how often the round was restarted without trainees.
         seed: of the order among those that were counted equally often.
     """
     voters = {peer for peer in peers if peer in members and members[peer].votes}
@@ -164,8 +164,8 @@ def _heir(members: Members, seed: str) -> Electorate:
 
 
 MAX_ABSENT = 1024
-"""Vouched peers that a manifest remembers when they are gone; the first to go is forgotten first,
-and those before all others that may let nobody in."""
+"""Vouched former members that a manifest remembers. Those that may let nobody in are forgotten
+first; among equals, the first to leave."""
 NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 

@@ -32,7 +32,7 @@ class Regained(OnWire):
 
 @dataclass(frozen=True)
 class Record:
-    """All that the protocol keeps on disk beside the blobs; replaced atomically."""
+    """All that the protocol keeps on disk apart from the blobs; replaced atomically."""
 
     tip: Manifest
     certificate: messages.Certificate | None
@@ -90,7 +90,7 @@ class Stored:
 class Unobtainable:
     """A peer did not give a blob, or gave one that was refused.
 
-    With this peer's own name: a blob that was here is gone or damaged.
+    With this peer's own name: a blob that was here is missing or damaged.
     """
 
     digest: Digest
@@ -111,7 +111,7 @@ class NotMade:
 
 @dataclass(frozen=True)
 class Undeliverable:
-    """A peer's machine refused a message: nothing listens there now, as far as can be told."""
+    """A peer's machine refused a message: as far as is known, nothing listens there now."""
 
     peer: PeerId
 
@@ -211,7 +211,7 @@ class BlobWanted:
     num_bytes: int
     sources: tuple[PeerId, ...]
     bound: UpdateBound | None = None
-    """How far it may be from what it was trained from [U1]; None: it is no update to be judged."""
+    """How far the value may be from its base [U1]; None: the blob is no update to be judged."""
     is_delta: bool = False
     """Whether it is a delta; else it is a value."""
 

@@ -125,7 +125,7 @@ def decode_offer(encoded: Buffer) -> messages.Offer:
 
 @dataclass(frozen=True)
 class RosterList(schemas.OnWire):
-    """The blob beside a ROSTER: it grows with the swarm, and names blobs itself."""
+    """The attachment of a ROSTER: it grows with the swarm, and names blobs itself."""
 
     offers: Annotated[Mapping[schemas.PeerText, schemas.Blob], AfterValidator(schemas.in_order)]
     reducers: messages.Uplinks
@@ -312,14 +312,14 @@ _KINDS: Mapping[type, tuple[int, Callable[[bytes], object]]] = {
     RosterList: (MAX_ROSTER_BYTES, decode_roster),
     Proof: (MAX_PROOF_BYTES, decode_proof),
 }
-"""Of what may lie beside a message: bytes at most, and how it is read."""
+"""Kind of attachment -> its bytes at most, and how it is read."""
 
 
 class _Beside:
-    """The blobs beside one message that is written or read; see `schemas.Attachments`."""
+    """The attachments of one message that is written or read; see `schemas.Attachments`."""
 
     def __init__(self, blobs: Mapping[str, Buffer] | None = None) -> None:
-        """Reads with these blobs; without, fields keep the names of what travels beside them."""
+        """Reads with these blobs; without them, fields keep the names of their attachments."""
         self._blobs = blobs
         self.named: list[schemas.Blob] = []
         self.out: dict[str, bytes] = {}
@@ -336,7 +336,7 @@ class _Beside:
         return blob if self._blobs is None else read(_content(blob, self._blobs))
 
     def sent(self, value: object) -> schemas.Blob:
-        """Puts a value beside the message."""
+        """Attaches a value to the message."""
         if isinstance(value, Manifest):
             digest, encoded = value.blob, value.encoded
         elif isinstance(value, messages.Offer):
@@ -377,13 +377,13 @@ def encode(header: messages.Header, message: messages.Message) -> tuple[bytes, d
 
 
 class BareMessage:
-    """A message as far as it can be read without what travels beside it: from one look at it.
+    """A message as far as it can be read without its attachments, parsed once.
 
     Attributes:
         header: of the message.
         kind: its type as on the wire.
-        attachments: digest and size of every blob that it refers to, to be fetched before it is
-            decoded.
+        attachments: digest and size of every blob that the message refers to, to be fetched before
+            it is decoded.
         relays: who passes on what a PROPOSE names [D4]; nobody of any other message.
     """
 
@@ -401,7 +401,7 @@ class BareMessage:
         self._message, self._named = frame.message, beside.named
 
     def attachments_within(self, attachments: Mapping[str, Buffer]) -> tuple[tuple[str, int], ...]:
-        """Digest and size of every blob that what is beside it names in turn: a roster's offers.
+        """Digest and size of every blob that an attachment names in turn: a roster's offers.
 
         Raises:
             BadMessage: an attachment is missing or wrong, or announces a blob too large.
@@ -414,10 +414,10 @@ class BareMessage:
         return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
     def holders(self, attachments: Mapping[str, Buffer]) -> dict[str, tuple[str, ...]]:
-        """Digest of what it needs -> peers that hold it, as far as the message tells.
+        """Digest of each attachment -> peers that hold it, as far as the message says.
 
-        Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the
-        one that made it.
+        The holders of a proposed manifest and its evidence are the peers that accepted it. The
+        holder of an offer in a roster is its maker.
 
         `attachments`: what is here of those that it names.
 
@@ -486,7 +486,7 @@ def _require_size(blob: schemas.Blob, limit: int) -> None:
 
 
 def _content(blob: schemas.Blob, attachments: Mapping[str, Buffer]) -> bytes:
-    """What is beside a message, copied, if it is what the message says."""
+    """A copy of an attachment, if it has the announced content."""
     content = attachments.get(blob.digest)
     if content is None:
         raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")

@@ -251,7 +251,7 @@ class Ready(schemas.OnWire):
     worked_s: schemas.Seconds = 0.0
     """What the sender's local steps have taken so far; with an offer, until it was made."""
     fetched_s: schemas.Seconds = 0.0
-    """What it took the sender to fetch the tip before it could begin them."""
+    """How long the sender took to fetch the tip before it could begin its steps."""
     wish: schemas.SignatureText | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
     credential: Credential | None = None

@@ -56,7 +56,7 @@ MAX_RESULTS = 100
 
 
 def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, whoever wrote them: what follows from them must not depend on their order."""
+    """Sorted by name, so that nothing depends on the writer's order."""
     return dict(sorted(values.items()))
 
 
@@ -74,7 +74,7 @@ Electors = Annotated[int, Field(ge=1, le=2**20)]
 Place = tuple[Annotated[int, Field(ge=0, le=2**40)], tuple[Electors, Generation] | tuple[()]]
 CodeText = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_REFORMS + 1)]
 Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]
-"""A reason of which each character takes one byte in JSON."""
+"""A reason whose characters each take one byte in JSON."""
 Capacity = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]
@@ -139,12 +139,12 @@ class OnWire:
         return schema
 
 
-# ---------------------------------------------------------------- what lies beside
+# ---------------------------------------------------------------- attachments
 
 
 @dataclass(frozen=True)
 class Blob(OnWire):
-    """Digest and size of something that travels beside the message."""
+    """Digest and size of an attachment, which travels apart from the message."""
 
     digest: DigestText
     num_bytes: Count
@@ -157,7 +157,7 @@ class Attachments(Protocol):
         """What a message refers to, or the blob's name as long as it is not here."""
 
     def sent(self, value: Any) -> Blob:
-        """Puts what a message refers to beside it; returns what the message says."""
+        """Attaches a value to a message; returns the reference that the message carries."""
 
 
 def _beside(kind: type, handler: GetCoreSchemaHandler) -> Any:

@@ -261,7 +261,7 @@ def _wishes(
 
 
 def _credentials(message: messages.Message, source: PeerId) -> Iterator[tuple[PeerId, Credential]]:
-    """The credentials in a message that nobody has voted for yet, and of which peer each is."""
+    """The credentials in a message that nobody has voted for yet, each with its peer."""
     if isinstance(message, messages.Ready) and message.credential:
         yield source, message.credential
     for manifest in _undecided(message):

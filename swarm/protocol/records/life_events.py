@@ -1,4 +1,4 @@
-"""The lines of a peer's history, `events.jsonl`: what each kind of event has beside its time.
+"""The lines of a peer's history, `events.jsonl`: the fields of each kind of event.
 
 A line is an object with `event` (the kind), `time` (seconds since 1970, by the peer's wall clock)
 and the fields of the kind. A kill may tear off the last line; the next one begins after it.
@@ -153,7 +153,7 @@ class Validation(Strict):
 
 @dataclass(frozen=True)
 class RefusedOwn(Strict):
-    """A value of its own that nobody would take; it began anew from the agreed one."""
+    """Nobody would take a value of this peer, which restarted from the agreed one."""
 
     unit: str
     reason: str
@@ -172,7 +172,7 @@ class MomentsGiven(Strict):
 
 @dataclass(frozen=True)
 class MomentsTaken(Strict):
-    """An expert that was taken up goes on with these moments; null: with zeros."""
+    """A newly owned expert continues with these moments; null: with zeros."""
 
     expert: int
     round: int | None

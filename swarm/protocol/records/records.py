@@ -39,7 +39,7 @@ MAX_REFUSED = 16
 MAX_KINDS = 12
 MAX_IDLE = 16
 MAX_SHARES = 256
-"""Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
+"""Experts whose share of the tokens a peer reports; a record has no room for more."""
 
 Id = PeerText
 Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
@@ -131,7 +131,7 @@ class WorkersFigures(Strict):
 class Silence(Enum):
     """What becomes of messages to a peer."""
 
-    GONE = "gone"  # its machine says that nothing listens there
+    GONE = "gone"  # the peer's machine says that nothing listens there
     SILENT = "silent"  # no answer: its line may be cut
 
 
@@ -180,7 +180,7 @@ FEW_SHARDS = 4
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S
-"""Presence and run records: a peer that died is gone from every view after this long."""
+"""Presence and run records: a peer that died disappears from every view after this long."""
 EVENT_TTL_S = 900.0
 """Merge, validation and score records, which are published per event, not as a sign of life."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
@@ -397,7 +397,7 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
 
 
 def read_record(kind: type[DhtRecord], encoded: Buffer) -> DhtRecord:
-    """The same where it is not known beforehand of which kind it is, as of an own record.
+    """Reads a record whose kind is known only at run time, such as one of this peer's own.
 
     Raises:
         BadRecord: reason `record_size` or `record_schema`.

@@ -5,20 +5,20 @@ The README.md of this folder draws it, and says which role reads and writes whic
 are the roles, which `machine` puts together: events in, effects out. The files of `policies` are
 pure functions on manifests.
 
-Each rule that safety or progress hangs on has a method of its own. A test can replace the part
-that it is in (`Parts`) by a subclass without it, to see the simulator catch that:
+Each rule that safety or progress depends on has a method of its own. A test can replace the part
+with the method (`Parts`) by a subclass without the rule, and see the simulator catch the fault:
 
-| rule | method | what it guards |
+| rule | method | guarantee |
 |---|---|---|
 | P1 | `Standing.persist_promise` | a promise is durable before the READY that carries it |
 | P2, A2 | `Acceptor._vote` | the vote is written, then sent |
 | P2 | `Standing.persist_accepted` | the vote is durable |
 | A2, X1 | `Blobs.is_complete` | nothing is accepted or applied in part |
 | A2 | `Acceptor._may_accept` | all blobs durable, no higher promise, a member |
-| A3 | `Blobs.on_sync_failed` | what could not be made durable is tried again |
+| A3 | `Blobs.on_sync_failed` | a failed sync is tried again |
 | A1, A2 | `Acceptor._may_follow` | no higher ballot was promised |
 | A5 | `Acceptor.attempt_problem` | one message cannot use up the ballots of a height |
-| P3, C6 | `Acceptor._voted_otherwise` | second line: one value a ballot |
+| P3, C6 | `Acceptor._voted_otherwise` | second line of defence: one value a ballot |
 | P3 | `Convener._burn_ballot` | a convener's ballot is durable before its first message |
 | C1, P3 | `Phase1.may_use_ballot_zero` | attempt 0 is used once, by rank 0 |
 | C2 | `Phase1._is_required` | higher attempts need a quorum's promises |
@@ -28,15 +28,15 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | C5 | `Standing.has_quorum` | a majority, or half with the tie-breaker |
 | C5, A2 | `Standing.electorate` | joiners neither promise nor vote |
 | C5 | `Proposer.is_chosen` | half decides only after the grace |
-| C7 | `Succession.why_step_down`, `Convener._why_deaf` | a campaign without prospect ends |
-| C8 | `Withholding.left_out` | who serves nobody costs one round in nine |
+| C7 | `Succession.why_step_down`, `Convener._why_deaf` | a hopeless campaign ends |
+| C8 | `Withholding.left_out` | a peer that serves nobody costs one round in nine |
 | K1 | `Takeover._why_take_over` | a failed convener is replaced |
 | K1 | `Takeover._goes_last` | a convener that got no answers lets all others go first |
 | P4, X1 | `Adopter._may_apply` | every blob durable before the tip moves |
 | D2 | `Reducer._fetch_ahead` | links carry single-writer experts while means are computed |
-| D4 | `Blobs.start_fetch`, `Proposer._message` | fast lines pass experts and manifests on |
+| D4 | `Blobs.start_fetch`, `Proposer._message` | fast uplinks relay experts and manifests |
 | W6 | `Blobs.lacking` | each voter can serve the deltas |
-| GC | `Adopter._kept_of` | what others may still need stays |
+| GC | `Adopter._kept_of` | blobs that others may still need stay |
 | X1 | `Adopter._is_being_fetched` | a duplicate COMMIT does not restart the fetch |
 | X2 | `Adopter._fetch_is_stuck` | a fetch without progress is dropped |
 | H1 | `Listener.may_handle` | votes never cross tips |
@@ -44,11 +44,12 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | B1 | `Listener._is_changing_generation` | and until the survivors' chain it found is here |
 | B2 | `Listener.was_paused` | a peer that stood still listens again |
 | F1 | `Standing.is_better` | the total order of manifests |
-| F2 | `ReformChoice.leaves_my_generation`, `ReformChoice.may_leave_generation` | reforms wait
-until stalled | | H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
+| F2 | `ReformChoice.leaves_my_generation` | reforms wait until stalled |
+| F2 | `ReformChoice.may_leave_generation` | reforms wait until stalled |
+| H4 | `Contacts.ask_unheard` | among many, too, a quorum is heard |
 | F2 | `Contacts.hears_quorum` | no reform while a quorum lives |
 | F3 | `Reformer._reform_due` | a lost majority is given up |
-| F3 | `Reformer._may_reform` | by those whose reform others believe |
+| F3 | `Reformer._may_reform` | only peers whose reform others believe make one |
 | F3 | `Reformer._new_generation` | generations have unique ids |
 | M1 | `Standing.is_due` | a merge is due by the manifest alone |
 | A6, M5 | `Acceptor.proposal_problem` | rounds follow from what was signed; merges only when due |

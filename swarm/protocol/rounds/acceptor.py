@@ -80,10 +80,10 @@ class Acceptor(Role):
         return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
     def turn_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why it is others' turn: this one's proposals had a vote, or their time, in vain [A7].
+        """Why it is others' turn: `source` had a vote or its time, and nothing was decided [A7].
 
-        Without this, one that takes votes and never announces what they decide would come back each
-        time before its successors, and hold the height up for ever.
+        Without this, a convener that takes votes and never announces the decision would come back
+        each time before its successors, and hold the height up for ever.
         """
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
@@ -129,7 +129,7 @@ class Acceptor(Role):
         return convener in self.succession.distrusted
 
     def hear_convener(self, source: PeerId, what: str, ballot: messages.Ballot) -> bool:
-        """Whether to handle a convener's message; a convener that was overtaken is told so."""
+        """Whether to handle a convener's message; an overtaken one is sent this peer's promise."""
         problem = self._ballot_problem(source, ballot)
         if problem:
             self.out.refuse(source, what, problem)

@@ -99,8 +99,8 @@ class Adopter(Role):
     def adopt(self, source: PeerId, commit: Commit) -> None:
         """Brings the manifest here and applies it; a better one replaces a running fetch.
 
-        One that is here and being made durable is applied first: a slow disk would else begin anew
-        with each, and never apply any. A disk that hangs holds up nothing for long [X1].
+        A manifest that is here and being made durable is applied first: a slow disk would else
+        start over with each, and never apply any. A disk that hangs holds up nothing for long [X1].
         """
         manifest, blobs = commit.manifest, self.blobs
         if self._is_being_fetched(manifest):
@@ -231,7 +231,7 @@ class Adopter(Role):
     def _collect_garbage(self, old: events.Record) -> None:
         """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].
 
-        A peer that leaves a generation keeps one manifest more, and what it had accepted there:
+        A peer that leaves a generation keeps one manifest more, and its accepted proposal there:
         others may still need them to finish that round.
         """
         # A manifest that is being synced stays: were it dropped and fetched again, the end of the
@@ -268,7 +268,7 @@ class Adopter(Role):
         )
 
     def tick(self) -> None:
-        """Goes on with a fetch, or drops one that brings nothing."""
+        """Continues a fetch, or drops one that brings nothing."""
         pursuit = self.blobs.catch_up
         if pursuit is None:
             return

@@ -17,7 +17,7 @@ from swarm.protocol.values.updates import REFUSALS
 
 @dataclass(eq=False)
 class Averaging(Role):
-    """Judges results of the roster, and says whom it waits for in vain."""
+    """Collects reducers' results and names those that will not finish."""
 
     contacts: Contacts
 
@@ -84,7 +84,7 @@ class Averaging(Role):
         }
 
     def gone_that_are_missed(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers that the round waits for in vain: their machines refuse messages."""
+        """Peers that the round need not wait for: their machines refuse messages."""
         late = self.late_reducers(roster)
         reported = (roster.missing.get(reporter, {}) for reporter in late)
         missed = late.union(*reported) & self.contacts.gone.keys()

@@ -70,13 +70,13 @@ class Blobs(Role):
     rebuilding: set[Digest] = field(init=False, default_factory=set)
     """Values that are being made of deltas."""
     unmade: set[Digest] = field(init=False, default_factory=set)
-    """Values of which this peer's arithmetic makes other bits: it fetches them."""
+    """Values for which this peer's arithmetic gives other bits: it fetches them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.synced = {self.tip.digest}
         accepted = self.standing.record.accepted
-        if accepted and not self.lacking(accepted.manifest):  # some may be damaged since, or gone
+        if accepted and not self.lacking(accepted.manifest):  # some may be damaged since, or lost
             self.synced.add(accepted.manifest.digest)
 
     @property
@@ -155,7 +155,7 @@ class Blobs(Role):
             self.out.emit(events.CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
-        """The shell found that a blob is not here after all; what fetches it already goes on."""
+        """The shell found that a blob is not here after all; fetches of it continue."""
         self.stored.discard(digest)
         for pursuit in [each for each in self.pursuits if digest not in each.missing]:
             for unit, entry in pursuit.manifest.entries.items():
@@ -223,8 +223,8 @@ class Blobs(Role):
         """Fetches what is missing: from where a value came, from known holders, from anybody.
 
         Each unit starts at another of the holders, to spread the load; experts of a large proposal
-        at relays [D4]. What an earlier round renewed is asked of a holder first: where it came from
-        may be long gone.
+        at relays [D4]. A unit that an earlier round renewed is asked of a holder first: its source
+        may have left long ago.
         """
         wants = []
         relays = self._relays(pursuit)

@@ -171,7 +171,7 @@ class Campaign:
     planned: (
         tuple[tuple[Mapping[PeerId, messages.Offer], Set[PeerId], messages.Uplinks], Loads] | None
     ) = None
-    """The plan that was made last, behind what it follows from: 256 peers take long to plan."""
+    """The inputs of the last plan, then that plan: planning takes long for 256 peers."""
     # A roster is out.
     closed: ClosedRoster | None = None
     """The last one; what came in for those before is forgotten."""
@@ -195,6 +195,6 @@ class Campaign:
         return {peer for peer, offer in self.offers.items() if not offer.is_late}
 
     def enter(self, stage: Stage, now: float) -> None:
-        """Goes on to a stage."""
+        """Enters a stage."""
         self.stage = stage
         self.stage_at = now

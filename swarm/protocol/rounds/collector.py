@@ -84,7 +84,7 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """A member is held to what it said early: its last word may slip for ever [C3]."""
+        """A member is held to its early word: its last word may slip for ever [C3]."""
         first = campaign.words.get(peer)
         final_at = first.final_at if first else self.now + remaining_s / 2
         if first is None or self.now < final_at:
@@ -235,7 +235,7 @@ class Collector(Role):
         """When a member last answered; one that was not asked before is silent since the campaign.
 
         A convener that was replaced for its silence has been asked twice, and is not waited for
-        as long once more. Nor is a peer that was gone before.
+        as long once more. Nor is a peer that refused messages before.
         """
         since = campaign.started_at
         if peer in self.contacts.gone:
@@ -271,7 +271,7 @@ class Collector(Role):
         return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
 
     def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
-        """The round over these offers, by what is known of lines; made anew if that has changed."""
+        """The round over these offers, by the known lines; planned again if either has changed."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone.keys()
         follows_from = offers, unable, dict(campaign.uplinks)

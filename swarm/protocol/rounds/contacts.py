@@ -24,7 +24,7 @@ SELDOM_S = 30.0
 """A peer that needs a quorum and hears none greets the others so often at least."""
 
 Exchanged = dict[tuple[PeerId, Digest], float]
-"""When a peer was last told this tip, or asked for a newer one than this."""
+"""When a peer was last sent this tip, or asked for a newer one than this."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Contacts(Role):
             self.known |= dict.fromkeys(sorted(parent.members))
 
     def forget_height(self, *, is_new_generation: bool) -> None:
-        """Begins anew with what referred to the old tip."""
+        """Resets what referred to the old tip."""
         self.readies = {}
         self.somebody_is_ahead = False
         self.told = {key: at for key, at in self.told.items() if key[1] == self.tip.digest}
@@ -186,7 +186,7 @@ class Gossip(Role):
             self.out.post(source, Hello(ask=False))
 
     def align(self, source: PeerId, header: Header) -> None:
-        """Tells whoever is behind the tip, or asks whoever is ahead for it [H1]."""
+        """Sends the tip to a peer that is behind, or asks a peer that is ahead for its tip [H1]."""
         if header.code < self.tip.code:
             self.tell_tip(source, header.code)
         elif header.code > self.tip.code:

@@ -28,7 +28,7 @@ class Contributor(Role):
     _has_told_outside: bool = field(init=False, default=False)
 
     def forget_height(self) -> None:
-        """Begins anew with what it says once a height."""
+        """Resets the messages that are logged once a height."""
         self._has_told_outside = False
 
     def on_offered(self, offer: messages.Offer) -> None:
@@ -52,10 +52,10 @@ class Contributor(Role):
             self.say_ready()
 
     def on_expected(self, expected: Expected) -> None:
-        """The trainer says how far it is: the convener is told with the next answer.
+        """Notes when the trainer expects to finish; the next answer carries this to the convener.
 
-        A peer that has offered trains for the next round already, where rounds overlap: after those
-        steps it would wait [V8]. As long as nothing is said on a new tip, its steps are taken to
+        Where rounds overlap, a peer that has offered already trains for the next round: after those
+        steps it would wait [V8]. Until the trainer reports on a new tip, its steps are taken to
         last as long as before.
         """
         if expected.tip != self.tip.digest or self.standing.is_due(self.tip):

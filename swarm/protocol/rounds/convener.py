@@ -178,9 +178,9 @@ class Convener(Role):
     def _tick_reducing(self, campaign: Campaign) -> None:
         """A new roster without those that hold the round up, once T_red is over [C4].
 
-        T_red is longer where the roster has a line that is known to need more [D5]. Peers that are
-        gone, and silent ones, as reducers or with values that are missing, are not waited for so
-        long.
+        T_red is longer where the roster has a line that is known to need more [D5]. The wait is
+        shorter for reducers that refuse messages or are silent, and for such peers whose values are
+        missing.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -212,7 +212,7 @@ class Convener(Role):
         self._exclude(campaign, self.averaging.refused_values(campaign.roster), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
-        """Begins a new roster without these peers; goes on as before if there are none."""
+        """Begins a new roster without these peers; changes nothing if there are none."""
         if not bad:
             return
         age_s = self.now - campaign.stage_at

@@ -92,7 +92,7 @@ class Standing:
         """The header of all messages under this tip [H2].
 
         A peer that casts no vote names no generation: others must not take it for part of a living
-        quorum [H3, F2], or two peers of which one abstains would wait for each other for ever.
+        quorum [H3, F2], or two peers, one of them abstaining, would wait for each other for ever.
         """
         generation = NO_GENERATION if self.abstains() else self.tip.generation
         return messages.Header(self.tip.code, self.tip.digest, generation)

@@ -70,7 +70,7 @@ class Listener(Role):
         )
 
     def end(self) -> None:
-        """From now on this peer takes part; others get the time anew in which to show up."""
+        """From now on this peer takes part; others get the full time again in which to show up."""
         self.life.listen_until = None
         succession = self.succession
         succession.top_since = succession.convener_at = succession.reign.since = self.now

@@ -61,7 +61,7 @@ class CampaignInfo:
 
 
 def phase_of(life: Life, standing: Standing, blobs: Blobs, work: Work, job: Job | None) -> Phase:
-    """The most important of what goes on at the same time."""
+    """The most important of the phases that are under way at the same time."""
     if life.has_left:
         return Phase.LEFT
     if life.is_listening:
@@ -368,7 +368,7 @@ class RoundMachine:
     def foresee(self, message: messages.Message) -> None:
         """Works out what takes long of a message that is about to be received; changes nothing.
 
-        May be called in another thread; if the tip moves meanwhile, that was in vain.
+        May be called in another thread; if the tip moves meanwhile, the result is unused.
         """
         shown = message.accepted if isinstance(message, messages.Ready) else message
         tip = self.tip

@@ -23,7 +23,7 @@ class Merger(Role):
     _asked_for: Digest | None = field(init=False, default=None)
 
     def forget_height(self) -> None:
-        """Begins anew with a new tip."""
+        """Starts over with a new tip."""
         self.merged = None
 
     def start(self) -> None:

@@ -68,7 +68,7 @@ class Proposer(Role):
                 self.out.post(source, Hello(ask=True))
 
     def _sources(self, proposal: Proposal) -> dict[Digest, PeerId]:
-        """From whom the values come that this peer lacks of what it has proposed."""
+        """Sources of the proposed values that this peer does not have yet."""
         entries = proposal.manifest.entries
         return {digest: entries[unit].source for digest, unit in proposal.missing.items()}
 
@@ -117,7 +117,7 @@ class Proposer(Role):
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
             self.out.post(peer, commit)
-            # Votes that are still under way show a peer behind that has just been told.
+            # Votes in flight make a peer look behind that has just been sent the tip.
             self.contacts.told[peer, manifest.digest] = self.now
 
     def _signers(self, campaign: Campaign) -> list[PeerId]:
@@ -128,8 +128,8 @@ class Proposer(Role):
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
         """Blobs are missing here and T_vote is over: whom the next attempt does without [C6].
 
-        It is over sooner when the sources have failed, or are gone or silent and nothing arrives
-        any more.
+        T_vote ends sooner when the sources have failed. The same holds when they refuse messages or
+        are silent, and nothing arrives any more.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
@@ -153,7 +153,7 @@ class Proposer(Role):
         return excluded
 
     def _voting_limit_s(self, proposal: Proposal) -> float:
-        """How long this peer waits for the blobs of what it has proposed."""
+        """How long this peer waits for the blobs of its proposal."""
         sources = self._sources(proposal)
         have_failed = all(
             source in proposal.failed.get(digest, ()) for digest, source in sources.items()

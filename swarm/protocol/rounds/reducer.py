@@ -50,7 +50,7 @@ class Job:
     since: float = 0.0
     """When it was begun."""
     ahead: frozenset[Digest] = frozenset()
-    """What is fetched beside, before it is proposed [D2]."""
+    """Blobs that are fetched meanwhile, before they are proposed [D2]."""
 
     @property
     def is_done(self) -> bool:
@@ -187,7 +187,7 @@ class Reducer(Role):
         return None
 
     def _suspect_dropped(self, roster: Roster) -> None:
-        """Two witnesses: this peer got no values of them, and the round goes on without [C8]."""
+        """Two witnesses: this peer got no values of them, and the new roster omits them [C8]."""
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:
             dropped = job.unserved(self.blobs.stored) - roster.offers.keys()

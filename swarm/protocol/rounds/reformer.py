@@ -96,7 +96,7 @@ class Reformer(Role):
         return ready_at is not None and self.now < ready_at + self.timers.grace_s
 
     def reform(self, why: str) -> None:
-        """Goes on with those that still answer, as a generation of its own [F3]."""
+        """Continues with the peers that still answer, as a generation of their own [F3]."""
         since = self.now - self.timers.reform_s / 2
         heard = [peer for peer, at in self.contacts.heard.items() if at > since]
         heard = [peer for peer in heard if self._may_survive(peer)]
@@ -120,7 +120,7 @@ class Reformer(Role):
                 self.out.post(peer, commit)
 
     def _may_survive(self, peer: PeerId) -> bool:
-        """Whether a peer that was heard goes on with the survivors."""
+        """Whether a peer that was heard continues with the survivors."""
         is_known = peer in self.tip.members or come_back(self.tip, peer, 1.0) is not None
         return is_known or self.rules.is_open
 

@@ -1,4 +1,4 @@
-"""The plain records of a round machine: what it is told, what it says, its life and its work."""
+"""The plain records of a round machine: its inputs, its outputs, its life and its work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nowhere(_: PeerId) -> str | None:
 
 @dataclass(eq=False)
 class LocalPeer:
-    """What the machine is told from outside; no role writes it."""
+    """The machine's inputs from outside; no role writes them."""
 
     me: PeerId
     capacity: float
@@ -110,7 +110,7 @@ class Heights:
 
 @dataclass(eq=False)
 class Life:
-    """How far this process is between its start and its leave: listening, taking part, gone."""
+    """How far this process is between its start and its leave: listening, taking part, left."""
 
     boot_at: float
     """When it began to listen last: after its start, or after a stand-still [B1, B2]."""
@@ -136,7 +136,7 @@ class Life:
 
 @dataclass(eq=False)
 class Work:
-    """This peer's local steps on the tip, and what it offers of them."""
+    """This peer's local steps on the tip, and its offer of them."""
 
     offer: messages.Offer | None = None
     offered_at: float | None = None
@@ -148,14 +148,14 @@ class Work:
     steps_s: float | None = None
     """From a new tip to the end of its local steps, as expected last."""
     fetched_s: float = 0.0
-    """What it took to fetch the tip, and those that it overtook, before the first of them."""
+    """Seconds of fetching the tip, and the tips that it overtook, before the first step."""
     signed: dict[messages.Declaration, messages.Signature] = field(default_factory=dict)
     """By this peer, for the tip."""
     reduces_from: int = 0
     """Round from which this peer is a reducer like others, after it failed as one."""
 
     def forget_height(self, ready_at: float | None) -> None:
-        """Begins anew with what referred to the old tip; says when the next steps may end."""
+        """Resets what referred to the old tip; `ready_at`: when the next steps may end."""
         self.offer = self.offered_at = self.stalls_at = None
         self.signed = {}
         self.ready_at = ready_at

@@ -54,7 +54,7 @@ class Succession(Role):
         self.forget_height()
 
     def forget_height(self) -> None:
-        """Begins anew after a new tip."""
+        """Starts over after a new tip."""
         self.top = self.campaign = None
         self.top_since = self.convener_at = self.collected_at = self.now
         self.reign = Reign(self.now, 0)

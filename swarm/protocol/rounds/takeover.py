@@ -32,7 +32,7 @@ class Takeover(Role):
         self._probed_at = self.now
 
     def forget_height(self) -> None:
-        """Begins anew with what it says once a height."""
+        """Resets the messages that are logged once a height."""
         self._has_told_wait = False
 
     def tick(self) -> None:
@@ -43,7 +43,7 @@ class Takeover(Role):
             self.take_over(reason)
 
     def _probe_convener(self) -> None:
-        """Greets a convener whose polls stay away: if it is gone, its machine says so at once."""
+        """Greets a convener whose polls stay away: if it has ended, its machine says so at once."""
         poll_s = self.timers.poll_s
         is_silent = self.now - self.succession.convener_at >= 2 * poll_s
         if is_silent and self.now - self._probed_at >= poll_s and not self.succession.campaign:
@@ -65,8 +65,8 @@ class Takeover(Role):
         """Why this peer should convene now; None when it should not [K1].
 
         In the order of members, going round, each waits longer than the one before. Only a peer
-        that hears a quorum deposes a convener: one that was cut off hears no campaign, and with a
-        higher ballot of its own it would end the one that goes on without it when it comes back.
+        that hears a quorum deposes a convener. A peer that was cut off hears no campaign: with a
+        higher ballot of its own it would, on its return, end the campaign that runs without it.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None
@@ -109,8 +109,8 @@ class Takeover(Role):
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing:
             return None
-        # Another convener gets the time anew, else two would depose each other; the same one does
-        # not, or it could go on for ever.
+        # Another convener gets the full time, else two would depose each other. The same one does
+        # not, or it could convene for ever.
         stuck_s = self.now - max(proposal.progress_at, self.succession.reign.since)
         limit_s = self.timers.proposal_limit_s(self.succession.reign.attempt)
         limit_s += self.timers.heartbeat_s * place

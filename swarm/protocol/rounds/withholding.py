@@ -39,13 +39,13 @@ def left_out_after(
 
 @dataclass(eq=False)
 class Withholding(Role):
-    """What this peer has seen itself of peers that withhold; nobody's word alone adds to it."""
+    """This peer's own observations of peers that withhold; nobody's word alone adds to them."""
 
     contacts: Contacts
     until: dict[PeerId, int] = field(init=False, default_factory=dict)
     """The last round that a peer is left out of where this one convenes."""
     suspects: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers that this height goes on without, since when: their values did not come."""
+    """Peers that this height continues without, since when: their values did not come."""
 
     def greet(self, peers: Collection[PeerId]) -> None:
         """Asks peers whose values are missing whether they live, unless that was just heard."""
@@ -55,7 +55,7 @@ class Withholding(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def suspect(self, peers: Collection[PeerId], asked: Collection[PeerId]) -> None:
-        """Notes peers that the round goes on without, as their values could not be had.
+        """Notes peers that the round continues without, as their values could not be had.
 
         If most of those that were asked gave nothing, the line may be this peer's own. A peer that
         is silent has died or is cut off, and may come back as well as it was.

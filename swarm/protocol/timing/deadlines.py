@@ -65,7 +65,7 @@ class Timers:
         return self.attempt_s * (1 + min(attempt, 2))
 
     def proposal_limit_s(self, attempt: int) -> float:
-        """A proposal of which nothing new arrives for so long is in vain."""
+        """Give up on a proposal after this long without progress."""
         return (self.attempt_s - self.roster_late_s) * (1 + min(attempt, 2))
 
     @property

@@ -92,7 +92,7 @@ def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
 
     Args:
         up_mbit: what the line carries, as others have shown.
-        sent_mbit: what it was seen to carry of late; others may show less, on purpose too.
+        sent_mbit: its observed recent rate; others may show less, on purpose too.
     """
     return max(CAP_SHARE * up_mbit, SEEN_SHARE * (sent_mbit or 0.0), 1.0)
 
@@ -106,7 +106,7 @@ def cap_advice(up_mbit: float) -> str | None:
 
 
 ALWAYS_LATE = 3
-"""Rounds in a row without a peer that trained in all of them, after which it is told so."""
+"""A peer that trained is warned after this many rounds in a row have left it out."""
 
 
 def lateness(

@@ -1,9 +1,9 @@
 """What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
 
-Shared tensors restart from what a round has made of them, whether this peer was in it or not: what
-it offered is all that it had, since it trains on only once the round is over. Parts that were not
-due are another matter [U3]: their progress goes on and is offered when they are, as long as their
-agreed value is the one that it started from.
+Shared tensors restart from the result of a round, whether this peer was in it or not: its offer was
+all that it had, since it trains on only once the round is over. Parts that were not due are another
+matter [U3]: their progress is kept and offered when they are due, as long as their agreed value is
+still the one that this progress started from.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
@@ -16,12 +16,12 @@ and of a late offer, which is trained on, the steps since, which no offer had. W
 the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
 
 Where deltas are averaged [W5, W8], a value x that is trained never jumps to the agreed one: it
-becomes x + (v' - v) - c, where c is what it has brought into the mean itself. So x - v' is always
+becomes x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always
 just what the swarm has not got from it yet: what the coding of its delta lost, later steps, as
 there are while rounds overlap, and the steps of a round that left it out. The next delta is x - v',
 so nothing is lost and nothing comes twice, without anything stored besides x. This needs the very
-blob that was counted: a peer that does not know it begins anew from v', and so does one that a
-second round in a row left out.
+blob that was counted: a peer that does not know that blob restarts from v', and so does a peer that
+a second round in a row left out.
 A delta that is taken verbatim needs no rule of its own: its writer's master stays [S2].
 
 After a restart the same function decides, with the bases and the offer that the private state
@@ -287,7 +287,7 @@ def _decide_moved(
 ) -> ExpertDecision | None:
     """What becomes of an expert whose base this very round moved by a mean of deltas [W8].
 
-    None: another rule decides. A delta that was taken verbatim has one writer: work beside it is
+    None: another rule decides. A delta that was taken verbatim has one writer: any other work is
     from another line of owners.
     """
     unit = expert_unit(expert)

@@ -1,7 +1,7 @@
 """Local progress that the tip does not count yet.
 
-What a peer reads in a round, what it has offered early [V1, V6], and what is left of a private
-state after a crash [P6, M10, S1].
+What a peer reads in a round, its early offers [V1, V6], and what is left of a private state after a
+crash [P6, M10, S1].
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ahead:
 
         Args:
             is_counted: whether it took in what was in flight, with all that was behind.
-            is_lost: whether the shared tensors begin anew.
+            is_lost: whether the shared tensors restart from the agreed values.
 
         Returns:
             Tokens that are in the model no longer, and in no manifest.
@@ -130,8 +130,8 @@ class Reading:
 def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
     """Why a private state may not be trained on, in a sentence; None if nothing is wrong.
 
-    It has to be of this run; and if it names the tip, or the parent of a reform, from which a peer
-    goes on in the same way, it has to be of the round after that.
+    The state has to be of this run. If it names the tip, it has to be of the round after that. The
+    same holds for the parent of a reform, from which a peer continues in the same way.
     """
     if saved.run_id != run_id:
         return f"the private state belongs to the run {saved.run_id}, not {run_id}"

@@ -118,7 +118,7 @@ class Training:
         return await self.shell.wait(self.tip, PeerState.AVERAGING)
 
     def may_train(self) -> bool:
-        """Whether there is anything to read beside an offer in flight; see [T5]."""
+        """Whether there is anything to read while an offer is in flight; see [T5]."""
         if self.ahead.flight is None or self.work is not None:
             return True
         tokens = self.ahead.uncounted.tokens
@@ -293,7 +293,7 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _loses(self, manifest: Manifest, adoption: Adoption, tip: Manifest | None) -> bool:
-        """Whether what the steps beyond the tip have changed begins anew, or cannot be counted.
+        """Whether the steps beyond the tip are lost: their values restart, or cannot be counted.
 
         A peer that is no member any more is dealt nothing, and on another line maybe other samples.
         """

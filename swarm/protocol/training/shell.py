@@ -1,10 +1,10 @@
-"""What the main loop of a peer has done for it.
+"""The interface through which the main loop of a peer acts.
 
-The loop knows neither engine, disk, network nor clock: its shell carries out what it decides. Work
+The loop knows no engine, disk, network or clock: its shell carries out the loop's decisions. Work
 that takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
 """
 
-# Where a shell need not listen, nothing is done with what it would be told.
+# Methods that a shell need not implement ignore their arguments.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TrainingShell(Protocol):
         """
 
     def adopt_frozen(self, tip: Manifest) -> bool:
-        """Fills in what is not trained here beside what was loaded; returns as `adopt`."""
+        """Fills in what is not trained here and was not loaded; returns as `adopt`."""
 
     def resumed(self, tip: Manifest, *, has_work: bool) -> None:
         """Model and tip are one; with work that is still good the peer offers that again."""
@@ -172,14 +172,14 @@ class TrainingShell(Protocol):
     def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
-        """As `save`, but the private state stays what it was: blobs and `work` are durable [P6]."""
+        """As `save`, but the private state stays as before: blobs and `work` are durable [P6]."""
 
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Has an offer made and submitted while steps go on, which do not change what it reads.
+        """Makes and submits an offer while steps continue; these do not change what it reads.
 
-        `saves_state`: whether it calls `save`. The result waits for the offer.
+        `saves_state`: whether the offer calls `save`. The result waits for the offer.
         """
         offer = await offered
 

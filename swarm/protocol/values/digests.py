@@ -46,7 +46,7 @@ def digest_of(blob: Buffer) -> str:
 
 
 def digest_of_chunks(chunks: Iterable[Buffer]) -> str:
-    """The digest that names the blob of which these are the bytes, however they are cut."""
+    """The digest that names the blob with these bytes, however they are cut."""
     index, piece, room = bytearray(), blake3(), PIECE_BYTES
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

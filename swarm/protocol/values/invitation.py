@@ -1,9 +1,9 @@
 """Invitations: which newcomers an anchor vouches for, so that they vote at once [R8]. Pure.
 
 An anchor signs (run, key, uses, invites, weight, last round). The key is the public half of a key
-that is made for this one invitation: whoever was given the private half signs the run and its own
-peer id with it. This *possession* goes with the invitation in READY and manifest. A copy of both is
-worth nothing to any other peer. For a peer that is known already the key is that peer's own.
+that is made for this one invitation: the guest that was given the private half signs the run and
+its own peer id with it. READY and manifest carry this *possession* with the invitation. A copy of
+both is worth nothing to any other peer. For a peer that is known already the key is its own.
 
 An invitation expires with a *round*, not with a time: clocks differ, and every acceptor of a
 manifest must come to the same answer, now and when it is shown the manifest a year later.

@@ -1,4 +1,4 @@
-"""Which elements of which tensors a unit's bytes are; follows from the run configuration alone.
+"""Maps a unit's bytes to elements of tensors; follows from the run configuration alone.
 
 One unit per expert index (all layers), its tensors concatenated in the order of their names. The
 shared tensors are concatenated in the order of their names too, apart for each codec and coding,

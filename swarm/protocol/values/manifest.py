@@ -161,7 +161,7 @@ class Member:
 
 @dataclass(frozen=True)
 class FormerMember:
-    """A vouched member that was removed, or has left: it comes back as what it was [R8]."""
+    """A vouched member that was removed, or has left: it comes back in its old role [R8]."""
 
     since: int
     """Training round of the manifest that first lacked it."""
@@ -294,7 +294,7 @@ class Manifest:
     dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
     """What of the text is dealt and what is open, see `swarm.protocol.values.work`."""
     wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
-    """Why members of the parent are gone that were heard: they asked, and signed that."""
+    """Signed wishes to leave: why members of the parent that were heard are no longer listed."""
     invited: Mapping[PeerId, Credential] = field(default_factory=dict)
     """Why peers are members that vote from this manifest on, without ten rounds of work [R8]."""
     invitations: Mapping[Digest, Used] = field(default_factory=dict)
@@ -444,7 +444,7 @@ def _plain(
     if isinstance(value, Entry) and value.coding == UNCODED:
         return {name: each for name, each in vars(value).items() if name != "coding"}
     if isinstance(value, (Invitation, Credential, Used)):
-        return as_plain(value)  # they keep derived values beside their fields
+        return as_plain(value)  # they keep derived values apart from their fields
     return value.value if isinstance(value, Kind) else vars(value)
 
 

@@ -112,7 +112,7 @@ def _with_owners(tip: Manifest) -> Set[Unit]:
 
 @dataclass(frozen=True)
 class _Case:
-    """Asked of each offer anew; the very same manifest, so that nothing has to be compared."""
+    """Asked again of each offer; the very same manifest, so that nothing has to be compared."""
 
     schedule: Schedule
     name: int = field(init=False)

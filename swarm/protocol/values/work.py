@@ -129,8 +129,8 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
         book: the parent's.
         counted: of each contributor, how many samples from the front of its deal entered the round.
         quotas: of each member of the new manifest, how many samples it is to have.
-        keeps_rest: whether what was not counted stays with a member, before what it is dealt anew:
-            where rounds overlap, it may have read that by now [T5].
+        keeps_rest: whether uncounted samples stay with a member, before its newly dealt ones:
+            where rounds overlap, it may have read them by now [T5].
     """
     open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():

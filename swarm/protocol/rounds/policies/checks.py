@@ -1,7 +1,7 @@
 """Whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
 
-A proposed manifest comes with its evidence, and is made anew from it. A decided one has none: its
-quorum has judged it, and here only that is judged which follows from parent and manifest.
+A proposed manifest comes with its evidence, and is recomputed from it. A decided one has none: its
+quorum has judged it, so only what follows from parent and manifest is judged here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from swarm.protocol.values.work import Book, book_of
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
     """Why these cannot be the members after a round; None when they can [R1, R2, R7, R8].
 
-    Silence counts on or begins anew, capacity and room change only when their member was heard,
-    nobody goes unless it was silent for too long or has signed a wish to, not too many come, and
+    Silence counts on or restarts. Capacity and room change only when their member was heard. A
+    member goes only if it was silent for too long or has signed a wish to. Not too many come, and
     nobody votes that has not earned it.
     """
     gone = parent.members.keys() - manifest.members.keys()
@@ -63,9 +63,9 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 
 
 def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Membership]:
-    """What membership there is by the manifest's own claims.
+    """The membership that follows from the manifest's own claims.
 
-    Either those went that it lets go, or all would have gone: then they stay listed.
+    Either the members that it lets go have left, or all would have left: then they stay listed.
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
@@ -362,7 +362,7 @@ def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
 
 
 def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
-    """Why a COMMIT's manifest cannot be what it claims; None when it can.
+    """Why a COMMIT's manifest contradicts its claims; None if it does not.
 
     Whether it was decided is another question, see `swarm.protocol.chain.trust`.
     """

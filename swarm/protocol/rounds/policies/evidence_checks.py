@@ -1,7 +1,7 @@
 """Whether a round's manifest follows from what others have signed [A6]. Pure.
 
 A convener says who contributed what, who comes and goes, and what reducers found. Of all this it
-shows the signed declarations and results, and every acceptor makes the manifest anew from them:
+shows the signed declarations and results, and every acceptor recomputes the manifest from them:
 the offers from the declarations and the manifest's `sources` and `work`, without fetching any; the
 roster from the offers; the manifest by the very `compose_round` that the convener used.
 
@@ -98,7 +98,7 @@ def unit_in(unit: Unit, *manifests: Manifest) -> bool:
 def offers_shown(
     manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
 ) -> dict[PeerId, Offer]:
-    """The offers behind a manifest, made anew from what it says of them, in peer-id order.
+    """The offers behind a manifest, rebuilt from its statements about them, in peer-id order.
 
     Those without tokens are late ones [O2].
     """
@@ -156,7 +156,7 @@ def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit
 
 @dataclass(frozen=True)
 class Brought:
-    """Signed papers that a manifest keeps itself, so that they need not be shown beside it."""
+    """Signed papers that a manifest itself contains, so that its evidence need not show them."""
 
     wishes: Mapping[PeerId, Wish]
     """What those have signed that leave."""

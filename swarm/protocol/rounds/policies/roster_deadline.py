@@ -6,8 +6,9 @@ lengthen the next, and who convenes for the first time, or starts again, knows o
 
 A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
 waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
-what it has worked on its shared tensors in this round, and what it took to fetch the tip for that.
-It may pay to wait for several voters of which none is worth it alone: a second passes once for all.
+the time that it has spent on its shared tensors in this round, and on fetching the tip before that.
+Waiting may pay for several voters together though for none of them alone: a second passes once for
+all.
 Where rounds overlap a second of waiting costs nothing as long as those voters take their next steps
 meanwhile [V8].
 """
@@ -22,7 +23,7 @@ from swarm.protocol.values.manifest import PeerId
 
 DONE, DONE_AGAIN = 8, 32
 """A peer that says that it is done and has not offered writes its offer, or hangs. It may exceed
-its word by this part of it, and by less after it has been waited for in vain."""
+its word by this part of it, and by less after an earlier wait for it brought nothing."""
 NEW_SHARE = 4
 """Voters wait for a new trainee, after a quorum of them has offered, no longer than one such part
 of what the fastest of them has worked: any newcomer may say that it will be ready soon. The
@@ -63,7 +64,7 @@ class Absent:
     word: Word | None = None
     """None: it did not say."""
     contributed: bool = True
-    """To the tip, or nobody did: then it has not been waited for in vain."""
+    """To the tip, or nobody did; False: the last wait for the member brought nothing."""
     is_gone: bool = False
     """Whether its machine refused the last message to it."""
     is_new: bool = False

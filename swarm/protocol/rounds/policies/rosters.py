@@ -146,7 +146,7 @@ def assign_reducers(
         offers: the roster.
         reducers: peers of the roster that may reduce, in any order, and their uplinks. A unit that
             none of them offers is averaged by one of its sources all the same.
-        unit_bytes: what each unit costs whoever takes its next value in.
+        unit_bytes: what each unit costs a peer that takes its next value in.
         always: units that have a reducer even if they have one source alone.
         sources: `sources_of` the offers, if it is known: those of 256 peers are 120,000.
 

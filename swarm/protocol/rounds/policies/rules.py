@@ -1,4 +1,4 @@
-"""What a round machine is told once: the run's rules, and its source of randomness."""
+"""The fixed inputs of a round machine: the run's rules, and its source of randomness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm.protocol.values.work import Book, Counts, next_book, reformed_book, t
 T = TypeVar("T")
 
 MARGIN = 1.25
-"""A peer is dealt so many times what it did in the time of a round: it may get faster."""
+"""A peer is dealt this many times its work of a round's time: it may get faster."""
 GROWTH = 2
 """The pace of a member at most doubles, or halves, in a round, and so does its deal."""
 MOST = 4
@@ -200,7 +200,7 @@ class Rules:
 
     @cached_property
     def moved_bytes(self) -> Mapping[Unit, int]:
-        """What the next value of each unit costs whoever has the present one."""
+        """Bytes that the next value of each unit costs a peer that has the present one."""
         return {**self.unit_bytes, **self.delta_bytes}
 
     def saves_state(self, tip: Manifest) -> bool:
@@ -208,7 +208,7 @@ class Rules:
 
         That is 12 bytes of each trained parameter, which wear a disk out if each of a cycle's
         rounds writes them: once a cycle, where deltas are coded, and in between the offer alone.
-        Without codings a run goes on in the same bits after any crash, so each round saves all.
+        Without codings a run continues in the same bits after any crash, so each round saves all.
         """
         return not self.unit_coding or tip.round % self.schedule.cycle == 0
 
@@ -228,7 +228,7 @@ class Rules:
         return self.owner_silent_limit * self.schedule.cycle
 
     def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
-        """Units that the next manifest may renew, and what each costs whoever has the present one.
+        """Units that the next manifest may renew -> bytes for a peer that has the present one.
 
         Time-outs have to leave room for these. Where rounds have no slices of their own, they are
         all units. Of a merge there are no deltas.

@@ -20,8 +20,8 @@ FEW = 8
 RELAYS = 4
 """So many get an expert from its writer, the others from these."""
 MOST_TIMES = 4
-"""An uplink counts as so many times the median of the relays at most, whatever its peer says of it:
-so much a false word draws to a peer, as with what it averages [D3]."""
+"""An uplink counts as at most this many times the relays' median, whatever its peer claims. This
+bounds how much a false claim draws to a peer, as for the units that a peer averages [D3]."""
 _WORD = 8
 _POINTS = 256**_WORD
 
@@ -169,7 +169,7 @@ def least_to_send(peer: PeerId, tip: Manifest, others: int, rules: Rules) -> int
 
     Args:
         peer: a member of the tip.
-        tip: names what it owns, and what is due.
+        tip: names the peer's experts, and the units that are due.
         others: how many have offered.
         rules: of the run.
     """

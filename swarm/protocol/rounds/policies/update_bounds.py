@@ -51,9 +51,9 @@ class _Behind:
 def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> _Behind:
     """What may be behind a value of these sources, with their tokens.
 
-    Shared tensors begin anew with each tip where all of them are due in each round. An expert's
-    local progress goes on through rounds that did not count it [S2], and so does that of a part
-    that was not due [S1]; each of these gave its owner no more than it was dealt [T2]. Where
+    Shared tensors restart with each tip where all of them are due in each round. An expert's local
+    progress continues through rounds that did not count it [S2], and so does that of a part that
+    was not due [S1]; each of these rounds gave its owner no more than it was dealt [T2]. Where
     deltas are averaged, the steps of one period that left them out may be carried on [W8], and
     where rounds overlap, so may those of the round before. What codings have lost of earlier rounds
     comes later: it is no step more, but of K + 1 periods.
