@@ -155,7 +155,7 @@ def first_line(kind: type[BaseModel]) -> str:
 
 
 def described(text: str) -> str:
-    """A text of configs/README.md with its tables made anew; what stands before them is kept."""
+    """A text of configs/README.md with its tables regenerated; the text before them is kept."""
     by_hand = text.partition(MARK)[0]
     chapters = [
         *configuration("Run files (`configs/runs`)", RunConfig),

@@ -4,7 +4,7 @@
     scripts/demo --page                               # prints the address of the page
     python scripts/picture_page.py http://127.0.0.1:PORT/
 
-The digest of the files that the page is made of is kept beside the pictures, so that a test notices
+The digest of the files that the page is made of is kept with the pictures, so that a test notices
 when the page has changed since. It needs playwright (the extra `dev`) and chromium.
 """
 

@@ -126,7 +126,7 @@ def losses_of(run: RunConfig, variants: Sequence[str], results: Results) -> dict
 
 
 def key_of(run: RunConfig) -> str:
-    """All that a training depends on beside its text."""
+    """All that a training depends on, except its text."""
     return f"{run.fingerprint()}, {BEFORE} rounds, measured at {MEASURED}"
 
 

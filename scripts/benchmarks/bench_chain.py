@@ -51,7 +51,7 @@ AWAY = (1, 64, 1000, 10_000)
 
 
 class Run:
-    """A run of which only heads are made."""
+    """A run that consists of heads only."""
 
     def __init__(self, num_voters: int, seed: int = 0) -> None:
         self.random = Random(seed)

@@ -105,7 +105,7 @@ def settle(device: str) -> None:
 
 
 def reset_peak(device: str) -> None:
-    """Frees what can be freed and looks for the peak anew."""
+    """Frees unused memory and resets the recorded peak."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

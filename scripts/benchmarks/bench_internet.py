@@ -108,7 +108,7 @@ def cpu_of(swarm: Swarm) -> float:
 
 
 def constants_of(of: Sized, run: RunConfig, num_units: int) -> Constants:
-    """What a round costs beside its transfers."""
+    """Costs of a round other than its transfers."""
     num_peers, setting = of.swarm.num_peers, setting_of(run)
     return Constants(
         offer_bytes=of.offer_bytes,

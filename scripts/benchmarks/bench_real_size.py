@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A swarm at real size on this machine: what each phase takes, beside what the plan says.
+"""A swarm at real size on this machine: what each phase takes, compared with the plan.
 
 Two real peers train a model of some 590 million parameters (two layers, few large experts; every
 value and byte is real, only the batches are small). They hold rounds and a merge; a third peer
 joins; one is killed and its experts are adopted; the model is exported; one leaves and hands over.
 
-  peak_rss      of each process in each phase, as it reports it itself, beside its plan
+  peak_rss      of each process in each phase, as it reports it itself, and its plan
   seconds       of each phase (the longest of the peers)
-  disk          most that a state directory held, beside its plan
-  bytes         sent and received per peer and round, beside the formula
+  disk          most that a state directory held, and its plan
+  bytes         sent and received per peer and round, and by the formula
 
 The exit status is 1 if a phase took more than 10 % above its plan. Last come the same phases of
 SPES 7B with four peers: peaks by the plan's formulas, seconds by this machine's seconds a byte.

@@ -64,7 +64,7 @@ LOSS_FREE = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: what it is called and what it changes in the demo's configuration."""
+    """One row: its name and its changes to the demo's configuration."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ def row(setting: Setting, results: Sequence[Result], first: Sequence[Result]) ->
 
 
 def key_of(setting: Setting, run: RunConfig) -> str:
-    """All that a training depends on beside its text."""
+    """All that a training depends on, except its text."""
     return f"{run.fingerprint()} at {setting.peers} peers, H = {LOCAL_STEPS}"
 
 

@@ -110,14 +110,14 @@ ROUND_S = 60.0
 """Local steps of the simulated round; polls and greetings grow with it, the rest does not."""
 ROUNDS = 3
 REPLICAS = 5
-"""Peers at which hivemind stores a value, if it is not told otherwise."""
+"""Peers at which hivemind stores a value by default."""
 VISITED = 20
 """Peers that a search of hivemind asks for one key; each names as many others."""
 ASK_BYTES = 70
 NEIGHBOUR_BYTES = 62
 """Of a search: the key and who asks; an id in the DHT, a peer id, and their heads in protobuf."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
-"""Public key and signature beside each record."""
+"""Public key and signature of each record."""
 OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "taken in", "half late")
 """What runs in another thread, or in slices."""
 
@@ -243,7 +243,7 @@ class Swarm:
 def run_of(num_peers: int, path: Path = RUN, others: Sequence[str] = ()) -> RunConfig:
     """The 7B with as many experts as peers, if there are more than 32, of the same total size.
 
-    `others`: overrides of the run file beside those.
+    `others`: further overrides of the run file.
     """
     run = parse_config(RunConfig, path.read_text(), source=str(path))
     experts = max(run.model.num_experts, num_peers)

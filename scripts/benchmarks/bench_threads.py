@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether peers started by hand, with no thread option, are about as fast as those of swarm-local.
 
-Both are swarms of the demo's model on as many cores as are named, beside other load: processes
+Both are swarms of the demo's model on as many cores as are named, under other load: processes
 that only spin, at normal priority. swarm-local gives each peer one thread; by hand each peer
 measures what suits it. The two take turns, and of all their rounds the medians are compared.
 

@@ -105,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a mode, beside what it should be."""
+    """The measured and the expected bytes of a mode."""
 
     mode: str
     peers: int
@@ -126,7 +126,7 @@ class Row:
 def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
     """Settings of a model with as many elements of shared tensors to each of an expert as another.
 
-    Few rows and long columns: a router is then as small beside its experts as that of the 7B, and
+    Few rows and long columns: a router is then as small next to its experts as that of the 7B, and
     the vocabulary makes up for what is missing in shared tensors. What nobody trains is equal at
     all peers and is not sent, so every token goes through all experts, and the embedding is the
     output layer, of which each step moves all rows.
@@ -228,7 +228,7 @@ def interface_bytes(table: str) -> tuple[int, int]:
 
 
 def row_of(mode: Mode, run: RunConfig, num_peers: int, measured: Measured) -> Row:
-    """Beside the measured bytes those that the formulas say."""
+    """The measured bytes, and those that the formulas give."""
     setting, blobs = mode.setting, measured.blobs
     formula = cycle_bytes(run, setting, num_peers)
     plan = bytes_sent_per_peer_per_round(run, num_peers) * setting.rounds

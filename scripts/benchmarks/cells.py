@@ -126,7 +126,7 @@ class Results:
         if kept != whole:
             path.write_bytes(kept)
         lines = [json.loads(line) for line in kept.splitlines()]
-        # A line without a text is of before they were told apart.
+        # A line without a text is older than the field that names the text.
         ours = [line for line in lines if line.get("corpus") == corpus]
         self._found = {(line["cell"], line["run"]): line for line in ours}
         self._asked, self._added = set[tuple[str, str]](), set[tuple[str, str]]()

@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Constants:
-    """What a round costs beside its transfers, measured elsewhere.
+    """Costs of a round other than its transfers, measured elsewhere.
 
     Attributes:
         offer_bytes, body_bytes, evidence_bytes: of one offer, of a manifest, of its evidence.

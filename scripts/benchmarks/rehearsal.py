@@ -83,7 +83,7 @@ def settings(*overrides: str) -> list[str]:
 
 
 def teller() -> Callable[[str], None]:
-    """Says what happens, with the seconds since now, beside the report."""
+    """Prints what happens, with the seconds since now, next to the report."""
     began_s = time.monotonic()
 
     def say(text: str) -> None:

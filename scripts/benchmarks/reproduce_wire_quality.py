@@ -12,7 +12,7 @@ frontier  the other codings, whole rounds that wait, two owners, and slices with
 
 Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
 `swarm-plan`; the gap is that to centralised training. A finished cell is a line of `--out` and is
-not computed again, so the script may be killed and goes on where it was.
+not computed again, so a killed script resumes where it was.
 
     python scripts/benchmarks/reproduce_wire_quality.py --list
     python scripts/benchmarks/reproduce_wire_quality.py --cells 'main/*' --plot out/wire_quality.svg
@@ -81,7 +81,7 @@ class Variant:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What it sets in a run file."""
+        """Settings of the variant in a run file."""
         value = "fp32" if self.experts == "none" else "bf16"
         return (
             f'wire.shared_coding="{self.shared}"',

@@ -35,7 +35,7 @@ class Mode:
 
     Attributes:
         setting: what goes over the wire, and when.
-        overrides: settings of the run file beside those.
+        overrides: further settings of the run file.
         server: link of a parameter server, "same" for that of the peers; "" where there is none.
     """
 

@@ -30,7 +30,7 @@ class FaultActions:
 
     Attributes:
         swarm: whom they meet.
-        folder: through which peers are told.
+        folder: carries commands to the peers.
         draw: of durations, other ends and addresses.
         happened: faults carried out so far.
         away: peer that is away -> when it was brought back, seconds since 1970; None before.
@@ -242,7 +242,7 @@ class FaultRunner:
     Attributes:
         swarm: its peers run `PROGRAM`; not yet started.
         plan: what goes wrong.
-        say: told what happens.
+        say: called with each thing that happens.
         bounds: what counts as a hang.
         hangs: what took too long.
         ended: peers that ended on their own.

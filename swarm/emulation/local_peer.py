@@ -161,7 +161,7 @@ class LocalPeer:
         return [self.process.pid, *children_of(self.process.pid)]
 
     def kill(self) -> None:
-        """Kill -9, and waits until it is gone; nothing happens to one that never ran."""
+        """Kill -9, and waits until it has ended; nothing happens to one that never ran."""
         self.send(signal.SIGKILL)
         if self.process:
             self.wait(10.0)

@@ -263,4 +263,4 @@ FAMILIES = (
     Family(metrics.COVERAGE, "swarm_text_percent", (), _coverage),
     Family(metrics.SCORE, "swarm_score", ("task", "metric", "publisher"), _scores),
 )
-"""Every metric once; the first is told even when there is no snapshot."""
+"""Every metric once; the first is exported even when there is no snapshot."""

@@ -105,7 +105,7 @@ def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[Round
 
 
 def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
-    """What a person would want to be told of, between two looks."""
+    """Changes between two looks that a person would want to know."""
 
     def tell(topic: Topic, text: str) -> None:
         told.append(Happening(now.at, topic, text))

@@ -33,7 +33,7 @@ TAILS = ("events", "rounds", "losses")
 """Lists that grow at the end, and are cut at the beginning."""
 
 KEPT = 3
-"""Versions that a slow listener may be behind until it gets everything anew."""
+"""Versions that a slow listener may be behind before it gets the full state again."""
 
 State = Mapping[str, Any]
 Wake = tuple[asyncio.AbstractEventLoop, asyncio.Event]
@@ -94,7 +94,7 @@ class Feed:
         """The newest version, and the server-sent event that leads there; "" if there is none.
 
         Args:
-            version: what the listener has; None at first. One that is too old gets all anew.
+            version: what the listener has; None at first. One that is too old gets all again.
         """
         with self._lock:
             if version == self._version:
@@ -240,7 +240,7 @@ def names_this_machine(host: str, name: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a port in use is told before anything starts.
+    """A socket that listens, so that a port in use is reported before anything starts.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -263,13 +263,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(feed: Feed, bound: socket.socket, name: str = "localhost") -> None:
-    """Serves the page until the process is told to end; see `application`."""
+    """Serves the page until the process is asked to end; see `application`."""
     server = server_of(feed, name)
     server.run(sockets=[bound])
 
 
 def server_of(feed: Feed, name: str = "localhost") -> uvicorn.Server:
-    """A server that closes the feed when it is told to end, since its streams have no end."""
+    """A server that closes the feed when it is asked to end, since its streams have no end."""
     return _Server(feed, name)
 
 

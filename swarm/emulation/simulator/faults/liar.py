@@ -1,7 +1,7 @@
 """A peer that lies: an honest machine whose messages are turned into lies on their way out.
 
 It has its own key and no other's, and knows everything that its machine knows. As convener it
-misnames what is behind a round, as reducer it reports what it was not asked for, as member it
+misnames what is behind a round, as reducer it reports units not asked of it, as member it
 claims absurd attempts, votes for everything, or serves nothing.
 """
 

@@ -62,7 +62,7 @@ def stranger_reform(world: World) -> Forged:
 
 
 def yesterdays_majority(world: World) -> Forged:
-    """Those that have gone for good sign what they like, where they once were a quorum."""
+    """Those that have left for good sign what they like, where they once were a quorum."""
     tip = _newest(world)
     gone = [peer for peer, node in world.nodes.items() if node.has_left or peer not in tip.members]
     for link in world.nodes[_holder(world)].machine.chain.links[-2::-1]:

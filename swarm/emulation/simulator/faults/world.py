@@ -163,7 +163,7 @@ RESTART_S = 2.0
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by planned."""
 REFUSED = 0.7
-"""Share of messages to a process that is gone which its machine refuses; a router may drop them."""
+"""Share of messages to a dead process that its machine refuses; a router may drop the others."""
 REFUSED_IN_ERROR = 0.002
 """Share of messages to a living process that look refused."""
 UNSENT_S = 0.01

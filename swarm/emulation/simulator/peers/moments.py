@@ -1,6 +1,6 @@
 """Moments of experts between simulated peers; `Giving` and `Taking` are those of a real peer.
 
-Questions travel in order and are not lost, but they fail where a link is cut or a peer is gone.
+Questions travel in order and are not lost, but they fail where a link is cut or a peer is down.
 """
 
 from __future__ import annotations

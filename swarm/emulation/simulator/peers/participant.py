@@ -73,7 +73,7 @@ class Setup:
     """Whether each peer adapts its timers to what it sees."""
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
-    """What it lies about, see `faults.liar`."""
+    """Subjects of its lies, see `faults.liar`."""
     copy_s: float | None = None
     """How long an owner takes to put moments out; None: moments are not modelled."""
     known: frozenset[PeerId] = frozenset()
@@ -121,7 +121,7 @@ class UnderTest(Parts):
     arithmetic: type[Averaging] = Averaging
     remainders: type[Remainders[Mapping[Tag, int]]] = Remainders
     clock: Callable[[Times], float] = attrgetter("passed_s")
-    """What a machine is told as the time."""
+    """The time that a machine is given."""
     timers: Callable[[Measured, Timers], Timers] = adapted
     rolled_back: Callable[[Record], Record] = chain_record.rolled_back
     """The record of a peer whose newest one is damaged [P5]."""

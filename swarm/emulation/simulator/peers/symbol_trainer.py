@@ -89,7 +89,7 @@ class Trainer(TrainingShell):
         """Whether it waits for others with nothing done or offered."""
         self._loop: Coroutine[None, None, Manifest]
         self._newer: list[Applied] = []
-        """Tips that the loop has not been told of."""
+        """Tips that the loop does not know yet."""
         self._looks_out = False
         """Whether a newer tip wakes it."""
         self._job = 0
@@ -102,7 +102,7 @@ class Trainer(TrainingShell):
         """Whether the round under way has this peer's offer while it trains."""
 
     def start(self) -> None:
-        """Begins, or goes on with what is on the disk."""
+        """Begins, or resumes from the disk."""
         self._loop = self.training.run()
         self._loop.send(None)
 

@@ -67,7 +67,7 @@ class Disk:
         self.earlier: Record | None = None
         """The record before, which is read when the newest one is damaged."""
         self.is_lost = False
-        """Whether record, blobs and private state are gone."""
+        """Whether record, blobs and private state are lost."""
         self.private: PrivateState | None = None
         self.offer: SavedWork | None = None
         """Made after the private state was written."""
@@ -95,7 +95,7 @@ class Disk:
         self.volatile.intersection_update(digests)
 
     def lose(self) -> None:
-        """Everything is gone."""
+        """Everything is lost."""
         self.is_lost = True
         self.private = self.earlier = self.offer = None
         self.durable.clear()
@@ -115,7 +115,7 @@ class Disk:
 
 
 class Shell(Protocol):
-    """The peer, as its parts see it; each adds what it alone needs."""
+    """The peer, as its parts see it; each part adds its own needs."""
 
     me: PeerId
     disk: Disk

@@ -140,7 +140,7 @@ class Deltas:
         return blobs | {live.base for live in self.live.values()}
 
     def load(self, private: PrivateState) -> None:
-        """Goes on from the private state."""
+        """Resumes from the private state."""
         self.live, self.named = dict(private.live), dict(private.named)
         for live in self.live.values():
             self.values.lost.difference_update(live.extra)
@@ -251,7 +251,7 @@ class Task:
 
 
 class Model:
-    """What `swarm.peer.training.live_model` is in a real peer: moves values as it is told."""
+    """What `swarm.peer.training.live_model` is in a real peer: moves values on command."""
 
     deltas_type = Deltas
 
@@ -270,7 +270,7 @@ class Model:
         self.past = Past(me)
 
     def load(self, private: PrivateState) -> None:
-        """Goes on from the private state."""
+        """Resumes from the private state."""
         self.progress, offered = dict(private.progress), private.work.offered
         self.shared = {u: d for u, d in offered.items() if expert_of_unit(u) is None}
         self.started = dict(private.started)
