@@ -163,8 +163,8 @@ def tokenise(
     """Makes shards of a text, which swarm-peer takes as --corpus.
 
     The same text, tokenizer and options give the same shards, byte by byte, on any number of cores.
-    Killed at any moment it goes on where a shard ended, when it is run again as before. Of a file
-    given with --run only data.mixture counts: which folders in that of --corpus are mixed.
+    After a kill at any moment the same command continues where a shard ended. In a file given with
+    --run only data.mixture counts: it names the folders in that of --corpus to mix.
     """
     require_folder(out)
     used = _tokenizer(tokenizer)
@@ -272,7 +272,7 @@ def verify(folder: Path, tokenizer: Path | None) -> None:
             raise DataError(
                 f"{folder}: shard {number} ends in a document, or has ids that "
                 f"{prepared.tokenizer} has not",
-                hint="make the folder anew with swarm-data tokenize",
+                hint="make the folder again with swarm-data tokenize",
             )
     kept = sum(1 for _ in prepared.documents())
     unchecked = "" if used else f"; its ids were not checked against {prepared.tokenizer}"

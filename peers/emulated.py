@@ -43,12 +43,12 @@ from swarm.train.engine.engine import StepStats
 NO_ROUND = 2**31
 SETTLE_S = 0.1
 REFRESH_S = 0.25
-"""How soon a running peer does what it is told."""
+"""How soon a running peer follows its controls."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """The round that a peer works on, and what it is in it."""
+    """The round that a peer works on, and its roles in that round."""
 
     round: int
     roles: tuple[str, ...]
@@ -97,7 +97,7 @@ class Emulation(Printed):
     # ------------------------------------------------ traps
 
     def at(self, phase: str, spot: Spot | None = None) -> None:
-        """Stops this process if a trap is set here; it goes on when the drill says so."""
+        """Stops this process if a trap is set here, until the drill continues it."""
         spot = spot or self.spot()
         for trap in self.folder.armed():
             if not self._is_for_me(trap, phase, spot):
@@ -140,7 +140,7 @@ class Emulation(Printed):
         roles = ("bootstrap",) if self.peer == 0 else ()
         return (*roles, "joiner") if self.is_joiner else roles
 
-    # ------------------------------------------------ told by the peer
+    # ------------------------------------------------ called by the peer
 
     def on_joining(self) -> None:
         """It comes as a stranger."""
@@ -160,7 +160,7 @@ class Emulation(Printed):
         self.step_began_s = time.monotonic()
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
-        """A step takes as long as it is told."""
+        """Makes a step take as long as the controls say."""
         self.stretch_step()
         self.at("local_steps")
 

@@ -89,8 +89,8 @@ def main(
     """Writes the newest agreed model: safetensors, config.json and tokenizer files.
 
     With --initial-peers it is fetched from the run's peers, else taken from --state-dir, whose
-    peer must not be running. With --every it goes on until the run's last round is exported; it may
-    be killed and started again at any time.
+    peer must not be running. With --every it follows the run until its last round is exported, and
+    may be killed and started again at any time.
     """
     if (every is None) != (output_dir is None):
         raise ConfigError("--every and --output-dir go together")

@@ -40,7 +40,7 @@ def main(
     top_p: float,
     seed: int | None,
 ) -> None:
-    """Prints a text that the exported model in DIR goes on with, as it comes."""
+    """Continues a text with the exported model in DIR, and prints it as it comes."""
     # The next loads torch: not for --help
     from swarm.export.generation import Sampling, generate, require_export  # as said above
 

@@ -56,8 +56,8 @@ def main(
     """Prints one line with which others join this peer's run and vote at once.
 
     The founder of a run may invite, and so may guests whose invitation allows it. It needs the
-    state directory only, also while the peer runs: nobody is asked. Whoever has the line may come
-    with it, so pass it on in private. A line of --for is worth nothing to other peers.
+    state directory only, also while the peer runs: nobody is asked. Anybody who has the line may
+    join with it, so pass it on in private. A line of --for is worth nothing to other peers.
 
     What a member counts as its work is limited by what others do. A guest with a larger --weight
     may count more and is believed: a liar among them is so much of every mean.

@@ -238,13 +238,13 @@ def _folder_of(given: Path | None) -> Iterator[Path]:
 
 
 def what_is_left(folder: Path) -> str:
-    """Of a run that has not finished: where it is and, if it has begun, how it goes on."""
+    """Says where an unfinished run is and, if it has begun, how to resume it."""
     first, others = folder / "peer-0", folder / "peer-N"
     if not _has_run(folder):
         return f"states and logs are in {folder}; no run was founded"
     return (
         f"states and logs are in {folder}; swarm-export --state-dir {first} --out DIR writes the "
-        f"model of the newest round. swarm-peer --state-dir {first} goes on, the other peers by "
+        f"model of the newest round. swarm-peer --state-dir {first} resumes it, the other peers by "
         f"swarm-peer --state-dir {others} --initial-peers ADDRESS, with the address that it prints"
     )
 

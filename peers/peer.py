@@ -20,7 +20,7 @@ PEER_OPTIONS = (
     "settings", "port", "public_ip", *flags_of(PeerConfig), "tokenizer", "initialise_from",
     "tensorboard", "print_config", "log_format", "log_level",
 )  # fmt: skip
-"""Those of swarm-doctor too, which is told what a peer would be told."""
+"""Options of swarm-doctor too, which takes the same ones as a peer."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Threads without work sleep. By default those of GNU's OpenMP, which torch brings, spin some
 milliseconds first, on cores that other peers of the machine could use."""

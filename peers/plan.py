@@ -229,7 +229,7 @@ def times_table(
     table.add_column(justify="right")
     table.add_column(style="dim")
     share = times.averaging_s / max(times.round_s, 1e-12)
-    beside = ", beside the steps" if times.overlaps else ""
+    beside = ", during the steps" if times.overlaps else ""
     steps = "seconds that the run sets" if run.round.seconds else f"{run.round.local_steps} steps"
     when = "after the last phase, " if run.phases else ""
     for row in [

@@ -76,7 +76,7 @@ class Asked:
         peer_id: this peer's own; "" if it has none yet.
         here: the run on disk that it would resume, unless it is led elsewhere.
         is_led: whether addresses were given.
-        founds: whether `wanted` is founded beside whatever is there.
+        founds: whether `wanted` is founded, whatever other runs are there.
     """
 
     wanted: Wanted
@@ -112,7 +112,7 @@ class Asked:
 
     @property
     def resumed(self) -> str | None:
-        """The run on disk that is gone on with whatever others are in; None if there is none."""
+        """The run on disk that is resumed, whatever run others are in; None if there is none."""
         says_which = self.wanted.run or self.wanted.run_id or not self.is_led
         return self.here if says_which else None
 
@@ -160,7 +160,7 @@ def entry_of(asked: Asked, run: RunConfig | None, run_id: str | None, *, is_sile
         )
     if run:
         return Entry(run, directory_of(run_id) if run_id else None)
-    is_lost = asked.is_led and is_silent  # nothing is founded beside peers that do not answer
+    is_lost = asked.is_led and is_silent  # no run is founded while the given peers are silent
     return Entry(wanted.run, founds=wanted.run is not None and not is_lost)
 
 
@@ -183,7 +183,7 @@ def own_id(network: NetworkSection, state: StateDirectory) -> str:
     """This peer's id; "" if it has none yet.
 
     Raises:
-        StateError: its key cannot be read, or is missing beside its runs.
+        StateError: its key cannot be read, or is missing although it has runs.
     """
     key = path_of_key(network.identity_path, state)
     return load_or_create_identity(key).peer_id if key.exists() else ""
@@ -350,7 +350,7 @@ def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> 
 
 
 def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
-    """Experts that a peer of this capacity comes to own beside others of theirs, rounded up [R4].
+    """Experts that a peer of this capacity comes to own among others with theirs, rounded up [R4].
 
     Args:
         run: what is trained.
@@ -368,7 +368,7 @@ def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class Around:
-    """What there is beside this machine.
+    """Findings about the network around this machine.
 
     Attributes:
         fault: why nothing could be found out.
@@ -480,7 +480,7 @@ async def _sight(node: Node, peer: str, door: int) -> Sight | None:
 async def _look_at_run(
     node: Node, found: Around, asked: Asked
 ) -> tuple[Around, dict[str, PeerRecord]]:
-    """The run that is announced here, what it means for this link, and who is in it."""
+    """Finds the run that is announced here, its effect on this link, and its peers."""
     wanted, resumed = asked.wanted, asked.resumed
     fingerprint = wanted.run.fingerprint() if wanted.run and not asked.founds else None
     store = BlobStore(None)
@@ -509,7 +509,7 @@ async def _look_at_run(
     me = asked.peer_id or node.peer_id
     try:
         tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
-        if record.run != asked.here:  # else it comes back with what it has
+        if record.run != asked.here:  # else the peer comes back to its run
             require_admission(record.run, run, tip, me, asked.credential_to(me, record.run, run))
     except errors.InvitationError as error:
         return replace(found, refused=(str(error),)), present

@@ -76,7 +76,7 @@ class Evaluator:
         scores: the file.
         tasks: of lm-evaluation-harness, with their shots.
         signer: whose scores they are; None publishes under a key that is forgotten.
-        publish: whether the run's monitors are told.
+        publish: whether the run's monitors receive them.
     """
 
     scores: Path
@@ -85,7 +85,7 @@ class Evaluator:
     publish: bool = False
 
     def evaluate(self, folder: Path, facts: ExportFacts, observer: Observer | None) -> None:
-        """Measures one export, whose card says so; a task that fails is told, the rest goes on.
+        """Measures one export for its card; reports a task that fails and continues with the rest.
 
         Args:
             folder: of the export.
@@ -122,7 +122,7 @@ class Evaluator:
             self._keep(facts, measured, told, observer)
 
     def try_to_evaluate(self, folder: Path, facts: ExportFacts, observer: Observer) -> None:
-        """The same where others follow: what goes wrong is told."""
+        """The same where more exports follow: errors are reported, not raised."""
         try:
             self.evaluate(folder, facts, observer)
         except (SwarmError, OSError) as error:
@@ -132,7 +132,7 @@ class Evaluator:
             )
 
     def repeat_newest(self, run_id: str, observer: Observer) -> None:
-        """Publishes what was measured before a restart; what goes wrong is told."""
+        """Publishes scores measured before a restart; errors are reported, not raised."""
         try:
             record = newest_scores(self.scores) if self.publish else None
             if record:
@@ -185,9 +185,9 @@ def evaluator_of(
 
 START_S = 30.0
 ENDS_FOLLOWING = (SwarmError, OSError, KeyboardInterrupt, SystemExit)
-"""After anything else, such as memory that was short once, an export that follows goes on."""
+"""After any other error, such as a brief lack of memory, the following of a run continues."""
 FETCHING = ".fetching"
-"""Beside an export the values that it is made of, until it is whole."""
+"""Folder in an export with the values that it is made of, until it is whole."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _observing(given: Options, store: BlobStore, evaluator: Evaluator | None) ->
 def _from_peers(
     given: Options, out: Path, run_id: str | None, form: Form, evaluator: Evaluator | None
 ) -> Iterator[tuple[ExportFacts, Observer]]:
-    """The newest model of the run's peers, and what it was found with."""
+    """The newest model of the run's peers, and the observer that found it."""
     with _fetched_beside(out) as store, _observing(given, store, evaluator) as observer:
         source = FromPeers(observer, store, run_id)
         manifest = source.newest(0)
@@ -333,9 +333,9 @@ def _from_peers(
 
 @contextlib.contextmanager
 def _fetched_beside(out: Path) -> Iterator[BlobStore]:
-    """Where values are fetched to: beside the export, since there is room for a model.
+    """Where values are fetched to: next to the export, since there is room for a model.
 
-    What came before an error, or a kill, is there for the next try.
+    Values that came before an error or a kill stay for the next try.
 
     Raises:
         StateLocked: another process exports into this folder.

@@ -35,7 +35,7 @@ class Nat(Enum):
     SAME_PORT = "same_port"  # translated; all of them see one port
     OTHER_PORTS = "other_ports"  # translated; each of them sees another port
     TRANSLATED = "translated"  # only one peer was there to ask
-    UNKNOWN = "unknown"  # nobody told
+    UNKNOWN = "unknown"  # nobody could say
 
 
 @dataclass(frozen=True)

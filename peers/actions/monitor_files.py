@@ -41,7 +41,7 @@ class HistoryFile:
         return history.recalled(first, self._kept) if self._kept else None
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Writes the file anew if there is something new.
+        """Rewrites the file if there is something new.
 
         Raises:
             OSError: it cannot be written.

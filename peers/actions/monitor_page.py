@@ -1,4 +1,4 @@
-"""swarm-monitor --http: looks at the run in one thread, serves what it sees from another."""
+"""swarm-monitor --http: looks at the run in one thread, serves the page from another."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def url_of(bound: socket.socket) -> str:
 
 
 def page_at(address: str) -> Callable[[Looks], None]:
-    """What serves a page at `HOST:PORT`, until the process is told to end.
+    """Returns a server of a page at `HOST:PORT`, which runs until the process is to end.
 
     Args:
-        address: is taken at once, so that a port in use is told before anything else starts.
+        address: bound at once, so that a port in use is reported before anything else starts.
 
     Raises:
         ConfigError: the address cannot be had.

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 def leave_on_signals(stop: Stop) -> None:
     """Ctrl+C, SIGTERM and SIGHUP: the first leaves cleanly within a time-out, the second at once.
 
-    SIGHUP never leaves at once: a shell whose terminal is closed sends it beside the kernel's. What
-    nohup has this process ignore it ignores.
+    SIGHUP never leaves at once: when a terminal is closed, its shell and the kernel both send one.
+    A signal that nohup ignores stays ignored.
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -49,12 +49,12 @@ def leave_on_signals(stop: Stop) -> None:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with contextlib.suppress(OSError):  # the terminal may be closed
         sys.stderr.write(line)
 
 
 def observer_of(options: Options, observer: PeerObserver | None) -> PeerObserver:
-    """Who is told what happens: `observer`, else what prints it, and draws it with --tensorboard.
+    """The observer: `observer`, else one that prints events, and draws them with --tensorboard.
 
     Raises:
         ConfigError: --tensorboard goes with no other observer; or tensorboardX is missing.
@@ -77,7 +77,7 @@ def take_part(
         config: of this machine.
         run: of the file that was given, if one was.
         options: what else was given.
-        observer: told what happens, in place of the person.
+        observer: notified of events, in place of the person.
     """
     wanted = Wanted(
         run=run,

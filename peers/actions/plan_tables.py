@@ -217,10 +217,10 @@ def _row(each: Planned) -> Sequence[str]:
 
 ASSUMPTIONS = (
     f"Assumed: transfers reach {ASSUMED.link_share:.0%} of the link, a round takes "
-    f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, {ASSUMED.cores} cores make "
-    "and adopt what is exchanged, and the private state goes to "
+    f"{ASSUMED.control_s:g} s more, a peer receives as many bytes as it sends, "
+    f"{ASSUMED.cores} cores make and adopt what is exchanged, and the private state goes to "
     f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round). "
-    "Where rounds overlap, offers and private states are made beside the next step; steps of "
+    "Where rounds overlap, offers and private states are made during the next step; steps of "
     "GPUs that share state in cuts wait for them, and those of a streaming engine that clips by "
     "unit."
 )

@@ -175,7 +175,7 @@ class Drawn(Printed):
             )
 
     def _write_queued(self) -> None:
-        """Until it is told to end; flushes what is written at most every `FLUSH_S`."""
+        """Writes until the thread is to stop; flushes at most every `FLUSH_S`."""
         flushed_s, is_flushed = time.monotonic(), True
         while True:
             is_ending = self._thread.stopping.is_set()

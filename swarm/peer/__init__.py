@@ -1,1 +1,1 @@
-"""One peer of a run: local steps, offers and adoption, its state on disk, what it tells others."""
+"""One peer of a run: local steps, offers and adoption, its state on disk, its status."""

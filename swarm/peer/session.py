@@ -164,7 +164,7 @@ class Peer:
                 that follow from the run's seed.
             tokenizer: folder with a tokenizer.json, for a run with `data.tokenizer = "file"`; it
                 travels with the run.
-            observer: told what happens; see `PeerObserver`.
+            observer: notified of events; see `PeerObserver`.
 
         Raises:
             ConfigError, DataError, StateError: something here must be mended; the error says what.
@@ -196,7 +196,7 @@ class Peer:
             folder: the state directory of this peer; made if missing.
             config: of this machine.
             wanted: which run, if several are announced there; an invitation.
-            observer: told what happens.
+            observer: notified of events.
 
         Raises:
             NobodyReachable: none of the addresses answers, or none announces a run.
@@ -223,13 +223,13 @@ class Peer:
         run_id: str | None = None,
         observer: PeerObserver = UNOBSERVED,
     ) -> Peer:
-        """Goes on with a run from a state directory, with or without the other peers.
+        """Resumes a run from a state directory, with or without the other peers.
 
         Args:
             folder: the state directory.
             config: of this machine.
             run_id: which run; None for the one that the peer was in last.
-            observer: told what happens.
+            observer: notified of events.
 
         Raises:
             StateError: there is no such run in the directory.
@@ -262,7 +262,7 @@ class Peer:
             wanted: which run. One that has a configuration is founded if nobody announces it.
             config: of this machine.
             stop: asked from outside; until the peer is in a run it ends with `Stopped`.
-            observer: told what happens.
+            observer: notified of events.
 
         Raises:
             Stopped: `stop` was asked before this peer was in a run.
@@ -353,10 +353,10 @@ class Peer:
         self._stop.ask()
 
     def serve(self, seconds: float) -> None:
-        """Goes on answering others after the training, until `stop` is called.
+        """Keeps answering others after the training, until `stop` is called.
 
         Args:
-            seconds: that it serves on after somebody has fetched last; a day in all at most.
+            seconds: how long it serves after the last fetch; a day in all at most.
         """
         traffic = self._traffic
         for _ in serving(self._stop, lambda: traffic.blob_bytes_sent, seconds):

@@ -262,7 +262,7 @@ def test_where_rounds_overlap_their_bytes_move_beside_the_steps() -> None:
     assert fast["run_days"] * days == pytest.approx(training_s, rel=0.001)
     assert slow["run_days"] * days == pytest.approx(rounds * slow["round_averaging_s"], rel=0.001)
     said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b_home.toml"), *BIG]).output
-    assert "of its bytes, beside the steps" in said
+    assert "of its bytes, during the steps" in said
 
 
 def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> None:

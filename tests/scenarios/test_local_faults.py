@@ -111,7 +111,7 @@ def test_a_process_that_gets_no_more_memory_works_on_or_ends_with_the_remedy(
     )
     if not victim.alive:
         assert victim.wait(ROUND_S) == OutOfMemory.exit_code
-        assert "start it again with less beside it" in victim.output()
+        assert "start it again with fewer other programs" in victim.output()
         swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
     is_back(swarm, victim)
 
@@ -143,7 +143,7 @@ def test_damaged_records_of_a_run_are_written_anew_from_its_store(swarm: LocalSw
     swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
     is_back(swarm, victim)
     for name in ("config.json", "founding"):
-        assert re.search(rf"{name} is damaged: .*; written anew from the store", victim.output())
+        assert re.search(rf"{name} is damaged: .*; rewritten from the store", victim.output())
 
 
 @pytest.mark.exhaustive
@@ -154,4 +154,4 @@ def test_damaged_records_and_a_lost_store_are_made_whole_by_the_others(swarm: Lo
     shutil.rmtree(run_folder(victim) / "packs")
     swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
     is_back(swarm, victim)
-    assert "joining the run anew" in victim.output()
+    assert "joining the run again" in victim.output()

@@ -187,7 +187,7 @@ def is_exact(run: RunConfig) -> bool:
 class ThreadedEngine(SteppingEngine):
     """A stepping engine that chooses the number of threads itself, and again when steps slow down.
 
-    To be used by one thread. What it measures with changes no value; see `Engine.rehearse`.
+    For use by one thread. Its measurements change no value; see `Engine.rehearse`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from swarm.train.planning.memory import HostPeaks
 
 @dataclass(frozen=True)
 class Shortfall:
-    """One thing of which a machine has less than a plan needs.
+    """One resource that falls short of the needs of a plan.
 
     Attributes:
         what: in words.
@@ -76,7 +76,7 @@ class RunPlan:
 
     Attributes:
         cost: parameters, and bytes of state, disk and traffic, by formula.
-        machine: what it is planned for; with several workers (`machine.fabric`) what each has.
+        machine: the planned machine; with several workers (`machine.fabric`) the share of each.
         engine: the engine chosen for it, with its peaks of memory and predicted seconds of a step.
         owned_experts: that the peer trains.
         experts_that_fit: that it could train with some engine; None if not even the shared tensors.
@@ -84,7 +84,7 @@ class RunPlan:
             an expert waits for an owner; None: one does as it is.
         losses_until_pause: likewise before too few experts have one (`ownership.min_owned_share`).
         shortfalls: of what the machine has too little, and what would help.
-        is_beside: whether offers are made beside steps where rounds overlap [V9].
+        is_beside: whether offers are made during steps where rounds overlap [V9].
     """
 
     cost: Cost
@@ -116,7 +116,7 @@ def plan_run(
     Args:
         run: what is to be trained, by `run.run.peers` peers with equal shares.
         config: of the machine: device, engine, memory that may be used.
-        folder: the state directory; need not exist. What it holds of the run counts as free.
+        folder: the state directory; need not exist. Its files of the run count as free.
         sizes: "gpu", "host" and "disk" of a described machine, such as "24GB"; "gpus" as
             "8x80GB", or "8" or "all", for as many workers; `compute.remote_workers` are more of
             them in machines alike.
@@ -135,7 +135,7 @@ def plan_run(
     if here:
         fabric = fabric_of(compute, here, _bus(compute, here, sizes))
         machine, wishes = for_workers(run, compute, machine, wishes, fabric)
-    # What an engine maps from disk lies beside the state directory.
+    # Files that an engine maps come on top of the state directory.
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)

@@ -21,7 +21,7 @@ class Forecast:
     Attributes:
         training_s: of the local steps of a round, after the last of the run's phases.
         averaging_s: of the bytes of a round over a peer's link, sent and received at once.
-        overlaps: whether they move beside the local steps.
+        overlaps: whether they move during the local steps.
         run_s: of all rounds, those of earlier phases as these have them.
     """
 

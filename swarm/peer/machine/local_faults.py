@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 UNBORN_LOOKS = 5
 LOOK_S = 1.0
-_REMEDY = "start it again with less beside it, a smaller --capacity, or a smaller micro batch"
+_REMEDY = "start it again with fewer other programs, a smaller --capacity, or a smaller micro batch"
 
 
 def named_fault(error: BaseException) -> SwarmError | None:

@@ -84,7 +84,7 @@ def processor() -> Processor:
     if unused is None:
         return Processor(f"no GPU, {cores}: {why}")
     remedy = (
-        "install its driver anew, or the one that this PyTorch asks for; nvidia-smi must show it"
+        "reinstall its driver, or the one that this PyTorch asks for; nvidia-smi must show it"
         if has_cuda
         else "install a PyTorch with CUDA: pip install torch, from PyPI, with no other index"
     )

@@ -173,7 +173,7 @@ class RunDirectory:
     def read_entered_by(self) -> tuple[PeerId, ...]:
         """Peers at addresses that a person gave, by which this peer entered the run; newest first.
 
-        Addresses that are given for good stay those of the run when these peers have long gone.
+        Addresses that are given for good still belong to the run long after these peers left.
         """
         return tuple(_read_text(self.path / "entered_by").split()[:MAX_ENTERED_BY])
 
@@ -469,7 +469,7 @@ def _given(config: PeerConfig) -> dict[str, object]:
 
 
 def _kept(config: PeerConfig, path: Path) -> dict[str, object]:
-    """A peer that is told where to listen does so, although it only dialled out before."""
+    """Kept settings: a given listening address overrides an earlier start in client mode."""
     listens = "host_maddrs" in config.network.model_fields_set
     before = _read(path)
     return {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def num_workers(compute: ComputeSection, device: str) -> int:
-    """Worker processes that a person asks for on this machine; 0 for none beside the peer's own.
+    """Worker processes that a person asks for on this machine; 0 for the peer's own process alone.
 
     Args:
         compute: what the person decided.
@@ -101,7 +101,7 @@ def meshes_of(
 
     Args:
         compute: what the person decided.
-        workers: processes that compute, on all machines; 0 for none beside the peer's own.
+        workers: processes that compute, on all machines; 0 for the peer's own process alone.
         run: of a model with so many experts, heads and layers.
         per_node: workers of a machine; 0 for all of them.
 
@@ -230,7 +230,7 @@ def for_workers(
 
 
 def fabric_of(compute: ComputeSection, here: int, bus: Bus) -> Fabric:
-    """The workers of a peer of which so many are on its own machine."""
+    """The workers of a peer, `here` of them on its own machine."""
     between_gb_s = compute.between_gbit / 8
     return Fabric(here + compute.remote_workers, here, bus, between_gb_s)
 

@@ -17,7 +17,7 @@ from swarm.protocol.values.manifest import PeerId
 logger = logging.getLogger(__name__)
 
 NEW_S = 6.0
-"""How long peers that were never met are asked; others once, as they may well be gone for good."""
+"""How long peers that were never met are asked. Known peers are asked once: they may have left."""
 
 
 async def runs_there(host: Host, run_id: str) -> bool:
@@ -36,7 +36,7 @@ async def runs_there(host: Host, run_id: str) -> bool:
     same = [run for run in told.runs if run.record.run == run_id]
     is_other = bool(told.runs or told.preparing) and not same
     if is_other:
-        logger.info("run=%s is not what runs there; joining what does", run_id)
+        logger.info("run=%s is not the run there; joining that one", run_id)
         return False
     for run in same:
         host.state.run(run_id).add_entered_by(run.publishers)
@@ -51,7 +51,7 @@ async def runs_there(host: Host, run_id: str) -> bool:
 
 
 def require_reached(host: Host) -> None:
-    """Refuses to found a run beside addresses at which there may be others that train it.
+    """Refuses to found a run where peers at the given addresses may already train it.
 
     Raises:
         NobodyReachable: nobody at the given addresses answers.
@@ -86,7 +86,7 @@ def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
 def _members_in(directory: RunDirectory) -> frozenset[PeerId]:
     try:
         record = RecordFile(directory.record_path).read()
-    except CorruptState:  # told by whoever goes on with it
+    except CorruptState:  # reported where the run is resumed
         record = None
     return frozenset({*record.tip.members, record.tip.founding.founder} if record else ())
 
@@ -121,7 +121,7 @@ class RunSearchDeadline:
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
 
     async def more_s(self) -> float:
-        """Asks the entrances, and says for how long to look before they are asked again."""
+        """Asks the peers at the given addresses; returns how long to look until the next time."""
         told, now_s = (
             await run_search.answers_of(self._host.node, others_at(self._host)),
             time.monotonic(),
@@ -174,7 +174,7 @@ async def look_for_run(
 
 
 async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> None:
-    """Refuses to found a run beside those that the given addresses are in, or prepare.
+    """Refuses to found a run if peers at the given addresses are in one, or prepare one.
 
     Args:
         host: of this peer.
@@ -182,7 +182,7 @@ async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> Non
         wanted: with a configuration; says whether a second run is meant.
 
     Raises:
-        RunMismatch: there is another run, and none beside it is meant.
+        RunMismatch: there is another run, and no second one is meant.
         NobodyReachable: nobody at the given addresses answers.
     """
     if wanted.run and not wanted.beside_others:

@@ -60,7 +60,7 @@ def is_alone(me: PeerId, record: Record) -> bool:
 def settings_of(
     name: str, directory: RunDirectory, record: Record, store: BlobStore
 ) -> tuple[RunConfig, Manifest]:
-    """Configuration and manifest 0 of a run; a file that is damaged is written anew.
+    """Configuration and manifest 0 of a run; a damaged file is rewritten.
 
     Args:
         name: the run's id.
@@ -76,13 +76,13 @@ def settings_of(
     except CorruptState as error:
         run = _config_in(store, record.tip.founding.config, error)
         directory.write_config(run)
-        logger.warning("%s; written anew from the store", error)
+        logger.warning("%s; rewritten from the store", error)
     try:
         return run, directory.read_founding()
     except CorruptState as error:
         founding = _founding_in(store, name, run, error)
         directory.write_founding(founding)
-        logger.warning("%s; written anew from the store", error)
+        logger.warning("%s; rewritten from the store", error)
         return run, founding
 
 
@@ -156,7 +156,7 @@ def _lost(error: CorruptState) -> CorruptState:
     return CorruptState(
         f"{error}; it is not in the store either",
         hint="if others are in the run, join them with a new --state-dir and --initial-peers; else "
-        "found it anew with --run FILE, since nobody has the rest of it",
+        "found it again with --run FILE, since nobody has the rest of it",
     )
 
 
@@ -212,7 +212,7 @@ class Starter:
         )
 
     def resume_or_join(self) -> Started | None:
-        """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.
+        """Resumes the run on disk, or joins one; None if the wanted one is to be founded.
 
         Raises:
             RunMismatch: the run is not what was asked for; or one was to be founded in place of
@@ -226,7 +226,7 @@ class Starter:
             wanted.require(started.run)
             return started
         if wanted.run is None or current or self.config.network.initial_peers:
-            is_meant = wanted.run is None  # else the file says which run is, also founded anew
+            is_meant = wanted.run is None  # else the file names the run, also one founded again
             try:
                 joined = self.join(wanted.run_id or (current if is_meant else None), begun=current)
             except (NobodyReachable, RunMismatch) as error:
@@ -246,7 +246,7 @@ class Starter:
     # ------------------------------------------------ resume
 
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
-        """Goes on from the state directory; None when there is no record of the run.
+        """Resumes from the state directory; None when there is no record of the run.
 
         None too if its configuration or manifest 0 is damaged and not in the store either, if it
         `may_join` others, who have both.
@@ -265,7 +265,7 @@ class Starter:
         except CorruptState as error:
             if not may_join or is_alone(self.node.peer_id, record):
                 raise
-            logger.error("%s; joining the run anew", error)
+            logger.error("%s; joining the run again", error)
             return None
         downloads, folder = self.host.serve(store), directory.read_text_folder()
         self._open_text(run, founding.founding, downloads, record.tip.members, folder)
@@ -297,7 +297,7 @@ class Starter:
                 raise CorruptState(
                     f"{directory.path}: values of round {record.tip.round} and of the one before "
                     "are damaged, and no other member has them",
-                    hint="found the run anew with --run FILE and a new --state-dir",
+                    hint="found the run again with --run FILE and a new --state-dir",
                 )
             file.write(earlier)
             return earlier
@@ -332,8 +332,8 @@ class Starter:
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given); or none of
                 the given addresses answers.
-            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
-                configuration is wanted that no run here has, and there is another.
+            RunMismatch: the run is not the one asked for, and nothing of it is kept; or no run here
+                has the wanted configuration, and there is another.
             DataError: this machine's text is not the run's.
             DataQuotaSpent: the run's state is more than is left of the month's bytes.
         """
@@ -347,10 +347,10 @@ class Starter:
         return self._join_opened(opened, downloads)
 
     def instead(self, run: RunConfig) -> Started | None:
-        """What others at the given addresses began while this peer founds a run, joined.
+        """Joins the run that peers at the given addresses began while this peer founds one.
 
-        From now on others are told that this peer prepares the run. None if it still is to: nobody
-        there is in a run or goes first with one. Raises what `join` does.
+        From now on this peer announces that it prepares the run. None if it is still to found:
+        nobody there is in a run or goes first with one. Raises the errors of `join`.
         """
         reception, are_new = self.host.reception, True
         reception.prepare(run.fingerprint())
@@ -412,7 +412,7 @@ class Starter:
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
-        # Only now is it known which tip that is: the one that was shown first may be gone.
+        # Only now is that tip known: the one that was shown first may have been replaced.
         mine = shown.record if is_new else self._without_old_votes(shown)
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
@@ -440,7 +440,7 @@ class Starter:
         self.host.remember_peers()
 
     def _without_old_votes(self, shown: Shown) -> Record:
-        """A voter whose record is gone may have voted: it abstains until that is past [P5]."""
+        """A voter that lost its record may have voted: it abstains until that is past [P5]."""
         record = without_record(self.node.peer_id, shown.record, shown.path)
         if record is not shown.record:
             logger.warning("a voter without its record: no vote until it has contributed again")

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ("config.json", "founding", "text", "packs")
 OPEN_GATHERING = (
-    "With --open-gathering whoever is there first votes for good, a stranger too: a majority of "
+    "With --open-gathering the first peers vote for good, strangers too: a majority of "
     "strangers decides everything in this run."
 )
 BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}

@@ -1,4 +1,4 @@
-"""A machine in the network: its state directory, its node, and what it answers when asked."""
+"""A machine in the network: its state directory, its node, and its answers to requests."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def nothing(_: StateDirectory) -> bool:
 
 
 class Reception:
-    """Answers others in the node's loop, from before the network is up until this peer is gone.
+    """Answers other peers in the node's loop, from before the network is up until the end.
 
-    Until `open` it answers nothing; until `admit` only what it announces, probes and blobs.
+    It answers nothing until `open`, and only its announcement, probes and blobs until `admit`.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class Reception:
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:
-        """Until `announce` they are told that it founds a run so configured; None: no longer."""
+        """Tells others until `announce` that it founds a run so configured; None: no more."""
         self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:
-        """Others that ask which run this peer is in are told this."""
+        """Sets the answer to peers that ask which run this peer is in."""
         self._announced = record
 
     def admit(self, rounds: RoundDriver, moments: MomentsExchange) -> None:
@@ -161,7 +161,7 @@ class Host:
         node: in the network.
         reception: answers others.
         is_dialable: whether others can open connections to it, as far as is known.
-        stop: asked by whoever wants this peer to leave.
+        stop: asked when this peer is to leave.
         quota: counts what the node moves, from its start on.
     """
 
@@ -197,7 +197,7 @@ class Host:
         Args:
             config: of this machine.
             folder: the state directory; made if missing.
-            observer: told how others may join.
+            observer: notified how others may join.
             check: raises before the network starts if what is on disk will not do.
             stop: asked when this peer is to leave; None for one of its own.
             gathers: whether this start waits for invited peers.

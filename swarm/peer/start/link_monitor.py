@@ -69,11 +69,11 @@ async def measured_rates(
 
 
 async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
-    """Measures this machine's uplink to a few peers; goes on while it is thin, but not agreed.
+    """Measures this machine's uplink to a few peers, to more while a slow rate is unconfirmed.
 
-    The best rate is one test of it, also if it is broken off. The other direction would take the
-    uplinks of these, whose own may be thin. Some may not answer in time, or be busy. One alone may
-    agree with itself: nobody else takes anything.
+    The best rate counts as one test, also if the measurement is broken off. The downlink is not
+    measured: that would load the uplinks of these peers, which may be slow. Some peers may not
+    answer in time, or be busy. A peer that is alone may confirm its own result.
     """
     listening, lines, rates = _listening(node, present), node.lines, list[float]()
     if len(listening) == 1:
@@ -234,9 +234,9 @@ AGAIN_S = VALID_S
 QUIET_TRIES = 5
 """In quiet moments; then the line is left in peace until `AGAIN_S` have passed."""
 DOUBT = 0.5
-"""A line of which others take less than this share of what counts is tested again."""
+"""The line is tested again if peers take less than this share of the rate that counts."""
 DOUBT_AGAIN_S = 600.0
-"""But not more often: they may be thin themselves."""
+"""But not more often: the peers' own lines may be slow."""
 
 
 async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | None = None) -> None:
@@ -311,11 +311,10 @@ def hold_uploads(node: Node) -> bool:
 class LinkMonitor:
     """Measures the line again, in quiet moments.
 
-    One reason is that rounds go on without this peer. Who sends nothing in rounds learns nothing of
-    its line: one that was measured too low, beside other transfers, would never be counted again.
-    Another is that its cap is not known yet, or has been for long; under a cap that a person has
-    set, that no test of the last half day is there. The third is that others take much less than
-    the line is said to carry.
+    First reason: rounds go on without this peer. A peer that sends nothing in rounds learns nothing
+    of its line. If other transfers made the measured rate too low, it would never count again.
+    Second: its cap is unknown or old; under a cap that a person has set, the last test is more than
+    half a day old. Third: others take much less than the measured rate of the line.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class LinkMonitor:
 
         Args:
             host: this peer's; a cap that a person has set stays.
-            status: what it tells of itself.
+            status: the status that it publishes.
             run_id: of its run.
             clock: in seconds.
         """
@@ -387,7 +386,7 @@ class LinkMonitor:
 
 
 def is_due_again(missed: int, measured_at: int) -> bool:
-    """Whether the line is measured anew: a few more rounds in a row went on without the peer.
+    """Whether to measure the line again: a few more rounds in a row went on without the peer.
 
     Args:
         missed: how many have so far.

@@ -36,7 +36,7 @@ WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
 MARK_S = 3600.0
 MARKS = 24
-"""Moments, `MARK_S` apart, since the oldest of which the rate of now is counted."""
+"""Marks, `MARK_S` apart. The present rate is counted since the oldest one."""
 END_S = 10.0
 """For the last count: a disk that does not answer keeps no peer from its end."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
@@ -117,7 +117,7 @@ class MonthlyCount:
 
 
 class DataQuota:
-    """Decides, whenever it is told what was moved, whether to warn or to leave.
+    """Decides at each count of moved bytes whether to warn or to leave.
 
     Attributes:
         count: of the month so far.

@@ -116,8 +116,8 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
         raise errors.RunMismatch(
             f"--state-dir {state.path} is in {current}, which is not finished, and not the run of "
             f"this file: {difference}",
-            hint=f"swarm-peer --state-dir {state.path} --run-id {current} goes on with it; "
-            "--new-run founds a second run beside it",
+            hint=f"swarm-peer --state-dir {state.path} --run-id {current} resumes it; "
+            "--new-run founds a second run",
         )
 
 
@@ -137,15 +137,15 @@ def with_way_back(
     """
     others = [run for run in state.run_ids if run != begun]
     if begun and others and not (wanted.run or wanted.run_id):
-        hint = f"{begun} was begun to be joined; --run-id {others[0]} goes on with the run before"
+        hint = f"{begun} was begun to be joined; --run-id {others[0]} resumes the run before"
         if len(others) > 1:
-            hint = f"{begun} was begun to be joined; --run-id goes on with {', '.join(others)}"
+            hint = f"{begun} was begun to be joined; --run-id resumes {', '.join(others)}"
         error.hint = f"{error.hint}; {hint}" if error.hint else hint
     return error
 
 
 def path_of_key(given: str | None, state: StateDirectory) -> Path:
-    """Where the peer's key is to be; none is made beside runs whose key is elsewhere, or lost.
+    """Path of the peer's key. None is made where there are runs whose key is elsewhere, or lost.
 
     Under a new key it would be a stranger in them: without vote, experts, or the right to invite.
 
@@ -159,7 +159,7 @@ def path_of_key(given: str | None, state: StateDirectory) -> Path:
     path = Path(given or state.identity_path).expanduser()
     try:
         is_missing = not path.exists()
-    except OSError:  # whoever reads it says so
+    except OSError:  # reading it reports the error
         is_missing = False
     if is_missing and state.run_ids:
         raise errors.StateError(

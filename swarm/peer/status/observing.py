@@ -1,4 +1,4 @@
-"""What a peer tells whoever watches it: a person's script, the command line, a drill."""
+"""Events of a peer for its observer: a person's script, the command line, a drill."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RoundReport:
 
 
 class PeerObserver(RoundObserver):
-    """Callbacks of a peer. A subclass overrides what it wants to hear; the others do nothing.
+    """Callbacks of a peer. A subclass overrides those that it needs; the others do nothing.
 
-    The peer waits for each of them, so a callback must be short. What one raises ends the training.
+    The peer waits for each of them, so a callback must be short. Its exceptions end the training.
     Unless it says otherwise a callback comes in the thread that calls `Peer.train`.
     """
 

@@ -88,8 +88,7 @@ def clock_warning(told: Sequence[float]) -> str | None:
     """What is wrong with this machine's clock; None where one peer's is near enough.
 
     Args:
-        told: for each peer that answered, how far the clock of records here is ahead of its, in
-            seconds.
+        told: for each peer that answered, seconds by which the clock of records here is ahead.
     """
     least_s = min(told, key=abs, default=0.0)
     if abs(least_s) <= LIMIT_S:
@@ -97,7 +96,7 @@ def clock_warning(told: Sequence[float]) -> str | None:
     direction = "ahead of" if least_s > 0 else "behind"
     return (
         f"the clock of this peer's records is {abs(least_s):.1f} s {direction} those of all peers "
-        f"that told the time ({len(told)}), and {LIMIT_S:.0f} s are allowed: others do not believe "
+        f"that gave the time ({len(told)}), and {LIMIT_S:.0f} s are allowed: others do not believe "
         "what this peer publishes, or it not what they do (set this machine's clock, best by "
         "timedatectl set-ntp true, and start again)"
     )
@@ -146,7 +145,7 @@ class RoomsThere:
 
 
 class Publisher:
-    """One named thread; what it publishes is for people and newcomers, never for decisions."""
+    """One named thread. Its records are for people and newcomers, never for decisions."""
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class Publisher:
             status: what there is to tell.
             run: what every member repeats of the run.
             state: remembers addresses.
-            on_present: given what peers of the run say, of some of them at a time; see
+            on_present: called with records of some peers of the run at a time; see
             `PeerDiscovery`.
             beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
             system: whose clock and threads it uses.

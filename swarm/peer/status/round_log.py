@@ -58,7 +58,7 @@ def with_short_names(text: str) -> str:
 def told(reasons: Sequence[str], *, max_lines: int = MAX_LINES) -> list[str]:
     """Sentences of a manifest as lines of a log.
 
-    Experts of which the same is said share a line; lines beyond the last one are counted.
+    Experts with the same reason share a line; lines beyond `max_lines` are counted.
 
     Args:
         reasons: of the manifest, such as "expert 3: adopted by PEER, load 1/2".

@@ -109,7 +109,7 @@ class PhaseMeter:
 def take_peak_rss() -> int:
     """Bytes of resident memory that this process has held at most since the last call; 0: unknown.
 
-    The peak is reset, so it belongs to whoever asks first: one meter a process.
+    Each call resets the peak, so a process can have one meter only.
     """
     try:
         line = next(each for each in _STATUS.read_text().splitlines() if each.startswith("VmHWM"))
@@ -134,7 +134,7 @@ class StepProgress:
         """Prepares.
 
         Args:
-            say: told, whenever a line is due, what the line says.
+            say: called with each line that is due.
             clock: seconds, of any beginning.
         """
         self._say, self._clock = say, clock
@@ -290,7 +290,7 @@ class PeerStatus:
             tokens_lost=self.tokens_lost,
         )
 
-    # ------------------------------------------------ told by the trainer
+    # ------------------------------------------------ called by the trainer
 
     def begin(self, state: records.PeerState) -> None:
         """The peer does something else from now on."""
@@ -346,7 +346,7 @@ class PeerStatus:
         self._event("moments_given", **asdict(moments), to=list(peers))
 
     def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:
-        """An expert that this peer took up goes on with these moments; None: with zeros."""
+        """An expert that this peer took over starts with these moments; None: with zeros."""
         if moments is None:
             self.zero_moments += 1
         self.moments_reason = f"expert {expert}: {reason}"

@@ -28,21 +28,18 @@ def explain_difference(asked: RunConfig, running: RunConfig) -> str:
     )
 
 
-_BESIDE = (
-    "join it without --run, leave --initial-peers out, or found a second run beside it with "
-    "--new-run"
-)
+_BESIDE = "join it without --run, leave --initial-peers out, or found a second run with --new-run"
 
 
 def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) -> None:
-    """Refuses to found a run, of which its joiners would not know which of the two is meant.
+    """Refuses to found a second run at an address that already serves one.
 
     Args:
         wanted: the file of the run to be founded.
         there: id and configuration of each run of those that this peer enters by.
 
     Raises:
-        RunMismatch: there is one; says in what it differs from the file.
+        RunMismatch: there is one; the message names its difference from the file.
     """
     for name, running in there:
         raise RunMismatch(
@@ -204,12 +201,12 @@ class Wanted:
     """Which run a person means.
 
     Attributes:
-        run: what it must be configured as; None takes it as it is.
+        run: the configuration that it must have; None takes it as it is.
         run_id: its id, where several are announced or on disk.
         settings: `section.field` -> value that it must have, where `run` is not given.
         invitation: with what this peer asks to join.
-        beside_others: whether `run` may be founded where those that it enters by are in another, or
-            the state directory is, and that is not finished.
+        beside_others: whether `run` may be founded although the peers at the given addresses are in
+            another run, or the state directory is in one that is not finished.
         vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
             joiner must have; None where tokens are bytes, or a joiner takes what the run has.

@@ -158,7 +158,7 @@ class RunText:
         Args:
             given: folder that the person named, if they did.
             cache: where tokens are kept.
-            say: told once, in a sentence, which text joiners need.
+            say: called once, with a sentence that names the text that joiners need.
             follow_links: see `swarm.data.corpus.folder_corpus`.
             list_skipped: whether all that is not read is named in the log.
         """

@@ -1,8 +1,8 @@
 """Adam moments between engine and other peers, as experts change hands; the trainer's side.
 
-As a manifest is adopted, owners put out what it takes from them. A peer that takes an expert up
-trains on at once; its moments are added when they come. That is exact: the moments after t updates
-are those that zeros would have become plus beta^t times those that were missing.
+When a manifest is adopted, owners offer the moments of the experts that it takes from them. A new
+owner trains at once, and adds the moments when they come. That is exact: the moments after t
+updates equal those grown from zeros, plus beta^t times the missing ones.
 """
 
 from __future__ import annotations

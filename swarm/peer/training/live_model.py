@@ -113,7 +113,7 @@ def merge_blobs(
 Result = TypeVar("Result")
 
 _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
-"""Local progress goes on from where it is, and the agreed value moves beneath it."""
+"""Local progress is kept, and the agreed value moves beneath it."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _followed(
 
 
 class LiveModel:
-    """What one peer trains, and what it knows about where its values came from."""
+    """The model that one peer trains, and where its values came from."""
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class LiveModel:
         Args:
             manifest: the agreed state.
             decision: by `swarm.protocol.training.adoption`.
-            before: the manifest that the engine is at, if known; without it nothing goes on from
-                where it is by a delta.
+            before: the manifest that the engine is at, if known; without it no value keeps its
+                local progress by a delta.
 
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is as it was.
@@ -272,7 +272,7 @@ class LiveModel:
         self.bases = decision.bases
 
     def adopt_frozen(self, tip: Manifest) -> None:
-        """Fills in the foreign experts beside masters that were loaded from this peer's disk.
+        """Adds the foreign experts to masters that were loaded from this peer's disk.
 
         Raises:
             BlobGone: the manifest is no longer the newest.

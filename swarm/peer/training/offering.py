@@ -63,7 +63,7 @@ class Rounds(Protocol):
 
     @property
     def last_reason(self) -> str:
-        """Why the protocol did what it did last, for people."""
+        """Reason for the last action of the protocol, for people."""
 
 
 Result = TypeVar("Result")
@@ -116,7 +116,7 @@ class BackgroundWork(Generic[Result]):
             self._calls.get()
 
     def in_turn(self, call: Callable[[], None]) -> None:
-        """Has something done by the thread that waits, at once if nothing runs beside it."""
+        """Runs a call in the waiting thread, or at once if no work runs in the background."""
         if not self._is_running:
             call()
             return
@@ -144,7 +144,7 @@ class BackgroundWork(Generic[Result]):
                 for that before it makes room. There is some once the step has let its memory go.
         """
         if self._is_calling or threading.get_ident() != self._owner:
-            raise MemoryError("a step runs beside")
+            raise MemoryError("a step runs at the same time")
 
     def wait(self) -> None:
         """Returns when nothing runs any more; raises as `require_waiter`."""
@@ -171,7 +171,7 @@ class BackgroundWork(Generic[Result]):
 
 
 class Offering:
-    """Stores offered values; one that nobody would take begins anew from the agreed one."""
+    """Stores offered values. A value that peers would refuse restarts from the agreed one."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Offering:
 
     @contextmanager
     def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
-        """Within it a value begins anew only once `end` has returned: something reads the values.
+        """In its block a value restarts only once `end` has returned: something reads the values.
 
         `end` may be called several times.
         """
@@ -216,7 +216,7 @@ class Offering:
             self._before_refusal = before
 
     def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        """Makes what was offered as deltas durable: it may be counted while this peer is gone."""
+        """Makes values offered as deltas durable: they may count while this peer is down."""
         layouts = self.model.agreed.layout.by_unit
         coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
         blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
@@ -291,8 +291,8 @@ class Offering:
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
         """Digest and size of a unit's value in the store, after local steps on `tip`.
 
-        A value further from the agreed one than these steps can have moved it is not offered: this
-        peer says why, in log and events, goes on from the agreed value and offers that.
+        These steps can move a value only so far from the agreed one. A value beyond that is not
+        offered: this peer logs the reason, restarts from the agreed value and offers that.
         """
         me = self.model.me
         bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
@@ -313,8 +313,8 @@ class Offering:
     def _stored(self, content: Content) -> tuple[Digest, int]:
         """Stores what may be needed until it is adopted, and keeps it.
 
-        Each round that is decided meanwhile drops what it does not know of. What is dropped before
-        it is kept is stored once more, under the same digest, which is kept by then.
+        Each round that is decided meanwhile drops blobs unknown to it. A blob that is dropped
+        before it is kept is stored again, under the same digest, which is kept by then.
         """
         digest, num_bytes = self.rounds.store_value(content)
         self.model.keep_offered([digest])
@@ -324,7 +324,7 @@ class Offering:
 
     def _begin_anew(self, tip: Manifest, unit: Unit, why: BadBlob) -> None:
         def begin_anew() -> None:
-            logger.error("not offered, begins anew from the agreed value: %s", why)
+            logger.error("not offered, restarts from the agreed value: %s", why)
             self.status.refused(unit, str(why))
             self.model.begin_anew(tip, unit)
 

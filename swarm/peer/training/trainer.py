@@ -1,4 +1,4 @@
-"""The shell round a peer's main loop: what it decides is done here, with engine, disk and rounds.
+"""The shell round a peer's main loop: carries out its decisions with engine, disk and rounds.
 
 The loop itself is `swarm/protocol/training/loop.py`.
 """
@@ -86,7 +86,7 @@ class Trainer(TrainingShell):
         self.offering = Offering(model, rounds, status, self.making.in_turn)
         self.moments.before_change = self._finish_making
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
-        """Of a private state that is to be written beside the steps."""
+        """Private state that is to be written during the steps."""
         self._waited_s = 0.0
 
     def main_loop(self) -> Manifest:
@@ -123,7 +123,7 @@ class Trainer(TrainingShell):
                 raise CorruptState(why)
             engine.load_state_dict(loaded.state.engine)
         except CorruptState as error:
-            logger.error("%s; goes on from the manifest, with moments of zero", error)
+            logger.error("%s; continues from the manifest, with moments of zero", error)
             return None
         logger.info("resume %s", loaded.reason)
         self.model.bases = dict(work.expert_bases)

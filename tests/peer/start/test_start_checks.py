@@ -103,7 +103,7 @@ def test_a_founder_whose_file_was_changed_does_not_found_a_second_run(tmp_path: 
     for wanted in (changed, replace(changed, run_id=name)):
         with pytest.raises(RunMismatch, match=r"run\.rounds: asked 12, the run has 8") as refused:
             require_finished(wanted, state)
-        assert f"--state-dir {tmp_path} --run-id {name} goes on with it" in refused.value.hint
+        assert f"--state-dir {tmp_path} --run-id {name} resumes it" in refused.value.hint
     require_finished(replace(changed, beside_others=True), state)
     require_finished(Wanted(run=with_rounds(8)), state)
     require_finished(Wanted(), state)
