@@ -82,7 +82,7 @@ class Partial:
     """A blob that is still arriving: room in a pack, and which verified pieces lie there.
 
     Attributes:
-        digest: what it will be.
+        digest: that its content will have.
         num_bytes: how long it will be.
         index: concatenated digests of its pieces, once known.
         place: its room.
@@ -109,7 +109,7 @@ class Partial:
 
     @property
     def num_bytes_here(self) -> int:
-        """Bytes of the pieces that have arrived, the last of which may be shorter."""
+        """Bytes of the pieces that have arrived; the last piece may be shorter."""
         return min(len(self._have) * PIECE_BYTES, self.num_bytes)
 
     @property
@@ -163,7 +163,7 @@ class Draft:
         self._is_closed = False
 
     def write(self, content: Buffer) -> None:
-        """Appends bytes; about 0.5 s per GB beside the disk.
+        """Appends bytes; about 0.5 s per GB, plus the time of the disk.
 
         Raises:
             StateError: the disk did not take them. Nothing was appended, so the same bytes may be

@@ -74,7 +74,7 @@ class Pack(Protocol):
 
 
 class MemoryPack:
-    """A pack that is gone when the process is."""
+    """A pack that ends with its process."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -180,7 +180,7 @@ class FilePack:
         return content.toreadonly()
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
-        """Contents first, then an index beside, then its new name: a crash leaves old or new."""
+        """Syncs contents, writes a new index, renames it: a crash leaves old or new."""
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
@@ -281,7 +281,7 @@ class PackSet:
 
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
-        durability: held by whoever writes indexes, moves blobs or removes packs; taken before
+        durability: held to write indexes, move blobs or remove packs; taken before
             `lock`. Without it places may come and go, but none may change.
         places: of all blobs that are here.
     """

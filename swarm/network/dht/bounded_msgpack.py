@@ -66,7 +66,7 @@ class _Scan:
             if len(self._open) > MAX_DEPTH + 1:
                 return f"nested more than {MAX_DEPTH} deep"
             if fault or self._at > end:
-                return fault or "a value is longer than what it is in"
+                return fault or "a value is longer than its container"
         return None
 
     def _take(self, end: int) -> str | None:
@@ -109,7 +109,7 @@ class _Scan:
     def _enter(self, num_bytes: int, end: int) -> str | None:
         """Goes into an extension type: one value that must fill it."""
         if self._at + 1 + num_bytes > end:
-            return "an extension type is longer than what it is in"
+            return "an extension type is longer than its container"
         code = self._encoded[self._at]
         self._at += 1
         if code not in (_TUPLE, _DICTIONARY):

@@ -224,11 +224,11 @@ class Dht:
 
 
 def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hivemind's search for the nodes that are to store, which asks for a place beside the key.
+    """Hivemind's search for the nodes that are to store; asks for a place next to the key.
 
-    Whoever is asked for a key sends all records of it along: hundreds of kB from its holders, at
-    each heartbeat. The same nodes are nearest to a place that differs in low bits alone; it is
-    drawn by lot, so that nobody can have filled it.
+    A node that is asked for a key sends all its records along: hundreds of kB from its holders,
+    at each heartbeat. The same nodes are nearest to a place that differs in low bits alone. The
+    place is drawn by lot, so that nobody can have filled it.
     """
 
     async def search(

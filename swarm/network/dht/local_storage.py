@@ -35,8 +35,8 @@ reader drops all that a holder sends with one record that it refuses."""
 OVERHEAD_BYTES = 64
 """Of a record in a message, besides its subkey and its value."""
 LEAST_BYTES = 2048
-"""What a record counts as at least, here and with those who send it: an empty one costs whoever
-keeps or reads it a signature all the same, and honest records have 1 to 20 kB."""
+"""Least size that a record is charged for, here and with its senders. An empty record costs its
+holders and readers a signature all the same, and honest records have 1 to 20 kB."""
 MAX_HELD_RECORDS = MAX_HELD_BYTES // LEAST_BYTES
 """A member may send as many in one call, since it gives all that it holds to a node that it
 meets."""
@@ -45,7 +45,7 @@ STRANGERS_RECORDS = 256
 SWEEP_S = 1.0
 
 MAX_OF_KEY = 1024
-"""Records in one answer: whoever asked looks at the signature of each, of five holders."""
+"""Records in one answer: the asking peer checks the signature of each, from five holders."""
 
 OWN = "own"
 """Network of what this peer stores itself."""
@@ -120,7 +120,7 @@ class LocalStorage(DHTLocalStorage):
         self._used: Counter[str] = Counter()
         """By owner."""
         self._members, self._sums = ledger.members, {True: _Sums(), False: _Sums()}
-        """Of members, and of strangers: the members are those of which this was worked out."""
+        """Sums of members (True) and of strangers; `_members` are those at the time of the sums."""
         self._network = OWN
         self._arrivals = count()
         self._swept_s = 0.0
@@ -224,7 +224,7 @@ class LocalStorage(DHTLocalStorage):
         return owner == self._me or owner in self._members
 
     def _tell_apart(self) -> None:
-        """Works the sums out anew once the run has other members."""
+        """Works the sums out again once the run has other members."""
         if self._members is self._ledger.members:
             return
         self._members, self._sums = self._ledger.members, {True: _Sums(), False: _Sums()}
@@ -324,7 +324,7 @@ def _largest(used: Mapping[Name, int]) -> Name | None:
 
 
 class NoCache(DHTLocalStorage):
-    """Takes the place of hivemind's cache, which whoever writes to it may fill.
+    """Takes the place of hivemind's cache, which any writer may fill.
 
     A holder answers from its cache what lives longer there than in its storage: one record in it
     would hide all others of a key.

@@ -148,7 +148,7 @@ ANSWER_S = 1800.0
 ASKS_AT_ONCE = 32
 """Asks that have come already are answered without a turn of the loop, but one after so many."""
 TURNED_AWAY = 64
-"""Streams at a time that are told that there is no room, which takes up to 5 s each."""
+"""Simultaneous streams that get the refusal "no room"; each takes up to 5 s."""
 _REFUSED_S = 5.0
 
 
@@ -167,7 +167,7 @@ class BlobServer:
         """Serves nothing yet.
 
         Args:
-            on_ask: told peer id and digest of every ask, for leases.
+            on_ask: called with peer id and digest of every ask, for leases.
             ledger: the node's; says how many streams a peer may have, and who is a member, so
                 that others wait for it.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
@@ -209,7 +209,7 @@ class BlobServer:
             await self._turn_away(reader, writer)
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Says that there is no room; with too many waiting to hear that, nobody is told."""
+        """Answers that there is no room; gives no answer where too many wait for this one."""
         if self._turned_away >= TURNED_AWAY:
             return
         self._turned_away += 1
@@ -318,7 +318,7 @@ async def _send_content(
         else:
             part = store.read(digest, start, part_bytes)
             if part is None:
-                raise ConnectionError(f"blob {digest} is gone")
+                raise ConnectionError(f"blob {digest} is no longer here")
             await _send(part, writer)
         yield part_bytes
 
@@ -350,7 +350,7 @@ async def _index(store: BlobStore, ask: Ask, size: int) -> bytes:
     except StateError as error:
         raise ConnectionError(str(error)) from error
     if index is None:
-        raise ConnectionError(f"blob {ask.digest} is gone")
+        raise ConnectionError(f"blob {ask.digest} is no longer here")
     return index
 
 

@@ -1,4 +1,4 @@
-"""Gets blobs from whoever has them: several peers at once, every piece checked, nothing twice."""
+"""Fetches blobs from several peers at once: every piece is checked, nothing comes twice."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ class Downloads:
         try:
             if not download.pieces:
                 await self._finish(download, content, verdicts)
-        except Exception as error:  # noqa: BLE001 - of the disk, a check or a caller: it is told
+        except Exception as error:  # noqa: BLE001 - of the disk, a check or a caller: reported
             self._give_up(download, error)
         self._tidy(download)
         self._arrivals += 1

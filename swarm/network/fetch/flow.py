@@ -147,7 +147,7 @@ class Flow:
             self._unsent += ask.encode()
         if self._unsent:
             # Asks are tiny: should the socket be full all the same, the rest goes with the next.
-            # Whoever receives finds out that the stream has ended; all others that call this go on.
+            # The receiver finds out that the stream has ended; all other callers continue.
             with suppress(OSError):
                 # The flag, because a thread may have made the socket a blocking one.
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)

@@ -56,7 +56,7 @@ class Incoming:
     """A blob that is being downloaded.
 
     Attributes:
-        digest: what it must be.
+        digest: that its content must have.
         num_bytes: its size, or the largest acceptable one.
         exact: whether `num_bytes` is the size.
         partial: where the pieces of a blob of several go.

@@ -1,8 +1,8 @@
 """A peer's place in the network: libp2p's daemon, one DHT node, one thread.
 
-Everything that waits here has a deadline, because nothing in the substrate says that a peer is
-gone: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A daemon
-that died is started again under the same identity.
+Everything that waits here has a deadline, because the substrate does not report that a peer
+has left: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A
+daemon that died is started again under the same identity.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Node:
             handlers: may be called before this returns.
             deadline_s: for all of it.
             must_reach: whether it is an error that no address answers; otherwise the node starts
-                alone and goes on trying.
+                alone and keeps trying.
             signer: whose records it publishes, if not its own.
 
         Raises:
@@ -252,7 +252,7 @@ class Node:
         return await self._ways.open_stream(peer_id, protocol, timeout_s)
 
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
-        """Takes a stream back on which everything asked for has come, for whoever wants it next."""
+        """Returns a stream on which every answer has arrived, for the next caller."""
         self._ways.give_back(peer_id, protocol, connection)
 
     async def seen_at(self, peer_id: str) -> str:
@@ -277,7 +277,7 @@ class Node:
         """Publishes one's own record (at most 20 KB) under a key, in place of the one before.
 
         Returns:
-            Whether any holder took it. The DHT says True also when the network is gone and only
+            Whether any holder took it. The DHT says True also when there is no network and only
             this node holds it: judge by seeing one's own record through others.
 
         Raises:
@@ -326,7 +326,7 @@ class Node:
         while True:
             await asyncio.sleep(HEAL_LOOK_EVERY_S)
             dht_clock().look()
-            with suppress(NetworkDown):  # told by _supervise already
+            with suppress(NetworkDown):  # _supervise has logged it already
                 await self.heal()
                 if time.monotonic() - renewed_s >= RENEW_ADDRESSES_S:
                     renewed_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Peers look at each other: who are you, where do I come from, can you dial me, how fast is this.
 
-Every peer answers these questions, within limits, so that one that wants to join can be told what
-is wrong with its machine before it downloads anything.
+Every peer answers these questions, within limits. A peer that wants to join can then report faults
+of its machine before it downloads anything.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DIALLING_S = _DIAL_S + 1.0
 ANSWER_S = 10.0
 _STREAM_S = 30.0
 BESIDE = 0.02
-"""Of what is measured with, so much may be sent beside it, or the line is not measured alone."""
+"""A test measures the line alone only if other bytes are at most this share of its own bytes."""
 _PART_BYTES = 64 * 1024
 _ASK = struct.Struct(">BI")
 _BANNER = b"/multistream/1.0.0\n"
-"""What a libp2p peer says first to whoever connects."""
+"""First bytes that a libp2p peer sends on a new connection."""
 
 
 class Question(BaseModel):
@@ -162,7 +162,7 @@ async def _send(
 async def _take(
     num_bytes: int, traffic: Traffic, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answers each part with a byte, so that the sender counts what came, not what it sent."""
+    """Answers each part with a byte, so that the sender counts bytes that arrived."""
     for _ in range(num_bytes // _PART_BYTES):
         await traffic.down.wait(_PART_BYTES)
         await reader.readexactly(_PART_BYTES)
@@ -196,7 +196,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
 
 @asynccontextmanager
 async def greeting(hosts: Sequence[str], port: int) -> AsyncIterator[None]:
-    """Greets whoever dials a port as libp2p does: for a port whose owner is not there yet.
+    """Greets dialling peers as libp2p does, on a port whose owner does not listen yet.
 
     Raises:
         OSError: it cannot be listened on.

@@ -145,7 +145,7 @@ async def open_substrate(
     else:
         try:
             p2p = await _start(opening, entrances, port, check_identity=check_identity)
-        except NobodyReachable:  # it goes on trying once it is up
+        except NobodyReachable:  # the node keeps trying once it is up
             entrances = []
             p2p = await _start(opening, entrances, port, check_identity=check_identity)
     enter = partial(

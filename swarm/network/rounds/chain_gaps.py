@@ -43,7 +43,7 @@ FIRST_S = 5.0
 NEXT_S = 1.0
 """From one page of heads to the next."""
 AGAIN_S = 60.0
-"""From a look in vain to the next."""
+"""From a search without result to the next."""
 ASK_DEADLINE_S = 30.0
 """For a page, which has up to 1 MB."""
 
@@ -69,7 +69,7 @@ class ChainGaps:
         self._node, self._machine = node, machine
         self._outbound, self._deliver = outbound, deliver
         self._begun: dict[tuple[Digest, Digest], Filling] = {}
-        """Gaps of which a part is here, by the heads before and after them."""
+        """Partly filled gaps, by the heads before and after them."""
 
     # ------------------------------------------------ for others
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 MEANS_AT_ONCE = 2
-"""Of deltas: each makes its results durable before it is told, one after the other."""
+"""Means of deltas: each makes its results durable, one after the other, before it reports."""
 
 
 class SlowWork:
@@ -34,7 +34,7 @@ class SlowWork:
         """Of its own: votes wait for the record, which must not wait for what helpers do."""
 
     def stop(self) -> None:
-        """Takes nothing any more; what runs goes on."""
+        """Takes no new work; running work continues."""
         self._recorder.shutdown(wait=False)
 
     async def do(
@@ -68,7 +68,7 @@ class Tidying:
     """Shrinks a store in a thread of its own; only the loop's thread may call this."""
 
     def __init__(self, store: BlobStore, on_failure: Callable[[BaseException], None]) -> None:
-        """Does nothing yet; `on_failure` is told when memory stays short."""
+        """Does nothing yet; `on_failure` is called when memory stays short."""
         self._store = store
         self._thread = started_pool("swarm-tidying", 1)
         self._tasks = Tasks("tidying", on_failure)
@@ -77,7 +77,7 @@ class Tidying:
         self._is_idle.set()
 
     def ask(self) -> None:
-        """Begins, or goes on when what is under way is done."""
+        """Begins to shrink, or shrinks once more after the pass under way."""
         self._is_asked = True
         if self._is_idle.is_set():
             self._tasks.spawn(self._run())

@@ -47,7 +47,7 @@ class CommitProofs:
         Args:
             aside: fetches into memory.
             own: what this peer has already.
-            foothold: what it believes now.
+            foothold: the newest state that it trusts.
             sound: drops signatures that are wrong.
         """
         self._aside, self._own = aside, own
@@ -135,12 +135,12 @@ class CommitProofs:
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""More blobs beside a message are asked of others first, and evidence of more peers is checked in
-another thread."""
+"""A message with more blobs is fetched from other peers first. Evidence of more peers is checked
+in another thread."""
 RELAYED_S = 10.0
 """So long a proposal is asked of its relays alone; repeated after that, of its convener too."""
 MAX_SHOWN = 256
-"""Blobs of which it is kept who has shown them."""
+"""Blobs for which the peers that showed them are remembered."""
 MAX_SHOWN_BY = 16
 
 
@@ -309,7 +309,7 @@ async def open_message(
 ) -> tuple[messages.Header, messages.Message]:
     """Fetches what a message refers to, then what that names in turn, and decodes it.
 
-    Its sender is asked first, then whoever holds the blob by this message or has `shown` it before:
+    Its sender is asked first, then peers that hold the blob by this message or have `shown` it:
     one uplink should not have to carry a manifest to everybody. The offers of a large roster are
     asked of those that made them: from the convener alone 256 peers would get 2 GB in all. A
     proposal that names relays is asked of these alone for `RELAYED_S`, but by themselves [D4].

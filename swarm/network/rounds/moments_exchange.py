@@ -263,7 +263,7 @@ class MomentsExchange:
         giver, moments = choice.found
         try:
             is_here = await self._client.fetch(moments, giver)
-        except Exception:  # the search goes on without this giver
+        except Exception:  # the search continues without this giver
             logger.exception("the moments of expert %d were not fetched", expert)
             is_here = False
         if self._taking.fetched(choice, time.monotonic(), is_here=is_here):

@@ -19,7 +19,7 @@ certificate, say, is in no manifest, so that the next collection would take it f
 KEPT = 256
 """Blobs of messages that are known as such, and the most that are held."""
 REPEATED = 4
-"""Messages of which the bytes are kept: a convener posts the same one or two to all members."""
+"""Messages whose bytes are kept: a convener posts the same one or two to all members."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outbound:
         return digest in self._sent
 
     def encode(self, header: Header, message: Message) -> bytes:
-        """The message's payload, with what it refers to put into the store and held there.
+        """The message's payload. Blobs that it refers to are put into the store and pinned there.
 
         Raises:
             StateError: the store cannot take it.
@@ -77,7 +77,7 @@ class Outbound:
         return payload
 
     def _hold(self, digests: Iterable[Digest]) -> None:
-        """Pins what it has not pinned yet, before it can be collected."""
+        """Pins the blobs that are not pinned yet, before they can be collected."""
         for digest in digests:
             if digest not in self._held:
                 self._store.pin([digest])

@@ -183,7 +183,7 @@ class RecordFile:
 
     @cached_property
     def chain(self) -> ChainFile:
-        """The heads behind the record's tip, beside it."""
+        """The heads behind the record's tip, in a file in the same folder."""
         return ChainFile(self.path.with_name("chain"))
 
     def write(self, record: Record, links: Sequence[Link] = ()) -> None:
@@ -236,7 +236,7 @@ class RecordFile:
                 f"{self.path.parent}: {'; '.join(problems)}",
                 hint="without a record a peer cannot tell what it has promised: join the others "
                 "with a new --state-dir and --initial-peers ADDRESS, or, if there are none, found "
-                "the run anew with --run FILE and a new --state-dir",
+                "the run again with --run FILE and a new --state-dir",
             )
         return None
 

@@ -154,7 +154,7 @@ class Reductions:
         layout = self.layout.by_unit[effect.unit]
         with kept(self.store, [effect.base, effect.delta]) as missing:
             if missing:
-                return "what it is made of is no longer here"
+                return "its base or its delta is no longer here"
             try:
                 base, delta = reader(self.store, effect.base), delta_in(self.store, effect.delta)
                 value = apply_delta(layout, base, delta)

@@ -41,9 +41,9 @@ CarryOut = Callable[[events.Effect], Awaitable[None]]
 
 
 class RoundObserver:
-    """Told by the driver of rounds what it does; a subclass overrides what it wants to hear.
+    """Callbacks of the driver of rounds; a subclass overrides those that it needs.
 
-    The driver waits for each method, so whoever blocks in one holds the peer up.
+    The driver waits for each method, so a method that blocks holds the peer up.
     """
 
     def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
@@ -134,7 +134,7 @@ class RoundDriver:
 
     @property
     def last_reason(self) -> str:
-        """Why the protocol did what it did last, for people."""
+        """Reason of the protocol's last action, for people."""
         return self.reasons[-1].text if self.reasons else ""
 
     @property
@@ -147,7 +147,7 @@ class RoundDriver:
         return write(self.open_value(value.num_bytes), value), value.num_bytes
 
     def _lost(self, digest: Digest, why: str) -> None:
-        """A blob that the machine counts on is gone; it brings it here again if it needs it."""
+        """Reports that a blob is lost; the machine fetches it again if it needs the blob."""
         self._send_in(events.Unobtainable(digest, self.node.peer_id, why))
 
     def open_value(self, num_bytes: int) -> Draft:
@@ -277,7 +277,7 @@ class RoundDriver:
         self._parent = effect.record.parent
 
     async def _rewrite_chain(self, _: events.RewriteChain) -> None:
-        """Beside the rounds: no vote waits for it, and what is appended meanwhile stays."""
+        """Runs in the background: no vote waits for it, and heads appended meanwhile stay."""
         self._work.spawn(self._replace_chain())
 
     async def _replace_chain(self) -> None:

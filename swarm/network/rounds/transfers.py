@@ -97,7 +97,7 @@ class Transfers:
         self, effect: Fetch, units: dict[Digest, BlobWanted], pinned: set[Digest]
     ) -> None:
         def stored(digest: Digest) -> None:
-            if digest in pinned:  # not told yet by a try that the disk ended
+            if digest in pinned:  # a try that the disk ended has not reported it
                 pinned.discard(digest)  # from here on the event holds the pin
                 self._deliver(Stored(digest))
 
@@ -118,7 +118,7 @@ class Transfers:
             logger.exception("fetching for %s failed", effect.purpose.value)
 
     async def _bring(self, wants: Iterable[BlobWanted], *, check: Check, on_blob: OnBlob) -> None:
-        """Fetches what is averaged and what is not beside each other."""
+        """Fetches the averaged units and the experts at the same time."""
         kinds: dict[Downloads, list[Want]] = {self.downloads: [], self.experts: []}
         for want in wants:
             kind = self.downloads if expert_of_unit(want.unit) is None else self.experts
@@ -157,7 +157,7 @@ class Transfers:
         if layout is None:
             raise BadBlob("unknown_unit", f"no unit is called {want.unit}")
         if bound and not self._store.has(bound.base):
-            raise BadBlob("no_base", f"{want.unit}: what it was trained from is not here")
+            raise BadBlob("no_base", f"{want.unit}: its base is not here")
         if want.is_delta:
             limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
             base = reader(self._store, bound.base) if bound else None

@@ -39,7 +39,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 logger = logging.getLogger(__name__)
 
 STUCK_S = 10.0
-"""A state of which nothing came for so long may have been collected everywhere."""
+"""After this long without progress, a state may have been collected everywhere."""
 LONGEST_REST_S = 60.0
 """Between two attempts: after each a peer is asked for a proof, which may take it seconds."""
 
@@ -86,7 +86,7 @@ async def fetch_newest_state(
 ) -> Shown:
     """Fetches the state of a tip, or of a newer one when the tip's blobs are no longer to be had.
 
-    A slow line has all the time it needs; a state of which nothing comes is given up in the end.
+    A slow line has all the time it needs. A state without any progress is given up in the end.
 
     Args:
         node: whose peers are asked.
@@ -97,7 +97,7 @@ async def fetch_newest_state(
         shown: with the tip to begin with.
         trust: where the proof of a newer one may begin.
         peers: that may have the state.
-        on_blob: told how many of how many bytes are here.
+        on_blob: called with bytes here and bytes in all.
         clock: monotonic seconds.
         sleep: waits between attempts.
 
@@ -189,7 +189,7 @@ async def fetch_state(
 ) -> None:
     """Fetches every blob of a manifest from several members, shared parts first, and syncs them.
 
-    After each `PACK_BYTES` what has come is made durable, so that whoever is killed goes on there.
+    After each `PACK_BYTES` the blobs here are synced, so that a killed process resumes there.
 
     Args:
         downloads: fetches.
@@ -197,7 +197,7 @@ async def fetch_state(
         layout: what a value must look like.
         manifest: the state to take over.
         sources: members that may have it.
-        on_blob: told how many of how many bytes are here.
+        on_blob: called with bytes here and bytes in all.
 
     Raises:
         BadManifest: its blobs are not those of this layout.
@@ -244,7 +244,7 @@ def _bytes_here(store: BlobStore, manifest: Manifest) -> int:
 
 
 class _Keeping:
-    """Makes what has come durable, a pack at a time, beside what is still to come."""
+    """Makes arrived blobs durable, a pack at a time, while others still arrive."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store

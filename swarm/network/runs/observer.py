@@ -1,7 +1,7 @@
 """A guest who only reads: finds a run, looks at its records, fetches its newest model.
 
 It dials out and forgets its identity, so it disturbs nobody. It publishes nothing but scores, and
-those only when it is told to, under the key of the person who measured them.
+those only on request, under the key of the person who measured them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 GRACE_S = 1.0
-"""Whoever only looks on waits less for a newer tip than a joiner: it looks again."""
+"""An observer waits less for a newer tip than a joiner, because an observer looks again."""
 RENEW_S = records.EVENT_TTL_S / 3
 """Scores are repeated so often; they outlive two attempts that fail."""
 
@@ -214,7 +214,7 @@ class Observer:
             manifest: the state to fetch.
             layout: what its values must look like.
             sources: peers that may have it.
-            on_blob: told how many of how many bytes are here, in the node's thread.
+            on_blob: called with bytes here and bytes in all, in the node's thread.
             deadline_s: for all of it.
 
         Raises:
@@ -236,7 +236,7 @@ class Observer:
     def publish_scores(self, run: str, record: records.ScoreRecord, deadline_s: float) -> None:
         """Shows scores to everybody who watches the run, in place of those published before.
 
-        They are repeated until the observer stops, and gone `EVENT_TTL_S` later.
+        They are repeated until the observer stops, and expire `EVENT_TTL_S` later.
 
         Raises:
             NobodyReachable: no peer keeps them.

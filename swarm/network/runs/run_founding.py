@@ -134,7 +134,7 @@ def _is_counted(peer: manifest.PeerId, said: PeerRecord, announcement: RunRecord
 async def keep_gathering(
     node: Node, announcement: RunRecord, mine: Callable[[], PeerRecord]
 ) -> None:
-    """Goes on announcing a run that has gathered its peers, until it is cancelled."""
+    """Keeps announcing a run that has gathered its peers, until cancelled."""
     while True:
         await heard(_announce(node, announcement, mine), None)
         await asyncio.sleep(POLL_S)
@@ -176,12 +176,12 @@ async def await_founding(
         if announced:
             last_seen_s, newest = time.monotonic(), announced[0].record
         if time.monotonic() - last_seen_s > FOUNDER_SILENT_S:
-            raise NobodyReachable("the founder of the run is gone before it began")
+            raise NobodyReachable("the founder of the run disappeared before the run began")
         await asyncio.sleep(POLL_S)
 
 
 def _is_of(announced: Announced, gathering: RunRecord) -> bool:
-    """Whether the founder itself says that this is what it gathers for."""
+    """Whether the founder itself announces the run that it gathers for."""
     said, record = gathering, announced.record
     return gathering.founder in announced.publishers and (
         (said.founder, said.name, said.fingerprint, said.config)

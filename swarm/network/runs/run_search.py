@@ -47,15 +47,15 @@ def is_forestalled(
 ) -> bool:
     """Whether a peer that prepares a run is to leave founding to others, or must not found.
 
-    Of peers that prepare at the same time and ask each other, the one with the smallest id goes on
-    and the others wait for it, so that neither all of them found nor all wait.
+    Where peers prepare at the same time and ask each other, the one with the smallest id continues
+    and the others wait for it. So they neither all found nor all wait.
 
     Args:
         me: this peer.
         fingerprint: of the run that it prepares.
         preparing: who else does at the addresses that it was given, and the run's fingerprint.
         announced: fingerprints of the runs that those there are in.
-        is_beside: whether a run beside others is meant, so that only equal ones count.
+        is_beside: whether the run may exist next to others, so that only equal ones count.
     """
     there = {of for peer, of in preparing.items() if peer < me}.union(announced)
     return fingerprint in there if is_beside else bool(there)
@@ -133,7 +133,7 @@ async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answe
     """What these peers say, as soon as one of them says anything; empty if none does in time.
 
     Args:
-        node: which goes on connecting to the addresses that it was given.
+        node: which keeps connecting to the addresses that it was given.
         peers: who is asked.
         within_s: for so long they are asked again and again; once in any case.
     """
@@ -189,10 +189,10 @@ def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
 
 
 def check_run_id(record: RunRecord) -> None:
-    """Refuses an announcement whose id does not bind what it announces.
+    """Refuses an announcement whose id does not bind its content.
 
     Raises:
-        RunMismatch: name, fingerprint or manifest 0 is not what the id was made of.
+        RunMismatch: name, fingerprint or manifest 0 does not match the id.
     """
     if record.run != run_id(record.name, record.fingerprint, record.founding):
         raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
@@ -268,7 +268,7 @@ async def _heard_of(
         await asyncio.wait([asking], timeout=ALONE_S)
         told = meant(asking.result().runs) if asking.done() else []
         if not is_named and asking.done() and asking.result().preparing and not told:
-            return [], []  # what it prepares is meant
+            return [], []  # the run in preparation is meant
         rumours = [] if told else meant(await heard(announced_runs(node), []))
         several = len({run.record.run for run in rumours}) > 1
         # Of several runs that of the given addresses is meant, unless another was named.
@@ -355,7 +355,7 @@ def _refuse(node: Node, peer: PeerId, error: Exception) -> None:
 
 
 async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: float) -> Opened:
-    """Fetches what an announcement names, and checks that it is what it says.
+    """Fetches the blobs that an announcement names, and checks them against it.
 
     Args:
         announced: with a run id that binds it, unless it gathers.

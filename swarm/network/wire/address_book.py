@@ -1,7 +1,7 @@
 """Which addresses of other peers are worth trying, and when: kept on disk by the caller.
 
 DHTs that were cut apart, or formed apart, become one as soon as one peer of the one pings one peer
-of the other (measured); so everybody goes on trying whom it ever met, members' addresses first.
+of the other (measured); so each peer keeps trying every peer it ever met, members first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from swarm.protocol.timing.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0
-"""A peer that answered within this is tried as often as if it had only just gone: one that was off
-for a week finds back, although all others were silent for as long from where it stands."""
+"""A peer that answered within this is tried as often as one that has just left. A peer that was off
+for a week finds back, although all others seem to have been silent for as long."""
 ALONE_EVERY_S = 2.0
 """Nobody is in the routing table: after all peers were killed, they start one by one."""
 MISSING_EVERY_S = 30.0

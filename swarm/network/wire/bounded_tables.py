@@ -24,7 +24,7 @@ def recalled(
         known: the dictionary; in the order of use.
         peer: whose.
         new: makes what is known of a peer at first.
-        most: how many peers are kept, beside those in use.
+        most: how many peers are kept, not counting those in use.
         is_in_use: whether a peer must not be let go.
     """
     found = known.pop(peer, None) or new()

@@ -169,7 +169,7 @@ def _with_port(text: str, port: int | None) -> str:
 
 
 def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
-    """What to do where a machine is told to listen at an address that it does not have.
+    """Advice for a configured listening address that the machine does not have.
 
     Providers of cloud machines and routers translate a public address to a private one.
     """
@@ -228,7 +228,7 @@ def dialable(
         outside or known, key=lambda text: (_is_private(text), text.split("/")[2] != preferred)
     )
     if says and (left_out := len(ordered[MAX_ADDRESSES:])):
-        logger.warning("%d addresses are not told to others; --host-maddrs chooses", left_out)
+        logger.warning("%d addresses are not announced to others; --host-maddrs chooses", left_out)
     return tuple(ordered[:MAX_ADDRESSES])
 
 
@@ -253,7 +253,7 @@ async def start_daemon(
 ) -> P2P:
     """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
 
-    What it moves counts on `line` until `end_daemon`.
+    Its bytes count on `line` until `end_daemon`.
 
     Raises:
         P2PDaemonError: it did not start.
@@ -300,7 +300,7 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: Li
 
 
 async def end_daemon(p2p: P2P, line: LineBytes) -> None:
-    """Ends p2pd, by force if it does not go, and counts what it has moved."""
+    """Ends p2pd, by force if it does not stop, and counts the bytes that it has moved."""
     line.daemon_ends(p2p._child.pid)
     try:
         async with asyncio.timeout(CLOSE_S):
@@ -326,7 +326,7 @@ async def _create(line: LineBytes, **options: Any) -> P2P:
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """hivemind's calls without an answer, of which it sees only those that still wait for one.
+    """hivemind's unanswered calls; it sees only those that still wait for an answer.
 
     An answer that comes in the same turn of the loop as its call's time-out would raise in the
     task that reads all answers, and this node would never hear one again (measured, after a pause

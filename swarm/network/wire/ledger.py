@@ -20,8 +20,8 @@ PREFIX_SHARE = 1 / 2
 """Of what strangers have, for one /24 of IPv4 or /48 of IPv6: the smallest networks that people are
 given as a whole. A half, because many honest peers may stand behind one address."""
 MAX_KNOWN = 4096
-"""Accounts and addresses that are remembered. Whoever is forgotten begins with a full account, but
-draws from what all strangers share as before."""
+"""Accounts and addresses that are remembered. A forgotten peer begins with a full account, but
+draws from the strangers' shared account as before."""
 
 
 class Cost(StrEnum):
@@ -37,7 +37,7 @@ class Cost(StrEnum):
     STREAMS = "streams"  # streams that are served
     ASKS = "asks"  # asks on them, whether or not the blob is here
     OPENING = "opening"  # streams passed on to this peer whose letter has not come
-    ADMITTING = "admitting"  # connections beside libp2p's, of whom is not known yet
+    ADMITTING = "admitting"  # direct connections whose peer is not known yet
     FORWARDS = "forwards"  # messages that are being passed on for others
     RELAYED = "relayed"  # streams that are being passed on for others
     MEASURING = "measuring"  # measurements under way
@@ -112,7 +112,7 @@ Account = tuple[Cost, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """What was taken, and out of which accounts, to be given back."""
+    """An amount to give back, and the accounts that it came from."""
 
     accounts: tuple[Account, ...]
     amount: float
@@ -334,9 +334,9 @@ class Costs:
         Args:
             source: who is charged.
             ledger: its account.
-            turn: shared by messages of which one at a time is worked on in another thread: what
-                many peers show alike is then known to the second, and not worked out, and charged
-                for, by as many threads as there are.
+            turn: shared by messages, so that other threads work on one message at a time. Content
+                that many peers show alike is then worked out and charged for once, and the second
+                message finds it known.
         """
         self._source, self._ledger, self._turn = source, ledger, turn or asyncio.Lock()
 

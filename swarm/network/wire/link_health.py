@@ -29,8 +29,8 @@ FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for so long is no longer talked to."""
 KEPT = 16
 MAX_LINES = 4096
-"""Beside those on which a message is under way; of about 1 kB each. Strangers make 256 new ones a
-second at most, and members are talked to every few seconds, so those of members stay."""
+"""Not counting those with a message under way; about 1 kB each. Strangers make at most 256 new ones
+a second, and members are talked to every few seconds, so those of members stay."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Line:
 
 
 TESTS = 3
-"""Tests of the uplink whose median counts: one beside other transfers shows too little."""
+"""Tests of the uplink whose median counts: a test during other transfers shows too little."""
 ALIKE = 1.5
 """Two tests that differ by more do not show the same line."""
 SETTLED_S = 3600.0
@@ -92,7 +92,7 @@ class LinkHealth:
 
     @property
     def tested_mbit(self) -> float | None:
-        """The same, or what was known in an earlier life of this peer, until it is tested anew."""
+        """The same; before the first test, the rate from an earlier life of this peer."""
         return self.up_mbit or next(iter(self._recalled.of_late(self._clock())), None)
 
     @property
@@ -141,7 +141,7 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """There is no other receiver: what it showed before may agree with what it shows next."""
+        """With no other receiver, its earlier reading may agree with its next one."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 

@@ -94,8 +94,8 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def started_pool(name: str, helpers: int) -> Helpers:
     """Helpers that run already.
 
-    One that cannot be started when memory is short would leave its work in the queue, where it is
-    done later although the caller was told that it failed: an old record could follow a new one.
+    A helper that cannot be started when memory is short would leave its work in the queue. The work
+    would be done later, after it was reported as failed: an old record could follow a new one.
     """
     return Helpers(name, helpers, are_started=True)
 

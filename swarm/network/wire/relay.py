@@ -239,7 +239,7 @@ class Relay:
 
     @contextmanager
     def _ending(self, peer: str) -> Iterator[None]:
-        """Whatever ends a stream early is told in the log, and counted if it was refused."""
+        """Logs the error that ends a stream early, and counts refusals."""
         try:
             yield
         except HostileInput as why:

@@ -30,7 +30,7 @@ class EnvelopeKind(IntEnum):
     REQUEST = 2  # a question
     ANSWER = 3  # to an envelope, whose digest it is bound to
     STREAM = 4  # opens a stream through a relay
-    DIRECT = 5  # opens a connection beside those of libp2p
+    DIRECT = 5  # opens a connection outside libp2p
 
 
 @dataclass(frozen=True)

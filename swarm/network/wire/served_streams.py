@@ -45,7 +45,7 @@ class ServedStream:
             raise ConnectionError("it made room for another stream")
 
     def end(self) -> None:
-        """Ends it: whoever serves it meets that as an error of the stream."""
+        """Ends the stream; its server gets an error of the stream."""
         self._made_room = True
         connection = self._writer.get_extra_info("socket")
         with suppress(OSError):
@@ -131,7 +131,7 @@ class ServedStreams:
 
     def _take(self, stream: ServedStream, most: float) -> None:
         if len(self._asking) >= most:
-            why = "each would be too slow for whoever waits for it"
+            why = "each would be too slow for the peer that waits for it"
             raise TooCostly("streams_of_cap", why)
         stream._held = self._ledger.take(stream.source, self._cost, 1, self._clock())
         stream.waits_since_s = self._clock()

@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
-    """What to go by once others have told their time; pure.
+    """The correction that the other members' times call for; pure.
 
     One of them that has this clock's time is enough for it to stay. Else the wall clock counts
     where it jumped and one has its time, then the others where they are agreed. Of two peers each
@@ -143,7 +143,7 @@ class SteadyClock:
             return wall_s - self._offset.at(passed)
 
     def compare(self, told: Sequence[float]) -> Comparison:
-        """Goes by what other members told, see `compared`; says so when that changes the goal.
+        """Follows the times of other members, see `compared`; logs a change of the goal.
 
         Args:
             told: how far the clock of each that answered is ahead of this one, in seconds.

@@ -95,7 +95,7 @@ async def _open(connection: socket.socket, daemon_socket: str, peer: PeerID, pro
 async def receive_into(
     connection: socket.socket, view: memoryview, arrived: Callable[[int], None] | None = None
 ) -> None:
-    """Fills a small buffer from the stream; `arrived` is told of each portion.
+    """Fills a small buffer from the stream; `arrived` is called for each portion.
 
     Raises:
         ConnectionError: the stream ended before.
@@ -128,7 +128,7 @@ def receive_blocking(
         connection: the stream.
         view: the buffer.
         progress_s: `PROGRESS_BYTES` have to come within this time.
-        arrived: told of each portion.
+        arrived: called for each portion.
         turn: waits until a portion of at most so many bytes may be read; returns of how many. That
             time is not counted against the other side.
 
@@ -160,7 +160,7 @@ def receive_blocking(
 
 
 def _bytes_follow(connection: socket.socket) -> bool:
-    """Whether the stream goes on: False at its end."""
+    """Whether the stream is still open: False at its end."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:
@@ -200,7 +200,7 @@ class Handlers:
             payload.
         on_request: the same, and returns the answer, at most 1 MB.
         streams: who serves which bulk protocol.
-        ledger: what others may cost; it is told who the members are.
+        ledger: limits the cost of other peers; the caller sets its members.
     """
 
     on_message: OnMessage | None = None

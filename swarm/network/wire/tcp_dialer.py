@@ -66,7 +66,7 @@ class StreamPool:
         asyncio.get_running_loop().call_later(KEPT_S, self._end, kept)
 
     def take(self, peer_id: str, protocol: str) -> socket.socket | None:
-        """One that the other side has not ended, as far as can be told; None if there is none."""
+        """A stream that the other side has not visibly ended; None if there is none."""
         for kept in reversed(self._of(peer_id, protocol)):
             if _is_open(kept.connection):
                 self._streams.remove(kept)
@@ -111,13 +111,13 @@ UNACKED_S = 3.0
 """An ask that is not even acknowledged for so long, though sent several times, is on a line that is
 cut. A stream of libp2p shows that after `FIRST_ANSWER_S`, by the answer that does not come."""
 LOOK_S = 15.0
-"""A way is looked for beside that: libp2p takes five round trips to connect, and where links are
-full each is half a second or more."""
+"""The search for a way may outlast the opening: libp2p takes five round trips to connect. Where
+links are full, each takes half a second or more."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 """After a failure a way is not looked for: at first a short while, and twice as long each time."""
 MAX_WAYS = 1024
-"""Those that were used longest ago are forgotten: to look for one anew takes a round trip."""
+"""The least recently used ways are forgotten: to look for one again takes a round trip."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
@@ -179,7 +179,7 @@ class TcpDialer:
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
 
-        Without any time a way that is not known is looked for beside.
+        With no time to wait, the search for an unknown way runs in the background.
 
         Raises:
             NoRoute: there is no such way, or not within `OPEN_S`.
@@ -209,7 +209,7 @@ class TcpDialer:
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
         """Gives up a way on which wrong bytes came; False if there was none.
 
-        Whoever is on the line may have changed them, which says nothing about the peer.
+        Somebody on the path may have changed them, so they prove nothing about the peer.
 
         Args:
             peer_id: from whom they came.
@@ -226,13 +226,13 @@ class TcpDialer:
         return True
 
     def doubt(self, peer_id: str) -> None:
-        """Uses a line that may be cut only once the peer has said anew which port it has."""
+        """Uses a way that may be cut only after the peer has named its port again."""
         self.kept.drop(peer_id)
         if way := self._ways.get(peer_id):
             way.is_known = False
 
     def is_known(self, peer_id: str) -> bool:
-        """Whether there is a way, as far as can be told."""
+        """Whether this peer knows a way that seems to work."""
         way = self._ways.get(peer_id)
         return way is not None and way.is_known
 
@@ -246,12 +246,12 @@ class TcpDialer:
         """
         if way.search is None:
             if time.monotonic() < way.not_before_s:
-                raise NoRoute("looked for in vain a short while ago")
+                raise NoRoute("no direct way was found a short while ago")
             way.search = asyncio.create_task(self._look(way, peer_id))
             self.door.tasks.add(way.search)
         await asyncio.wait([way.search])  # its failure is this way's, and it may be cancelled
         if not way.is_known:
-            raise NoRoute("looked for in vain")
+            raise NoRoute("no direct way found")
 
     async def _look(self, way: _Way, peer_id: str) -> None:
         try:

@@ -36,7 +36,7 @@ class Introduced:
 
     Attributes:
         peer_id: of the dialling peer.
-        purpose: what it wants the connection for.
+        purpose: of the connection.
     """
 
     peer_id: str
@@ -100,7 +100,7 @@ async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 ADMIT_S = 5.0
-"""Whoever has not said by then who it is, is not listened to."""
+"""A peer that has not proved its identity by then is disconnected."""
 BACKLOG = 128
 PAUSE_S = 0.1
 """After a connection that could not be accepted."""
@@ -191,7 +191,7 @@ class TcpListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(listening)
-            except OSError as error:  # no descriptors are left, or the other side has gone already
+            except OSError as error:  # no descriptors are left, or the other side has hung up
                 logger.debug("no connection accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -252,9 +252,9 @@ class TcpListener:
 
 
 def port_beside(network: NetworkSection) -> int:
-    """The port after the first that libp2p is told to take, so that two can be opened beforehand.
+    """The port after libp2p's first configured one, so that people can open two beforehand.
 
-    0, any: it is told none.
+    0, any: libp2p has no configured port.
     """
     ports = [int(text.rpartition("/")[2]) for text in network.host_maddrs]
     first = next((port for port in ports if port), 0)

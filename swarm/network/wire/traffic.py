@@ -38,7 +38,7 @@ class Bucket:
 
         Args:
             bytes_per_s: its rate.
-            burst_s: what it holds, in seconds of that rate.
+            burst_s: its size, in seconds of that rate.
         """
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf
@@ -50,7 +50,7 @@ class Bucket:
     def take(self, now_s: float, num_bytes: int) -> float:
         """Takes tokens, be they there or not; returns after how many seconds they are.
 
-        Whoever takes later waits longer, so takers have their turns in the order of their calls.
+        A later call waits longer, so takers have their turns in the order of their calls.
 
         Args:
             now_s: moments of calls never go back.
@@ -75,7 +75,7 @@ class Throttle:
         self.hold(mbit)
 
     def hold(self, mbit: float | None) -> None:
-        """Sets the cap from now on; whoever waits already waits as it was told."""
+        """Sets the cap. Transfers that are already waiting keep their old delay."""
         with self._lock:
             self.mbit = mbit
             self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
@@ -99,7 +99,7 @@ class Throttle:
 
     @property
     def most_streams(self) -> float:
-        """Streams at a time of which each gets on fast enough for whoever waits for it."""
+        """Most simultaneous streams at which each is fast enough for the peer that waits for it."""
         return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
 
     def count(self, num_bytes: int) -> float:
@@ -200,7 +200,7 @@ class Traffic:
 
     @property
     def bytes_sent(self) -> int:
-        """For others; messages are few beside it, and what measures this line is none of it."""
+        """Bytes for others. Messages are few in comparison; tests of this line do not count."""
         of_blobs = self.blob_bytes_sent + self.moments_bytes_sent
         return of_blobs + self.measuring_bytes_sent + self.relayed_bytes
 

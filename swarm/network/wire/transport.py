@@ -162,7 +162,7 @@ class Transport:
 
     Attributes:
         relay: messages and streams through others.
-        direct: streams beside the daemon; None: there are none.
+        direct: streams outside the daemon; None: there are none.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Transport:
             relay: messages and streams through others.
             p2p: the living daemon; raises NetworkDown when there is none.
             relays: peers that listen and answered lately.
-            direct: streams beside the daemon; None: there are none.
+            direct: streams outside the daemon; None: there are none.
         """
         self._control, self._p2p, self._relays = control, p2p, relays
         self.relay, self.direct = relay, direct
@@ -208,7 +208,7 @@ class Transport:
         """Begins to take direct connections, if this peer listens at all.
 
         Raises:
-            NetworkDown: somebody else has the port that it is told to take.
+            NetworkDown: somebody else has the configured port.
         """
         if not self.direct or not self.direct.door.streams or network.client_mode:
             return

@@ -72,14 +72,14 @@ class LineBytes:
         self._lock = threading.RLock()  # a connection that is collected may be closed at any time
         self._open: WeakSet[CountedSocket] = WeakSet()
         self._daemons: dict[int, int] = {}
-        """Process -> what it had moved when it was looked at last."""
+        """Process -> bytes that it had moved at the last look."""
         self._ended = 0
         """Moved by connections and daemons that are no more."""
         self._is_known: bool | None = None
         """Whether the kernel counts all of it; None before the first daemon."""
 
     def connection(self, raw: socket.socket) -> CountedSocket:
-        """Takes a TCP connection over; what it moves counts from its beginning."""
+        """Takes a TCP connection over; its bytes count from its beginning."""
         counted = CountedSocket(self, raw)
         with self._lock:
             self._open.add(counted)
@@ -232,7 +232,7 @@ class UploadRate:
                 continue
             newly = counters.acked - watched.acked
             watched.acked, acked = counters.acked, acked + newly
-            if counters.unsent and newly:  # what waits for a receiver that is gone says nothing
+            if counters.unsent and newly:  # bytes for a lost receiver show nothing
                 waiting.add(watched.receiver)
         if not waiting:
             self._began_s = None

@@ -398,7 +398,7 @@ def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
 def test_a_value_that_cannot_be_made_here_is_told_as_not_made(bench: Bench) -> None:
     bench.start(Rebuild("shared.0", "0" * 64, "1" * 64, "2" * 64))
     told = bench.machine.wait_for(NotMade)
-    assert told == NotMade("2" * 64, "what it is made of is no longer here")
+    assert told == NotMade("2" * 64, "its base or its delta is no longer here")
     assert bench.driver.refused["other_bits"] == 1
     assert not bench.machine.of(Unobtainable)
 

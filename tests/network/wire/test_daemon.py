@@ -31,7 +31,7 @@ def test_a_machine_with_many_networks_tells_as_many_addresses_as_a_record_has(
     with caplog.at_level("WARNING"):
         told = dialable([*private, "/ip4/127.0.0.1/tcp/31330", *PUBLIC])
     assert len(told) == MAX_ADDRESSES and set(PUBLIC) < set(told)
-    assert "4 addresses are not told to others" in caplog.text
+    assert "4 addresses are not announced to others" in caplog.text
     record = peer_record("QmA", addresses=told)
     assert decode_record(PeerRecord, encode_record(record)) == record
 
