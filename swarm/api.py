@@ -104,7 +104,7 @@ def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> 
     """A run's whole model on the CPU, all of it trained: a `torch.nn.Module` in fp32.
 
     `model(ids)` maps token ids [B, T] to logits [B, T, V]; `model.losses(tokens, run.loss)` takes
-    tokens [B, T + 1], each of which predicts the next one.
+    tokens [B, T + 1], where each token predicts the next one.
 
     Args:
         run: sizes and variants.

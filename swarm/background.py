@@ -1,4 +1,4 @@
-"""Threads and tasks that run beside the main thread, and are supervised.
+"""Supervised background threads and tasks.
 
 An exception that nobody expected must not end such work silently. Work that lives as long as the
 process is a body: a function that returns once it is asked to stop. A body that raises is logged
@@ -322,7 +322,7 @@ class Tasks:
     """
 
     def __init__(self, owner: str, on_failure: OnFailure | None = None) -> None:
-        """Starts with none; `owner` is named in the log when a task fails, then it is told."""
+        """Starts with none; a failed task is logged with `owner`, then `on_failure` is called."""
         self._owner = owner
         self._on_failure = on_failure
         self._running: set[asyncio.Task[Any]] = set()
@@ -336,7 +336,7 @@ class Tasks:
         task.add_done_callback(self._running.discard)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs work that has an end; nobody waits for it, so a failure is logged and told."""
+        """Runs work that has an end; nobody awaits it, so a failure is logged and reported."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.add(task)
         task.add_done_callback(self._failed)

@@ -42,7 +42,7 @@ Read = Callable[[int, int], Buffer]
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of a blob, made piece by piece, and anew each time that they are asked for.
+    """The bytes of a blob, made piece by piece, again at each request.
 
     Attributes:
         num_bytes: of all pieces together.

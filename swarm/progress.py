@@ -80,7 +80,7 @@ class Reporter:
 
 
 def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, int], None]:
-    """What to tell the bytes of a model that are here, and all of them; `also` is told too."""
+    """A callback for the fetched and total bytes of a model; it calls `also` too."""
     reporter = Reporter("fetching the model", "MB")
 
     def say(here: int, total: int) -> None:

@@ -22,7 +22,7 @@ class PeerSection(Section):
     open_gathering: bool = False
     """A founder counts any peer that is there first; each votes for good, a stranger too."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
-    """How long a finished peer goes on serving after somebody has fetched last; a day at most."""
+    """How long a finished peer keeps serving after the last fetch; a day at most."""
     leave_timeout_s: PositiveReal = 120.0
     """A peer that is asked to leave may finish its round and hand its experts over for so long;
     local steps that need more than half of it are dropped."""
@@ -156,8 +156,8 @@ class ComputeSection(Section):
     """File with the key that they must hold; made if it is missing. Empty: `workers.key` in the
     state directory."""
     workers_wait_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
-    """They are waited for so long, at the start and when some are gone; then those that are there
-    have to do, if the experts can be dealt out over them."""
+    """How long the peer waits for workers, at the start and after a loss. Then it continues with
+    those that are there, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
     """Type of products on this machine, such as fp16 on a GPU without bf16 (before Ampere): its
     attention would keep a weight for each two tokens of a sequence in bf16."""

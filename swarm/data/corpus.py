@@ -88,7 +88,7 @@ class Corpus:
         mean that a cache of the corpus still holds.
 
         Raises:
-            DataError: a file of the list is gone.
+            DataError: a file of the list is missing.
         """
         listed = fingerprint_of(self.root, self.files, digests)
         said = json.dumps([listed, self.unlisted, self.column])
@@ -99,7 +99,7 @@ def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None
     """Digest of the names and contents of files.
 
     Raises:
-        DataError: one of them is gone.
+        DataError: one of them is missing.
     """
     names = list(files)
     listed = list(zip(names, (digests or FileDigests()).of(root, names), strict=True))
@@ -107,7 +107,7 @@ def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None
 
 
 def size_of(root: Path, files: Iterable[str]) -> int:
-    """Bytes of files; one that is gone has none."""
+    """Bytes of files; a missing file counts 0."""
     return sum(path.stat().st_size for file in files if (path := root / file).exists())
 
 
@@ -143,7 +143,7 @@ def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = Fals
     """All files below `folder` that `kind_of` knows, at least one; see `listed_corpus`.
 
     Raises:
-        DataError: the folder is missing or holds no file of these kinds; says what it holds.
+        DataError: the folder is missing or holds no file of these kinds; names some that it holds.
     """
     corpus = listed_corpus(folder, column, follow_links=follow_links)
     if not corpus.files:
@@ -157,7 +157,7 @@ def listed_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = Fals
     """All files below `folder` that `kind_of` knows; hidden files and folders are left out.
 
     A link to a file inside the folder is read. One that leaves the folder, and any to a folder, is
-    followed only with `follow_links`: what it leads to could be published as held-out text.
+    followed only with `follow_links`: its target could be published as held-out text.
 
     Raises:
         DataError: the folder is missing.

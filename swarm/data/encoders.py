@@ -219,7 +219,7 @@ class _Process:
             return [self._receive(size) for size in sizes]
 
     def kill(self) -> None:
-        """Ends the process; whoever waits for it gets an error."""
+        """Ends the process; callers that wait for it get an error."""
         self._process.kill()
         self._process.wait()
 
@@ -227,7 +227,7 @@ class _Process:
         """Gives the pipes back, once nobody waits any more."""
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what it did not read any more
+            with contextlib.suppress(OSError):  # input that the process did not read
                 pipe.close()
 
     @contextlib.contextmanager

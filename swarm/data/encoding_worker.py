@@ -73,7 +73,7 @@ def main() -> int:
 def _exactly(source: BinaryIO, size: int) -> bytes:
     found = source.read(size)
     if len(found) < size:
-        sys.exit(0)  # who started this one is gone
+        sys.exit(0)  # the parent process has ended
     return found
 
 

@@ -1,7 +1,7 @@
-"""Makes shards of a text: deterministic, and after a kill it goes on where a shard ended.
+"""Makes shards of a text: deterministic, and resumed after a kill at the last finished shard.
 
-A finished shard is durable before `progress.json` lists it. Who goes on reads the documents behind
-finished shards again, since what comes later depends on them (copies, the split), but does not
+A finished shard is durable before `progress.json` lists it. A resumed process reads the documents
+of finished shards again, since later ones depend on them (copies, the split), but does not
 tokenise them again. `header.json` is written last; with it the folder is finished.
 """
 
@@ -222,7 +222,7 @@ class _Finished:
         """Of all tokens in finished shards, to go on with.
 
         Raises:
-            DataError: one of them is not what it was.
+            DataError: one of them has changed.
         """
         everything = blake3()
         for name, _, digest, *_ in self.shards:
@@ -248,7 +248,7 @@ def write_shards(
     held_out: Iterable[bytes] | None = None,
     digests: FileDigests | None = None,
 ) -> None:
-    """Makes the shards of a text, or goes on with them; says how far it is.
+    """Makes the shards of a text, or resumes making them; reports progress.
 
     Args:
         source: the documents.
@@ -309,7 +309,7 @@ def _header_of(
 
 
 def _finish(folder: Path, header: dict[str, Any], held_out: Iterable[bytes] | None) -> None:
-    """Writes what stands beside the shards, the header last."""
+    """Writes the other files of the folder, the header last."""
     if held_out is not None:
         header["held_out"] = _write_held_out(folder / HELD_OUT, held_out)
     header["digest"] = digest_of_header(header)

@@ -26,12 +26,13 @@ SUFFIXES = (".npy", ".bin")
 MAX_DOCUMENT_TOKENS = 2**14
 """Longer documents are cut, as texts are."""
 _MAGIC = 20240520
-"""Begins the .bin files of llm.c and modded-nanogpt: 256 int32, of which [1] is the version and [2]
-the number of tokens, then the tokens as uint16. Those of nanoGPT begin with their tokens."""
+"""First of the 256 int32 at the head of .bin files of llm.c and modded-nanogpt. [1] is the version,
+[2] the number of tokens; then follow the tokens as uint16. Those of nanoGPT begin with
+their tokens."""
 _HEADER_INTS = 256
 _READ_TOKENS = 2**22
 _SURE = 64
-"""Ids in a row of which every second one is 0: a file of 4 bytes an id, read as one of 2."""
+"""So many ids with every second one 0 show a file of 4 bytes an id, read as one of 2."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes of which `pack` made these bytes: uint8 [n, 8 w / bits] of uint8 [n, w]."""
+    """The codes from which `pack` made these bytes: uint8 [n, 8 w / bits] of uint8 [n, w]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, -1, 1)
     planes: Tensor = (packed.unsqueeze(1) >> shifts) & (2**bits - 1)
     return planes.view(len(packed), -1)

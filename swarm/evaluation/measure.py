@@ -160,7 +160,7 @@ class Evaluation:
         bits_per_byte: the same in a unit that does not depend on the tokenizer.
         documents: of the held-out text.
         prompt: the beginning of its first document; "" where the tokenizer cannot be run here.
-        sample: how the model goes on, always with the likeliest token.
+        sample: the model's continuation, always with the likeliest token.
     """
 
     nats_per_token: float

@@ -67,7 +67,7 @@ def folder_of_task(folder: Path) -> Path:
 
 
 def model_arguments(folder: str, sequence_length: int) -> str:
-    """What the harness is told of an exported model: where it is, windows and number format.
+    """The harness's arguments for an exported model: its folder, windows and number format.
 
     Args:
         folder: of the export.

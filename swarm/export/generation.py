@@ -1,4 +1,4 @@
-"""An exported model goes on with a text, token by token."""
+"""Continues a text with an exported model, token by token."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str]
         folder: of the export.
         prompt: may be empty.
         sampling: how tokens are chosen.
-        show: told each piece of text, the prompt first.
+        show: called with each piece of text, the prompt first.
 
     Raises:
         ConfigError: the folder is no exported model, it needs code of its own to run, or the prompt

@@ -31,7 +31,7 @@ Extra = Callable[[Path, ExportFacts], None]
 
 
 def nothing_more(folder: Path, facts: ExportFacts) -> None:
-    """The `Extra` of whoever wants none."""
+    """An `Extra` that adds nothing."""
 
 
 def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ()) -> None:
@@ -234,7 +234,7 @@ class ExportManager:
         durable.sync_folder(self.folder)
 
     def _remove_old(self) -> None:
-        """All but the newest, of which `latest` leads to the last."""
+        """Removes all but the newest exports; `latest` links to the last of these."""
         for one in self.exports[: -self._keep]:
             gone = self.folder / f"{REMOVED}{one.path.name}"
             one.path.rename(gone)

@@ -51,7 +51,7 @@ POLL_S = 2.0
 LOOK_EVERY_S = 5.0
 """Each look costs every peer some milliseconds of a core, and records are repeated every 8 s."""
 TURN_S = 60.0
-"""After so long the sources are chosen anew, by the newest records."""
+"""After so long the sources are chosen again, by the newest records."""
 EMPTY_TURNS = 5
 """So many turns in which no piece of a blob came, and a state is no longer to be had."""
 MAX_NAMES = 4096
@@ -157,7 +157,7 @@ class FromPeers:
     def _await_loss(self, manifest: Manifest) -> None:
         """Reads the published losses, until that of this state is among them or `LOSS_S` is over.
 
-        The peer that measures it begins when the manifest is decided, and may be gone.
+        The peer that measures it begins when the manifest is decided, and may have left.
         """
         end_s = self._clock() + LOSS_S
         while True:

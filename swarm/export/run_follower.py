@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 SAY_S = 60.0
 """How often a line says what is waited for."""
 LOST_S = 1800.0
-"""A run of which no peer answers for so long is given up."""
+"""A run is given up when none of its peers answers for so long."""
 STILL_S = 24 * 3600.0
 """A run that agrees on nothing for so long as well."""
 LATE_S = 72 * 3600.0
 """A run of whose agreed models none can be fetched for so long is given up too."""
 EARLY_S = 3600.0
 """So often a manifest of an earlier round than the one that is due is asked for: it shows that the
-run goes on, and its proof costs peers too much to be asked for at each look."""
+run continues, and its proof costs peers too much to be asked for at each look."""
 
 
 class Source(Protocol):
@@ -202,13 +202,13 @@ class Follower:
     form: Form
     extras: Sequence[Extra] = ()
     published: Extra = nothing_more
-    """Told of each export once it is in its place; a `SwarmError` of it is said and passed over."""
+    """Called for each export once it is in its place; its `SwarmError` is logged and ignored."""
     say: Callable[[str], None] = logger.info
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
     def follow(self) -> None:
-        """Exports until the run's last round is there; goes on after the newest that is.
+        """Exports until the run's last round is exported; continues after the newest export.
 
         Raises:
             NobodyReachable: nobody answered for `LOST_S`, nothing was agreed for `STILL_S`, nothing

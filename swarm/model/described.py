@@ -1,6 +1,6 @@
 """The model that a config.json of Transformers describes, in the words of our configuration.
 
-A checkpoint is refused by name if our decoder does not compute what it computes. Nothing here
+A checkpoint that our decoder does not compute is refused, with the reason. Nothing here
 reads tensors.
 """
 
@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "partial_rotary_factor": ((None, 1), "rotary positions in a part of a head"),
     "quantization_config": ((None,), "quantised weights"),
 }
-"""Key -> values with which a model is as ours, and what it means otherwise."""
+"""Key -> values with which a model equals ours, and the meaning of any other value."""
 _WINDOW_SWITCHES: Mapping[str, str] = {
     "qwen3": "use_sliding_window",
     "qwen3_moe": "use_sliding_window",
@@ -77,7 +77,7 @@ def run_of_checkpoint(folder: Path) -> RunConfig:
 
     Raises:
         ConfigError: there is no config.json, or our decoder does not compute this model; names
-            the key of config.json and what it means.
+            the key of config.json and its meaning.
     """
     found, source = read_description(folder), str(folder / CONFIG_FILE)
     kind = found.get("model_type")
@@ -210,7 +210,7 @@ def _require_expressible(found: Mapping[str, Any], source: str) -> None:
     """Refuses what our decoder does not compute, be it dense or a mixture.
 
     Raises:
-        ConfigError: names the key, its value, and what it stands for.
+        ConfigError: names the key, its value and its meaning.
     """
     for key, (neutral, what) in _NEUTRAL.items():
         if found.get(key) not in neutral:

@@ -81,7 +81,7 @@ def _qwen3(run: RunConfig) -> dict[str, Any]:
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
         "head_dim": run.model.dim_per_head,
-        # Of dense layers, of which there are none; some tools want it all the same.
+        # The size of dense layers. There are none, but some tools require the key.
         "intermediate_size": run.model.moe_intermediate_size,
         "mlp_only_layers": [],
         "moe_intermediate_size": run.model.moe_intermediate_size,
@@ -155,8 +155,9 @@ def save_model(
 ) -> list[Path]:
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
-    Every file is written beside its place, flushed to disk and renamed, the one that names
-    the others last. Files of an earlier export into the same folder are removed, those that name
+    Every file is written under a temporary name, flushed to disk and renamed. A file that
+    names the others comes last. Files of an earlier export into the same folder are removed, those
+    that name
     its tensors first: killed at any moment, the folder holds one of both exports or none.
 
     Args:

@@ -31,7 +31,7 @@ class Assumptions:
 
     Attributes:
         link_share: of a link's rate that transfers reach.
-        control_s: of a round, beside its transfers: greeting, rosters, votes.
+        control_s: seconds of a round besides its transfers: greeting, rosters, votes.
         offer_ns: what a core computes to offer an element of a shared tensor, and of an expert
             that the peer trains (scripts/benchmarks/bench_stall.py, codings b2 and b1; values take
             less).
@@ -39,7 +39,7 @@ class Assumptions:
         cores: that share this.
         disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
             coding, else before each offer.
-        is_beside: whether offers and private states are made beside the products of the next step
+        is_beside: whether offers and private states are made during the products of the next step
             where rounds overlap; else steps wait for them (`Engine.before_update`).
     """
 
@@ -83,7 +83,7 @@ class Setting:
         shared_every: rounds between two exchanges of a shared tensor.
         experts_every: likewise of an expert.
         owners: R.
-        overlap: whether rounds run beside the next local steps.
+        overlap: whether rounds overlap the next local steps.
         price: where one is known.
     """
 
@@ -211,7 +211,7 @@ def plan_link(
     exchange_s = transfer_s / setting.rounds + assumed.control_s
     stalls_s = stall_s(run, setting, num_peers, compute_s=compute_s, assumed=assumed)
     waits_s = exchange_s
-    if setting.overlap:  # one round in flight, which may last as long as the steps beside it
+    if setting.overlap:  # one round in flight, which may last as long as the steps that it overlaps
         waits_s = max(0.0, exchange_s - compute_s / setting.rounds)
     cycle_s = compute_s + setting.rounds * waits_s + stalls_s
     return LinkPlan(
@@ -282,9 +282,9 @@ SETTINGS = (
     Setting("b2", "b1", 4, 1, 4, owners=2, overlap=True, price=Price(-6.1, 2, _CYCLE)),
     Setting("b2", "b2", 4, 1, 8, owners=2, overlap=True, price=Price(-6.4, 2, _CYCLE)),
 )
-"""Those of which something is known, with their prices in held-out loss."""
+"""Settings that were measured, with their prices in held-out loss."""
 ROUNDS = (5, 4, 2)
-"""Rounds a cycle, the best first, of which the first that divides the local steps is taken."""
+"""Rounds a cycle, the best first. The first that divides the local steps is taken."""
 
 
 def cycle_steps(run: RunConfig) -> int:

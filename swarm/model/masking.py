@@ -4,7 +4,7 @@ Attention within documents needs no mask: each document is computed as a sequenc
 that every kernel for causal attention does it, with fewer products than over the whole window.
 Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
 than the whole window does without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels,
-which torch prefers on some GPUs, are left out: they are planned anew for each number of documents
+which torch prefers on some GPUs, are left out: they are planned again for each number of documents
 and width.
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;

@@ -90,7 +90,7 @@ def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor
     order, and so carries the same bits whatever the run's length and the number of threads:
     own + alpha * (sum of (donor - own) / K).
 
-    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, beside those that
+    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, besides those that
     `read` gives. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
     """
     place = place_of(part.name)

@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
     Attributes:
         stage: its part of the model; in the place of other layers is nothing.
-        tokens: those of which it has the residual stream.
+        tokens: those whose residual stream it has.
     """
 
     def __init__(self, model: ModelConfig, storage: moe.Storage, stage: Stage) -> None:
@@ -176,7 +176,7 @@ class Transformer(nn.Module):
         compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
-        pieces: what it is made of.
+        pieces: its components.
         stage: the layers, and with them the ends, that it has; None for all.
 
     Attributes:

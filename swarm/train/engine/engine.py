@@ -42,7 +42,7 @@ class StepStats:
         router_z: router z-loss before its weight.
         output_z: output z-loss before its weight.
         grad_norm: global norm over everything this peer trains, before clipping.
-        tokens: tokens read, each of which has one predicted; what is masked is among them.
+        tokens: tokens read, one prediction each; masked predictions count too.
         masked: predictions that are not in the loss.
         expert_tokens: for each layer, the tokens that each expert got.
         skipped: whether loss or gradient was not finite, so that nothing was changed.
@@ -226,7 +226,7 @@ class Engine(Protocol):
                 masters; asked for layer by layer, more than once. Afterwards every bit is as
                 before.
 
-        Holds beside what computing needs one layer's owned masters at most, and one matrix.
+        On top of the computation, this holds at most one layer's owned masters and one matrix.
         """
 
     def state_dict(self) -> EngineState:
@@ -240,7 +240,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Ends all work beside the caller and gives memory back; nothing may follow."""
+        """Ends all background work and frees memory; the engine cannot be used afterwards."""
 
 
 def mean_over(

@@ -147,7 +147,7 @@ class Guard:
         self._mean_norm: float | None = None
 
     def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
-        """Goes on from the counts of a saved state."""
+        """Resumes from the counts of a saved state."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         # A state of another type's engine says nothing about the scale of fp16.
         if self._scaled and scale.value > 1:

@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def reset(self) -> None:
-        """Starts to look for the peak anew."""
+        """Restarts the search for the peak."""
         self.peak = self.now
 
     def __torch_dispatch__(
@@ -272,7 +272,7 @@ class SharedMemory(HostMemory):
         Raises:
             MemoryError: there is none left, or it cannot be pinned.
             ConfigError: the ranks are not on one machine.
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         assert file is None, "frozen experts on disk have no common file"
         with self._piece(num_bytes) as (path, is_it):

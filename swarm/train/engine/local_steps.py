@@ -193,8 +193,8 @@ def train_local_steps(
         left: asked before each step how many more there are to be, given the steps of this call
             and the seconds they took; 0 ends the loop.
         stop: asked before each step; True ends the loop early, as when the tip has moved.
-        on_step: told each step that was done, counted from the beginning of the run in the exact
-            mode, with its statistics.
+        on_step: called after each step with its number and statistics; the exact mode counts from
+            the beginning of the run.
 
     Raises:
         TrainingDiverged: three steps in a row were not finite.

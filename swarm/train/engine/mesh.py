@@ -35,10 +35,10 @@ class Bus:
     mixed_gb_s: float = inf
 
 
-# NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet), of which NCCL counts
+# NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet). NCCL counts
 # 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries what all GPUs send.
 NVLINK = Bus("nvlink", 18 * 20.6)
-# PCIe 4 x16 has 32 GB/s each way, of which NCCL counts 24, twice its PCI_BW of generation 3. It
+# PCIe 4 x16 has 32 GB/s each way. NCCL counts 24 of them, twice its PCI_BW of generation 3. It
 # counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW); a quarter of what all GPUs
 # send to all goes from one socket to the other. Without peer access bytes pass through the host,
 # and it is less.
@@ -226,7 +226,7 @@ def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _parts(sums: Sequence[float], limit: float) -> float:
-    """The least number of consecutive parts, none of which exceeds a limit."""
+    """The least number of consecutive parts that each stay within a limit."""
     number, start = 0, 0
     while start < len(sums) - 1:
         stop = start

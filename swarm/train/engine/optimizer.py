@@ -37,7 +37,7 @@ class OwnedAdamW:
 
     Attributes:
         updates: how many updates bias correction counts. It is common to all parameters: an
-            expert that is owned anew starts with zero moments under the count of the others, so its
+            newly owned expert starts with zero moments under the count of the others, so its
             first update is about half of the learning rate and needs no warm-up of its own.
     """
 

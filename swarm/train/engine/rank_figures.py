@@ -33,7 +33,7 @@ class RankFigures:
         num_bytes: that left this rank for others, by kind.
         waited_s: seconds in operations between ranks, by kind: from when this rank is ready until
             it has what the others send, so the wait for slower ones is part of it. What goes from
-            stage to stage is not, since it travels beside products: it is in `pipeline_s`.
+            stage to stage is not, since it overlaps products: it is in `pipeline_s`.
     """
 
     steps: int = 1

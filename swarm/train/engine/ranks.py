@@ -59,7 +59,7 @@ class Watch:
             self._add(name, time.perf_counter() - began_s)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name, and begins anew; waits for a GPU that has not come so far."""
+        """Returns seconds by name and resets them; waits for a GPU that lags behind."""
         for name, begin, end in self._events:
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1000)
@@ -122,7 +122,7 @@ class Traffic:
         self.num_bytes[kind] = self.num_bytes.get(kind, 0) + num_bytes
 
     def take(self) -> dict[str, tuple[int, int]]:
-        """Operations and bytes of each kind, and begins anew, with the watch as well."""
+        """Returns operations and bytes of each kind, and resets them and the watch."""
         self.watch.take()
         found = {kind: (self.operations[kind], self.num_bytes[kind]) for kind in self.operations}
         self.operations.clear()
@@ -168,7 +168,7 @@ class Ranks:
             parts: the sets, which all ranks name alike.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if parts not in self._parts:
             self._parts[parts] = self._part(parts)
@@ -181,7 +181,7 @@ class Ranks:
         ring moves, and one addition after the other on every number of ranks.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return
@@ -199,10 +199,10 @@ class Ranks:
         As `add_up`, without the way back.
 
         Args:
-            shares: for each rank, flat views of what it is to have the sums of.
+            shares: for each rank, flat views of the tensors whose sums it receives.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return
@@ -219,13 +219,13 @@ class Ranks:
                 each.copy_(found)
 
     def spread(self, shares: Sequence[Sequence[Tensor]]) -> None:
-        """Gives each rank the shares of all, of which each has its own; of any one type.
+        """Sends each rank's own share to all ranks; all tensors are of one type.
 
         Args:
-            shares: for each rank, flat views of what it has.
+            shares: for each rank, flat views of the tensors that come from it.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return
@@ -257,7 +257,7 @@ class Ranks:
             own: the micro-batches of these rows; None for this rank's block.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         rows = torch.zeros(count, width, dtype=torch.float64)
         for index, row in zip(self.block(count) if own is None else own, mine, strict=True):
@@ -265,10 +265,10 @@ class Ranks:
         return self.united(rows)
 
     def united(self, numbers: Tensor) -> Tensor:
-        """Fp64 numbers on the CPU, each of which one rank alone knows; the others have 0 there.
+        """Fp64 numbers on the CPU; one rank alone knows each number, the others have 0 there.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return numbers
@@ -289,7 +289,7 @@ class Ranks:
             kind: what for, in the record.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return rows_MX
@@ -308,7 +308,7 @@ class Ranks:
         as many bytes as a ring moves. In the record these are two operations of a `kind`.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         size = part.numel()
         mine_X = F.pad(part.reshape(-1), (0, -size % self.size))
@@ -322,7 +322,7 @@ class Ranks:
             kind: what for, in the record.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return rows_nX
@@ -342,7 +342,7 @@ class Ranks:
             kind: what for, in the record.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if self.size == 1:
             return rows_NX

@@ -229,7 +229,7 @@ class ResidentEngine:
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
     def close(self) -> None:
-        """See `Engine`; there is nothing beside."""
+        """See `Engine`; no work runs in the background."""
 
     def _biases(self) -> Sequence[str]:
         """The selection biases that it holds."""

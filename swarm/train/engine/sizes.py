@@ -18,8 +18,8 @@ from swarm.train.engine.mesh import Cut, cut_of
 BUCKET = 2**22
 """Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
-"""Beside gradients, of each element of a piece while it is updated: moments in fp32, and what
-rounding them takes."""
+"""Bytes per element of a piece during its update, besides gradients: moments in fp32, and the
+memory for rounding them."""
 MASTER_BYTES = GRADIENT_BYTES = 4
 """Bytes of an fp32 master or gradient, per trained parameter."""
 
@@ -31,12 +31,12 @@ class Need:
     Attributes:
         device_state: weights, gradients and, in the resident engine, moments and buffers between
             stages, on the device.
-        activations: the most that exists beside them on the device, in a step or, of a streaming
+        activations: the peak on top of `device_state` on the device, in a step or, of a streaming
             engine, while a held-out loss is computed.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in mapped files of the engine's own; what is kept for new workers.
-        crowding: what a rank may need beside that on the device, where tokens of others come to
-            its experts: for `CROWDING` more rows than an even share.
+        crowding: additional device memory of a rank whose experts get tokens of other ranks:
+            for `CROWDING` more rows than an even share.
     """
 
     device_state: float

@@ -52,7 +52,7 @@ class OpenFile:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """A mapping whose tensors come when they are looked up, each time anew."""
+    """A mapping that loads a tensor at each look-up."""
 
     @abstractmethod
     def forms(self) -> dict[str, Form]:
@@ -75,7 +75,7 @@ class TensorFile(LazyTensors):
 
     @classmethod
     def temporary(cls, folder: Path | None) -> TensorFile:
-        """An empty file without a name, which is gone when this object is.
+        """An empty file without a name, which disappears with this object.
 
         Args:
             folder: the file lies on its disk; None for the system's folder for temporary files.
@@ -153,7 +153,7 @@ class TensorFile(LazyTensors):
             ) from error
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Appends tensors, of which one is looked up at a time; raises as `append`."""
+        """Appends tensors, looking up one at a time; raises as `append`."""
         for name in tensors:
             self.append(name, tensors[name])
 

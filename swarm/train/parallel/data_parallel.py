@@ -85,7 +85,7 @@ class RankEngine(ResidentEngine):
         """As `ResidentEngine`.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         self._ranks, self._form = ranks, options.moments
         self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
@@ -93,7 +93,7 @@ class RankEngine(ResidentEngine):
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
         self._same = ranks.part(mesh.streams)
         if options.ep > 1 and options.recompute == "layer":
-            # Choosing experts anew would take another operation, and choose the same ones.
+            # Choosing experts again would need another operation, and give the same ones.
             options = replace(options, recompute="routing")
         super().__init__(run, options, pieces=self._pieces(run.model), stage=stage)
 
@@ -297,7 +297,7 @@ def dealt_means(
             gives the means of all, [count, 1]. None for those of these ranks.
 
     Raises:
-        Disconnected: another rank is gone.
+        Disconnected: another rank has ended.
     """
     count = len(parts)
     found = [[mean] for mean in means_of([parts[k] for k in ranks.block(count)])]

@@ -55,7 +55,7 @@ def moved(
         Expert -> its tensors, on the device of those that were given, or of the group.
 
     Raises:
-        Disconnected: another rank is gone.
+        Disconnected: another rank has ended.
     """
     if not moves:
         return {}
@@ -151,7 +151,7 @@ class DealtBank(ExpertBank):
         """See `ExpertBank.own`; experts that change their rank travel, a projection at a time.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         if owned == self.owned_experts:
             return
@@ -244,7 +244,7 @@ def dealt_square_sums(
         group: the ranks among which the experts are dealt out; all of them call it.
 
     Raises:
-        Disconnected: another rank is gone.
+        Disconnected: another rank has ended.
     """
     stacks = [owned_stack(layer, kind) for layer in model.banks for kind in PROJECTIONS]
     device = next(iter(gradients.values())).device

@@ -123,8 +123,8 @@ class Flow:
             place of one goes through the experts without tokens.
         shape: of the tokens of each.
         controls: of each, in a training step; None in evaluation.
-        divisor: what the loss of each is divided by.
-        scale: what it is multiplied with then.
+        divisor: of each loss.
+        scale: factor of each loss after the division.
     """
 
     parts: Sequence[MicroBatch | None]
@@ -170,7 +170,7 @@ class Pipeline:
             The losses of each that has tokens, detached, in the last stage; nothing in the others.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         size, number = self._group.size, len(flow.parts)
         if name == "interleaved":
@@ -193,7 +193,7 @@ class Pipeline:
             parts: None for one without tokens.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         found: list[Losses] = []
         for flow in _flows(parts):
@@ -392,7 +392,7 @@ class _StageModule(nn.Module):
         return tuple(each.contiguous() for each in found)
 
     def scaled(self, total: Tensor, _: Tensor) -> Tensor:
-        """The loss of which the gradient is formed."""
+        """The loss from which the gradient is formed."""
         assert self._flow is not None
         return total / self._flow.divisor * self._flow.scale
 
@@ -509,4 +509,4 @@ class ShardedStageEngine(StageEngine, ShardedEngine):
 
 
 class HeadsStageEngine(StageEngine, HeadsEngine):
-    """A stage of which each rank has some of the heads."""
+    """A stage whose attention heads are shared out over its ranks."""

@@ -89,7 +89,7 @@ class Cut:
         return slice(start, max(start, min(run.stop - first, self.size)))
 
     def pieces(self, name: str, rank: int) -> Iterator[adam_moments.Piece]:
-        """The run of a rank, apart where blocks begin anew; the parameter is one row elsewhere."""
+        """A rank's run, split at rows where blocks restart; otherwise the parameter is one row."""
         if not self.by_row:
             run = self.run(rank)
             if run.stop > run.start:
@@ -136,7 +136,7 @@ class Held:
     moments: adam_moments.Moments
 
     def common(self, flat: slice) -> slice:
-        """What it has of a run of the flattened parameter; perhaps nothing."""
+        """Its part of a run of the flattened parameter; may be empty."""
         own = self.piece.in_whole
         start = max(own.start, flat.start)
         return slice(start, max(start, min(own.stop, flat.stop)))

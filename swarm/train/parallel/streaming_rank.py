@@ -45,7 +45,7 @@ class StreamingRank(StreamingEngine):
 
         Raises:
             ConfigError: some ranks are on another machine.
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         super().__init__(run, options, ranks, SharedMemory(ranks))
 

@@ -87,7 +87,7 @@ class AttentionHeads:
         """A tensor from the parts of all ranks, which call it together if it is cut.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         cut = self.dimension(name)
         if cut is None:
@@ -125,7 +125,7 @@ class AttentionHeads:
         Of those that are not cut it is the first rank's, so that all clip by the same factor.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         table = torch.zeros(len(gradients), self.group.size, dtype=torch.float64)
         mine = [k for k, name in enumerate(gradients) if self.group.rank == 0 or self.cuts(name)]
@@ -166,7 +166,7 @@ class HeadsAdamW(OwnedAdamW):
 
 
 class _Parts(LazyTensors):
-    """A private state of whole tensors, of which each look-up gives this rank's part."""
+    """A private state of whole tensors; each look-up gives this rank's part."""
 
     def __init__(self, heads: AttentionHeads, tensors: Mapping[str, Tensor]) -> None:
         self._heads, self._tensors, self._whole = heads, tensors, forms_of(tensors)
@@ -244,7 +244,7 @@ class SharedTokens(Tokens):
 
 
 class HeadsAttention(Attention):
-    """Attention of which this rank has some of the heads."""
+    """Attention over this rank's share of the heads."""
 
     def __init__(
         self, _: ModelConfig, compute: torch.dtype, device: torch.device, *, heads: AttentionHeads
@@ -267,7 +267,7 @@ class HeadsAttention(Attention):
 
 
 class SharedNorm(RMSNorm):
-    """A norm over the heads of all ranks, of which this one has some."""
+    """A norm over the heads of all ranks, where each rank has some heads."""
 
     def __init__(self, own: RMSNorm, group: Ranks) -> None:
         """`own`: one over the heads of this rank alone, in whose place it is."""
@@ -308,7 +308,7 @@ class _SharedNorm(torch.autograd.Function):
 
 
 class SharedBank(DealtBank):
-    """The experts of one layer that one rank holds, for tokens of which each has some."""
+    """One rank's experts of one layer, for tokens that are spread over the ranks."""
 
     def inputs(self, x_nD: Tensor) -> Tensor:
         """See `ExpertBank`; in the compute type."""
@@ -369,9 +369,10 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
         ways: ranks that share it.
         again: whether the layer is computed again for backward.
 
-    Inputs of attention and experts, their outputs, and the gradients of all these, of which
-    (ways - 1) / ways leave a rank; likewise each token's weights and experts, 4 bytes each, and the
-    gradients of the weights. What is computed again moves again, but for the experts' outputs.
+    These are inputs and outputs of attention and experts, and the gradients of all these:
+    (ways - 1) / ways of them leave a rank. Likewise each token's weights and experts, 4 bytes each,
+    and the gradients of the weights. What is computed again moves again, but for the
+    experts' outputs.
     """
     per_token = (11 if again else 8) * itemsize * model.hidden_size
     per_token += (20 if again else 12) * model.num_experts_per_tok
@@ -431,7 +432,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Routed(torch.autograd.Function):
-    """Weights and experts of each rank's tokens, beside each other, to all."""
+    """Gathers the weights and experts of all ranks' tokens, concatenated, on every rank."""
 
     @staticmethod
     def forward(

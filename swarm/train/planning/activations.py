@@ -151,12 +151,12 @@ class MicroBatchBytes:
         return self.compute * self.tokens * self.places() * keys * heads
 
     def cast_matrices(self, layer_cast: int) -> float:
-        """So many parameters of a layer in the compute type, kept beside their masters."""
+        """Bytes of a layer's copies in the compute type, where they are kept with the masters."""
         kept = self.compute < 4 and self.options.shards == 1  # else they are there anyway
         return self.compute * layer_cast if kept else 0.0
 
     def backward(self, layer_owned: int, frozen_layer: float) -> float:
-        """Bytes beside all that while one layer goes backward.
+        """Additional bytes during the backward pass of one layer.
 
         Args:
             layer_owned: parameters of the layer's owned experts.
@@ -176,13 +176,13 @@ class MicroBatchBytes:
         gathered = (row + 4 + c) * rows.computed + self.checkpoint()
         if self.options.tp > 1:
             gathered += in_fp32  # of all tokens
-        # Once the products are gone the rows of each token are added up in fp32.
+        # Once the products are freed, the rows of each token are added up in fp32.
         adding = 2 * in_fp32
         if not self.travels:
             gathered += row * self.tokens if c < 4 else 0  # as products take it
         else:
             # Gradients of outputs, here and there, and those of rows on their way back, with the
-            # numbers that travel beside them.
+            # numbers that travel with them.
             gathered += row * rows.sent + (row + 4) * rows.received
             packed = (row + 4) * (rows.computed + rows.received)
             adding = (row + 4) * rows.sent + max(adding, packed)
@@ -203,11 +203,11 @@ class MicroBatchBytes:
         return matrices + self.own * hidden * (4 + 4 + (c if c < 4 else 0) + c)
 
     def evaluated(self, table: int, frozen: str) -> float:
-        """Bytes beside its residual stream while it is evaluated in fp32, without a graph.
+        """Bytes, besides its residual stream, of an evaluation in fp32 without a graph.
 
         Args:
             table: parameters of the head.
-            frozen: form of the frozen experts, of which one after the other is converted.
+            frozen: form of the frozen experts, which are converted one at a time.
         """
         model, stream, rows = self.model, self.checkpoint(), self.rows
         queries = model.num_attention_heads * model.dim_per_head
@@ -226,7 +226,7 @@ class MicroBatchBytes:
         return max(attention, experts, 2 * stream + padded + self.logits())
 
     def slice_tokens(self) -> int:
-        """Tokens of which there are logits at once."""
+        """Tokens whose logits exist at the same time."""
         return slice_tokens(math.ceil(self.own), self.model.vocab_size, self.options.device)
 
     def logits(self) -> float:

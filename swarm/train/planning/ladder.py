@@ -29,7 +29,7 @@ FORMATS = tuple(MOMENT_BYTES)
 
 @dataclass(frozen=True)
 class Rung:
-    """One engine, and what it takes on a machine.
+    """One engine, and its needs on a machine.
 
     Attributes:
         options: of the engine, or of each of several workers.
@@ -75,7 +75,7 @@ def least(ladder: Sequence[Rung]) -> Rung:
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """Those of which each needs less of the device than the chosen one and all before it.
+    """Rungs that each need less device memory than the chosen one and all rungs before.
 
     Streaming is one of them only where host memory suffices.
     """
@@ -164,7 +164,7 @@ RING = 3
 
 @dataclass(frozen=True)
 class Wishes:
-    """Choices of the person, of which "auto" and "run" are left to the planner.
+    """The person's choices; the planner decides those that are "auto" or "run".
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.

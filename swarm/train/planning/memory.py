@@ -91,7 +91,7 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
 
 
 def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
-    """Bytes beside `Need.device_state` while a resident engine exchanges its experts.
+    """Bytes on top of `Need.device_state` while a resident engine exchanges its experts.
 
     The masters of before live until the last layer has its new ones, so that an engine that lacks
     memory for these can step down; the frozen experts of one layer exist twice. A step needs as
@@ -106,7 +106,7 @@ def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
 def evaluation_bytes(
     run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 1
 ) -> float:
-    """Bytes beside `Need.device_state` while a held-out loss is computed, in fp32, without a graph.
+    """Bytes on top of `Need.device_state` during a held-out evaluation, in fp32 without a graph.
 
     Activations of one layer, a slice of logits, and one expert's matrices as they are converted. A
     streaming engine gives that state up meanwhile, for the fp32 masters of two layers and the head,
@@ -208,7 +208,7 @@ PROCESS_BYTES = 0.39e9
 CUDA_BYTES = 2.5e9
 """Host memory of CUDA's libraries and context besides; not measured by this project."""
 SLACK_BYTES = 0.08e9
-"""Bytes that allocators keep of chunks that are gone."""
+"""Bytes that allocators keep of freed chunks."""
 KEPT_MATRICES = 10
 """Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
 experts: measured by `scripts/benchmarks/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""

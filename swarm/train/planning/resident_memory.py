@@ -28,7 +28,7 @@ from swarm.train.engine.sizes import (
 from swarm.train.planning.activations import MicroBatchBytes, Rows
 
 CROWDING = 0.25
-"""Share of rows that a rank's experts may get beside even routing, as a plan takes it: 1.25 is a
+"""Share of rows above even routing for which a plan leaves room on a rank's experts: 1.25 is a
 capacity factor at which an expert of a Switch Transformer, with a balancing loss, leaves few tokens
 out (arXiv 2101.03961, section 2.2), and the experts of a rank together have less above the mean."""
 Loads = Sequence[Sequence[Rows]]
@@ -87,7 +87,7 @@ class Held:
         return sizes.table if self.stage.is_last and not model.tie_word_embeddings else 0
 
     def tables(self, model: ModelConfig, sizes: Sizes) -> Ends:
-        """Bytes of the gradients at its ends: those of the head, and of an embedding beside it."""
+        """Bytes of the gradients at its ends: those of the head, and of a separate embedding."""
         own = GRADIENT_BYTES * sizes.table
         is_one = model.tie_word_embeddings and self.stage.is_last
         return Ends(
@@ -96,7 +96,7 @@ class Held:
         )
 
     def waiting(self, micro: MicroBatchBytes, sizes: Sizes) -> float:
-        """Bytes beside the graphs of a pipeline's stage.
+        """Bytes of a pipeline's stage on top of its graphs.
 
         Of the last one the head's gradient and that of its input, which are formed with the loss,
         of micro-batches that wait for backward; and the rows of those that are done, since the
@@ -120,7 +120,7 @@ class Held:
         return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
 
     def buffers(self, micro: MicroBatchBytes) -> float:
-        """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
+        """Bytes received from neighbouring stages; a schedule keeps these buffers between steps."""
         return self.received * self.sides * micro.checkpoint()
 
 
@@ -152,7 +152,7 @@ def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> 
 
 
 def need_with_crowding(run: RunConfig, num_owned: int, options: EngineOptions, held: Held) -> Need:
-    """With even routing, and what more rows take beside that."""
+    """The need with even routing, and separately the additional need of more rows."""
     even, graphs = Rows.even(run, options), math.ceil(held.kept)
     need = resident_need(run, num_owned, options, held, [[even] * held.layers] * graphs)
     if options.ep == 1:
@@ -168,8 +168,8 @@ class _Graph:
 
     Attributes:
         layers: what the graph of each layer keeps until its backward.
-        backward: of each layer what its backward takes beside graphs and gradients.
-        ends: what it keeps of what comes in and goes out.
+        backward: bytes of each layer's backward pass besides graphs and gradients.
+        ends: bytes that are kept of the inputs and outputs.
     """
 
     layers: tuple[float, ...]
@@ -198,7 +198,7 @@ class _Graph:
         return sum(self.layers) + self.ends
 
     def going_back(self, gradients: Sequence[float]) -> float:
-        """The most that its backward takes beside what it keeps, as layers above are given back.
+        """Peak bytes of its backward pass on top of `kept`, as the layers above are freed.
 
         Args:
             gradients: that are there while each layer goes backward.
@@ -217,7 +217,7 @@ def resident_need(
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
         options: of the engine, or of each worker.
-        held: what it holds of the model.
+        held: the part of the model that the rank holds.
         loads: the rows of its layers, of at least as many micro-batches as it keeps.
     """
     # Dealt out evenly; of what is left over one worker has one more.
@@ -249,7 +249,7 @@ def resident_need(
 
 
 def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: Held) -> float:
-    """Graphs and gradients, with micro-batches that are kept, of which the first goes backward."""
+    """Bytes of graphs and gradients, where the first of the kept micro-batches goes backward."""
     gradients: float = GRADIENT_BYTES * held.trained(micro.model, sizes)
     # The last one may be through some chunks alone.
     part = 1 + held.kept - len(graphs)

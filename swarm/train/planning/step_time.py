@@ -39,8 +39,8 @@ class StepTime:
         outputs: added up where heads are cut, and their gradients.
         stream: the residual stream between stages.
         sums: of gradients.
-        updates: of masters; in the streaming engine what copies and updates take longer than
-            products, beside which they run.
+        updates: of masters; in the streaming engine, by how much copies and updates exceed the
+            products that they overlap.
     """
 
     products: float
@@ -76,7 +76,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     """The seconds of a step of a peer that owns so many experts.
 
     Nothing is taken to overlap in the resident engine; in the streaming engine copies and updates
-    run beside products.
+    overlap products.
     """
     if options.kind is EngineKind.STREAMING:
         return _streaming(run, num_owned, options, machine)

@@ -1,9 +1,9 @@
 """A peer's private state on disk: all it needs, besides a manifest, to go on bit for bit.
 
 The file is a safetensors file with the tensors, then one JSON object with all else, the length of
-that (8 bytes) and the BLAKE3 digest of everything before (32). It is written beside its place,
-fsynced and renamed; the one before stays as `NAME.previous`. Nothing in it is executed, and nothing
-is read before the digest of the whole file was checked.
+that (8 bytes) and the BLAKE3 digest of everything before (32). It is written under a
+temporary name, fsynced and renamed. The previous file stays as `NAME.previous`. Nothing in the
+file is executed, and nothing is read before the digest of the whole file was checked.
 
 Tensors that worker processes hold they write themselves, each to a file of its own
 (`hashed_file.py`). The state is the index of these: its JSON lists their lengths and digests, and
@@ -310,8 +310,8 @@ def resume_newest(path: Path) -> Loaded | None:
 
     So does what a saving that was killed has left. A damaged state gives its place to the one
     before, whose place it would take with the next saving: killed then, that would leave none.
-    One that cannot be read now, or not by this version, stays until then: a start before that
-    which can read it goes on from it.
+    A file that cannot be read now, or not by this version, stays until the next saving: an earlier
+    start that can read the file resumes from it.
 
     Raises:
         CorruptState: all files that are there are damaged or unreadable.

@@ -77,8 +77,8 @@ class HashedFile:
 
         Args:
             path: of the file; an older one is replaced.
-            groups: asked for the tensors, of which the first ones come first, by the thread that
-                hashes.
+            groups: called by the thread that hashes; gives the tensors in the order in which they
+                are written.
         """
         self._path = path
         self._digest = blake3(max_threads=blake3.AUTO)
@@ -255,7 +255,7 @@ PREVIOUS = ".previous"
 class UnreadableState(CorruptState):
     """A file may be sound, but cannot be read now, or not by this version.
 
-    It is as good as damaged for whoever needs it now, and is kept for a later start.
+    The caller treats it as damaged for now. The file is kept for a later start.
     """
 
 

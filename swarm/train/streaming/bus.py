@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation, and their waits."""
+"""Copies between host and device that overlap the computation, and waits for them."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Accumulator:
             When they are there.
 
         Raises:
-            Disconnected: another rank is gone.
+            Disconnected: another rank has ended.
         """
         for name in self.views.keys() - self._written:
             assert self._ranks.size > 1, f"{name} has no gradient"
@@ -320,7 +320,7 @@ def tell(ranks: Ranks, offloads: Sequence[GradientOffload]) -> None:
     """Tells all processes what each has found of sums of squares; waits until they have left.
 
     Raises:
-        Disconnected: another rank is gone.
+        Disconnected: another rank has ended.
     """
     if ranks.size == 1:
         return

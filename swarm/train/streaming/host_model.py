@@ -418,7 +418,7 @@ class HostStore:
         frozen: frozen experts by layer.
         biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
-        memory: where all lies but the biases, of which each process has its own.
+        memory: where everything lies except the biases; each process has its own biases.
         tied: whether the head is the embedding.
     """
 
@@ -525,7 +525,7 @@ class HostStore:
                     self.frozen[layer].put(expert, projection, tensor)
 
     def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Notes what another process writes; returns that of which each has its own."""
+        """Counts another process's writes; returns the biases, which each process has itself."""
         for name in named:
             self.shape(name)
             if not self._is_master(name):

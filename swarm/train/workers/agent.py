@@ -1,8 +1,8 @@
 """A node's side: starts workers when its controller says so, and passes on what both say.
 
 Workers see no difference: they have a socket and files of their own machine. What a controller
-sends is kept once for all of them, in a file without a name. When the connection ends, whoever is
-the cause, the workers are killed, and the agent dials again.
+sends is kept once for all of them, in a file without a name. When the connection ends, on
+either side, the workers are killed and the agent dials again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Agent:
         """Serves the controller again and again.
 
         Args:
-            once: returns when a controller that was served is gone; otherwise it never returns.
+            once: returns once a served controller has disconnected; otherwise never returns.
 
         Raises:
             ConfigError: the controller does not want this node, or is none.

@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_OFFSET = 2**53
 """Whole numbers below it are the same in every JSON."""
 STALL_S = 60.0
-"""Nothing moves for so long in the middle of a message: the other side is gone."""
+"""The other side counts as lost when nothing moves for so long within a message."""
 CHUNK_BYTES = 2**20
 _HEAD = struct.Struct(">4sIQ")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, linux/sockios.h
@@ -162,7 +162,7 @@ class Wire:
         return count
 
     def is_open(self) -> bool:
-        """Whether the other side is there, of which nothing is to be received now."""
+        """Whether the other side is connected; there must be nothing to receive now."""
         self.socket.settimeout(0)
         try:
             return bool(self.socket.recv(1, socket.MSG_PEEK))
@@ -222,7 +222,7 @@ def segments_of(file: TensorFile) -> list[tuple[int, int]]:
 
 
 def merged(segments: Segments) -> list[tuple[int, int]]:
-    """The same places in order, of which those that touch each other are one."""
+    """The same segments in order, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for offset, count in sorted(segments):
         if found and sum(found[-1]) == offset:

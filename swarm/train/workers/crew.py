@@ -118,7 +118,7 @@ class Crew:
 
     @property
     def may_grow(self) -> bool:
-        """Whether nodes wait to be called that would make it larger, were it started anew."""
+        """Whether nodes are waiting with which a restarted crew would be larger."""
         age_s = time.monotonic() - self._began_s
         return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 

@@ -33,7 +33,7 @@ RECEIVED_BYTES = 2**16
 
 
 class Closed(Exception):
-    """The other side of a socket is gone."""
+    """The other side of a socket is lost."""
 
 
 class Channel:
@@ -47,7 +47,7 @@ class Channel:
         self._descriptors: list[int] = []
 
     def send(self, message: Message, file: TensorFile | None = None) -> None:
-        """Sends a message and the file beside it.
+        """Sends a message and its file.
 
         Raises:
             Closed: nobody is there, or takes it within the socket's time-out.

@@ -21,7 +21,7 @@ START_S = 300.0
 END_S = 30.0
 """The system takes a killed process away at once, unless a driver holds it."""
 SYMPTOM_S = 10.0
-"""When one rank has failed the others wait for it in vain; what was the cause shows soon."""
+"""The other ranks wait for a failed one without result; the cause shows within this time."""
 
 
 class Lost(Exception):

@@ -1,4 +1,4 @@
-"""The controller's side of workers on other machines: who is there, and what they are told.
+"""The controller's side of workers on other machines: their connections and commands.
 
 Each node has an agent (`agent.py`), which dials the controller and waits to be called. A connection
 serves one `Crew`: when it is closed, from either side or by a fault, the node's workers end.
@@ -189,7 +189,7 @@ class Nodes:
         return self._begun(chosen)
 
     def has_more(self, size: int, age_s: float) -> bool:
-        """Whether a crew of fewer workers than wanted is worth being started anew, with more.
+        """Whether a crew of fewer workers than wanted is worth restarting with more.
 
         Args:
             size: of the crew.
@@ -253,7 +253,7 @@ class Nodes:
         while True:
             try:
                 end, address = self._listener.accept()
-            except OSError:  # it is closed, or one connection was gone before it was taken
+            except OSError:  # the listener is closed, or a connection ended before it was accepted
                 if self._listener.fileno() < 0:
                     return
                 time.sleep(LOOK_S)

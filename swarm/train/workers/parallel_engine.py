@@ -122,7 +122,7 @@ class ParallelEngine:
         self._force.tell(Command({"do": "count_from", "updates": updates}))
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; of the next step alone, whose products the workers begin beside."""
+        """See `Engine`; for the next step only, whose products workers start in the background."""
         if not self._force.options.is_read_beside(self._run):
             return False
         self._wait = wait

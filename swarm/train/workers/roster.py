@@ -71,7 +71,7 @@ def objection(node: Node, device: str, versions: tuple[str, str]) -> str | None:
     """Why a node cannot be part of this peer; None if it can.
 
     Args:
-        node: what it has.
+        node: its hardware and versions.
         device: on which this peer computes, "cpu" or "cuda".
         versions: of swarm and torch here.
     """
@@ -200,5 +200,5 @@ def address_of(text: str, source: str) -> tuple[str, int]:
 
 
 def pause_s(failures: int) -> float:
-    """Seconds before a node dials its controller again, after so many tries in vain."""
+    """Seconds before a node dials its controller again, after so many failed tries."""
     return min(15.0, 0.5 * 2.0 ** min(failures, 10))

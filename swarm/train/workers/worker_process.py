@@ -109,7 +109,7 @@ class SplitStep:
             self._stands.wait()
 
     def finish(self) -> exchange.Message:
-        """Lets it through; returns its answer, or raises what it raised."""
+        """Lets the step through; returns its answer or raises its error."""
         if self._thread is None:
             return self._step()
         self._may_go.set()
@@ -121,7 +121,7 @@ class SplitStep:
         return self._answer
 
     def _hold(self) -> None:
-        # An engine goes on calling it in later steps, which nobody holds up.
+        # An engine calls this in later steps too; those are not held up.
         self._stands.set()
         began_s = time.perf_counter()
         self._may_go.wait()
@@ -139,7 +139,7 @@ class SplitStep:
 
 
 CHANGES_NOTHING = ("rehearse", "save", "saved", "begin_step", "stands")
-"""What has been begun to be saved goes on being written."""
+"""During these commands, a saving that has begun continues."""
 Given = Mapping[str, Tensor]
 """The tensors that came with a command; `TensorFile` or nothing."""
 
@@ -265,7 +265,7 @@ class Worker:
         return step_of(self._engine, self._ranks, message, given)()
 
     def _begin_step(self, message: exchange.Message, given: Given) -> exchange.Message:
-        """Answers at once: questions are answered beside its products, see `SplitStep`."""
+        """Answers at once; questions are answered during its products, see `SplitStep`."""
         step = step_of(self._engine, self._ranks, message, given)
         self._begun = SplitStep(self._engine, step, is_beside=self._is_beside)
         return {}
@@ -334,7 +334,7 @@ class Worker:
         return {"held": flags, "forms": forms, **exchange.state_message(state)}
 
     def _save(self, message: exchange.Message, _: Given) -> exchange.Message:
-        """Begins to write the tensors that this rank shall write, in threads beside."""
+        """Begins to write this rank's share of the tensors in background threads."""
         self._give_up_saving()
         if self._state is None:
             self._describe()
@@ -404,7 +404,7 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
     """The engine of one rank.
 
     Raises:
-        Disconnected: another rank is gone.
+        Disconnected: another rank has ended.
     """
     if options.kind is EngineKind.STREAMING:
         return StreamingRank(run, options, ranks)

@@ -32,7 +32,7 @@ COMPUTES = ("step", "rehearse", "evaluate")
 STEPS = ("step", "begin_step", "stands", "finish_step")
 """A step as one command, or in parts."""
 KEPT = 64
-"""Computations of each kind of which the longest sets the deadline of the next."""
+"""The longest of so many computations of a kind sets the deadline of the next."""
 STANDS_EVERY_S = 0.02
 """Questions get their turn between."""
 
