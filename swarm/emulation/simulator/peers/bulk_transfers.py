@@ -175,9 +175,8 @@ FIRST_S = 0.5
 ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
-"""After a look without result. A real peer waits 5 s, 1 s and a minute, but its rounds take minutes;
-those
-here take seconds, and in class Q a generation of members leaves within 40."""
+"""After a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
+minutes. Rounds here take seconds, and in class Q a generation of members leaves within 40."""
 IDLE_S = 2.0
 """While nothing is missing, or nobody is there to be asked."""
 
