@@ -155,10 +155,9 @@ def save_model(
 ) -> list[Path]:
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
-    Every file is written under a temporary name, flushed to disk and renamed. A file that
-    names the others comes last. Files of an earlier export into the same folder are removed, those
-    that name
-    its tensors first: killed at any moment, the folder holds one of both exports or none.
+    Every file is written under a temporary name, flushed to disk and renamed. A file that names the
+    others comes last. Files of an earlier export into the same folder are removed, its index
+    first: killed at any moment, the folder holds one of both exports or none.
 
     Args:
         folder: made when missing.
