@@ -167,7 +167,7 @@ def test_what_was_trained_is_kept_unless_the_run_is_finished(
     shutil.rmtree(folder, ignore_errors=True)
     assert kept and result.exit_code
     assert f"swarm-export --state-dir {folder}/peer-0" in result.stderr
-    assert f"swarm-peer --state-dir {folder}/peer-0 goes on" in result.stderr
+    assert f"swarm-peer --state-dir {folder}/peer-0 resumes it" in result.stderr
 
 
 def test_the_temporary_folder_of_a_finished_run_is_removed(

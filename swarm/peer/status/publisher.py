@@ -96,8 +96,8 @@ def clock_warning(told: Sequence[float]) -> str | None:
     direction = "ahead of" if least_s > 0 else "behind"
     return (
         f"the clock of this peer's records is {abs(least_s):.1f} s {direction} those of all peers "
-        f"that gave the time ({len(told)}), and {LIMIT_S:.0f} s are allowed: others do not believe "
-        "what this peer publishes, or it not what they do (set this machine's clock, best by "
+        f"that gave the time ({len(told)}), and {LIMIT_S:.0f} s are allowed: others refuse "
+        "this peer's records, or it refuses theirs (set this machine's clock, best by "
         "timedatectl set-ntp true, and start again)"
     )
 

@@ -59,7 +59,7 @@ def test_a_clock_that_is_none_of_the_others_is_said_once(
     node = Neighbours(a=ahead_s, b=ahead_s * 2, c=None)
     text = said(node, caplog, times=3)
     assert text.count("the clock of this peer's records is") == text.count(f"{words} ") == 1
-    assert "told the time (2)" in text and "timedatectl set-ntp true" in text
+    assert "gave the time (2)" in text and "timedatectl set-ntp true" in text
 
 
 @pytest.mark.parametrize("node", [Neighbours(a=60.0, b=1.0), Neighbours(a=0.0), Neighbours()])

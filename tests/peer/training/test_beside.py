@@ -80,13 +80,13 @@ def test_work_that_waits_for_itself_is_told_that_memory_is_short():
     making = BackgroundWork[int]()
 
     def work() -> int:
-        with pytest.raises(MemoryError, match="beside"):
+        with pytest.raises(MemoryError, match="at the same time"):
             making.wait()
         making.in_turn(wait_within)
         return 7
 
     def wait_within() -> None:
-        with pytest.raises(MemoryError, match="beside"):
+        with pytest.raises(MemoryError, match="at the same time"):
             making.wait()
 
     making.begin(work)
