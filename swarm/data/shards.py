@@ -253,7 +253,7 @@ class Prepared:
     def _damaged(self, why: Exception) -> DataError:
         return DataError(
             f"{self.root}: {why}",
-            hint="remove the folder and make it anew with swarm-data tokenize, or fetch it again",
+            hint="remove the folder and make it again with swarm-data tokenize, or fetch it again",
         )
 
 
@@ -263,7 +263,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """A folder of shards, of which only the header is read yet.
+    """A folder of shards; only the header is read so far.
 
     Raises:
         DataError: it is damaged, of another version, or not finished.
@@ -282,7 +282,7 @@ def open_prepared(folder: Path) -> Prepared:
     except (Torn, LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"{folder / shard_writer.HEADER}: {error}",
-            hint="make the folder anew with swarm-data tokenize",
+            hint="make the folder again with swarm-data tokenize",
         ) from error
 
 

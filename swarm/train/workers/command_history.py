@@ -42,7 +42,7 @@ def flagged(names: Collection[str], flags: str) -> list[str]:
 
 
 def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -> set[str]:
-    """The tensors that a rank has in memory as a whole: what it may write by itself."""
+    """Tensors that a rank has whole in memory, so that it can write them by itself."""
     if isinstance(tensors, tensor_file.LazyTensors):
         return set()
     return {n for n, each in tensors.items() if forms.get(n) == (each.dtype, tuple(each.shape))}
@@ -247,7 +247,7 @@ class History:
             if state is None or state.counts != first.counts:
                 raise CorruptState(
                     "the private state is not the one that was saved last",
-                    hint="start this peer again: it goes on from the agreed values",
+                    hint="start this peer again: it resumes from the agreed values",
                 )
             commands += load_commands(state)
             commands += [Command({"do": "write"}, one) for one in _by_expert(first.frozen)]
@@ -256,7 +256,7 @@ class History:
         return commands
 
     def _forget(self) -> None:
-        """Drops what new workers would not be told, and with it the files that nobody else has."""
+        """Drops commands that new workers will not need, and the files that only these refer to."""
         self._stretches = self._stretches[self._index() :]
 
     def _index(self) -> int:
