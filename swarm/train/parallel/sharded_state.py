@@ -468,15 +468,19 @@ class ShardedAdamW(OwnedAdamW):
         return found
 
 
-class _State(LazyTensors):
-    """Masters and moments, each collected from the ranks when it is looked up."""
-
-    def __init__(self, optimizer: ShardedAdamW) -> None:
-        self._optimizer = optimizer
+class _Collected(LazyTensors):
+    """Tensors that the ranks put together when they are looked up."""
 
     def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `LazyTensors`; an operation of the ranks."""
         return {name: (each.dtype, tuple(each.shape)) for name, each in self.items()}
+
+
+class _State(_Collected):
+    """Masters and moments, each collected from the ranks when it is looked up."""
+
+    def __init__(self, optimizer: ShardedAdamW) -> None:
+        self._optimizer = optimizer
 
     def __getitem__(self, name: str) -> Tensor:
         kind, _, of = name.partition(".")
@@ -496,7 +500,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 # What the methods do is said in `Engine`.
-# ruff: noqa: D102
+# ruff: disable[undocumented-public-method]
 
 
 class ShardedEngine(RankEngine):
@@ -587,16 +591,15 @@ class ShardedEngine(RankEngine):
         return _WithBiases(self._optimizer.state(), self._model.read(self._biases()))
 
 
-class _WithBiases(LazyTensors):
+# ruff: enable[undocumented-public-method]
+
+
+class _WithBiases(_Collected):
     """A state that is collected, and the selection biases, which all ranks have."""
 
     def __init__(self, cut: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
         self._cut = cut
         self._biases = {f"master.{name}": each for name, each in biases.items()}
-
-    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `LazyTensors`; an operation of the ranks."""
-        return {name: (each.dtype, tuple(each.shape)) for name, each in self.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._biases[name] if name in self._biases else self._cut[name]

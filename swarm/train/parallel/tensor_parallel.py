@@ -451,7 +451,7 @@ class _Routed(torch.autograd.Function):
 
 
 # What the methods do is said in `Engine` and `RankEngine`.
-# ruff: noqa: D102
+# ruff: disable[undocumented-public-method]
 
 
 class HeadsEngine(RankEngine):
@@ -546,3 +546,6 @@ class HeadsEngine(RankEngine):
 
     def _idle(self, _count: int) -> int:
         return 0  # all of a group have the same micro-batches
+
+
+# ruff: enable[undocumented-public-method]

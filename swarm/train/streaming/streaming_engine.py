@@ -81,11 +81,10 @@ class Evaluation:
         return found
 
 
-# What the methods do is said in `Engine`.
-# ruff: noqa: D102
-
-
 ALONE = Ranks(0, 1, torch.device("cpu"))
+
+# What the methods do is said in `Engine`.
+# ruff: disable[undocumented-public-method]
 
 
 class StreamingEngine:
@@ -394,6 +393,9 @@ class StreamingEngine:
     ) -> list[float]:
         """The means of the micro-batches of all processes."""
         return means_of(parts)
+
+
+# ruff: enable[undocumented-public-method]
 
 
 def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:

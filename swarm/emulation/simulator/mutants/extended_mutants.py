@@ -119,10 +119,6 @@ WAITING_MUTANTS: Mapping[str, Mutant] = {
 }
 
 
-# A method without its rule has no use for what the rule looked at.
-# ruff: noqa: ARG002
-
-
 class _AllTokensWeigh(Rules):
     def weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
@@ -219,10 +215,6 @@ CLAIMS_MUTANTS: Mapping[str, Mutant] = {
 }
 
 
-# A method without its rule has no use for what the rule looked at.
-# ruff: noqa: ARG002
-
-
 class _NothingIsShown(Acceptor):
     def proposal_problem(
         self, manifest: Manifest, evidence: messages.Evidence | None
@@ -288,10 +280,6 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
         "L3: a chain keeps what leads on from each head", adopter=_PrunedByCount
     ),
 }
-
-
-# A method without its rule has no use for what the rule looked at.
-# ruff: noqa: ARG002
 
 
 # ---------------------------------------------------------------- lost and damaged records

@@ -31,7 +31,7 @@ from swarm.protocol.values.schedule import merge_due
 from swarm.protocol.values.updates import UpdateBound
 
 # What a method here does is what the rule's method would do without the rule.
-# ruff: noqa: D102
+# ruff: disable[undocumented-public-method]
 
 
 class NoBaseCheck(Training):
@@ -90,8 +90,10 @@ class MergesOnApply(Trainer):
     model_type = MergingModel
 
 
+# ruff: enable[undocumented-public-method]
+
 # A method without its rule has no use for what the rule looked at.
-# ruff: noqa: ARG002
+# ruff: disable[unused-method-argument]
 
 
 @dataclass(frozen=True)
@@ -418,3 +420,5 @@ MUTANTS: Mapping[str, Mutant] = {
         "GC, M10: the blobs of the tip before are kept", adopter=_TipBeforeCollected
     ),
 }
+
+# ruff: enable[unused-method-argument]

@@ -92,10 +92,6 @@ OVERLAP_MUTANTS: Mapping[str, Mutant] = {
 }
 
 
-# What a method here does is what the rule's method would do without the rule.
-# ruff: noqa: ARG002
-
-
 class _InSlotOnly(Schedule):
     def _is_overdue(self, tip: Manifest, unit: Unit) -> bool:
         return False
