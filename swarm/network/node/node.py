@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
 RENEW_ADDRESSES_S = 60.0
-"""How often this machine's own addresses are looked at."""
+"""How often this machine looks at its own addresses."""
 REMEMBERED_TRIED = 64
 """Addresses from the disk that are probed at a start; all in parallel."""
 RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
-"""Pauses before a dead daemon is started again, as long as starts fail or it dies at once."""
+"""Pauses before restarts of a daemon, while starts fail or the daemon dies at once."""
 STEADY_S = 60.0
 BACK_S = 10.0
-"""Calls that may wait for a daemon that is being started again wait so long."""
+"""Calls wait so long for a daemon that is being restarted."""
 _CLOSE_S = 2.0
 
 Result = TypeVar("Result")
@@ -71,9 +71,9 @@ class Node:
         addresses: to be handed out; loopback only if there is nothing else. Empty for a node that
             does not listen.
         traffic: counters.
-        ledger: what others may cost.
-        lines: how messages to others fare.
-        failure: why the daemon is dead, while it is.
+        ledger: limits the cost of other peers.
+        lines: success of messages to others.
+        failure: why the daemon is dead; None while it lives.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Node:
         self._stopping = False
         self._given_up = False
         self._forgotten = forgotten
-        """Holds an identity that is kept nowhere else."""
+        """Has an identity that is stored nowhere else."""
         self._substrate: Substrate | None = None
 
     @classmethod
@@ -136,15 +136,15 @@ class Node:
 
         Args:
             identity_path: made if missing; None takes a new identity that is forgotten at once.
-            network: what the person decided.
+            network: the person's settings.
             known_peers: addresses that a person gave to enter the swarm by; some may be dead.
             remembered: addresses from earlier runs, the freshest first; all may be dead.
             port: replaces port 0 in `network.host_maddrs`; if it is taken, a free one is used.
-            handlers: may be called before this returns.
+            handlers: may be called before this method returns.
             deadline_s: for all of it.
             must_reach: whether it is an error that no address answers; otherwise the node starts
                 alone and keeps trying.
-            signer: whose records it publishes, if not its own.
+            signer: owner of the records that it publishes, if not the node itself.
 
         Raises:
             NobodyReachable: no address answered.
@@ -154,7 +154,7 @@ class Node:
         """
         dht_clock()
         use_hivemind_log_handler("nowhere")
-        logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO tells of each start
+        logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO reports each start
         peers = [Address.parse(text) for text in known_peers]
         # The daemon reads the identity again when it is started again.
         folder = None if identity_path else tempfile.TemporaryDirectory(prefix="swarm-")
@@ -186,12 +186,12 @@ class Node:
 
     @property
     def port(self) -> int | None:
-        """The TCP port it listens on, to be remembered for the next start."""
+        """The TCP port that it listens on, saved for the next start."""
         return Address.parse(self.addresses[0]).port if self.addresses else None
 
     @property
     def num_neighbours(self) -> int:
-        """Size of the DHT's routing table: the honest sign of being connected."""
+        """Size of the DHT's routing table: the reliable sign of a connection."""
         return len(self.neighbours)
 
     @property
@@ -209,7 +209,7 @@ class Node:
         return self._thread.run(coroutine, timeout_s)
 
     def end(self, what: str, stopping: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Stops something in the node's loop; what takes longer ends with the thread."""
+        """Stops something in the node's loop; a longer stop ends with the thread."""
         try:
             self.run(stopping, timeout_s)
         except TimeoutError:
@@ -260,7 +260,7 @@ class Node:
         return await seen_at(self._living_p2p(), peer_id)
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Notes wrong bytes; whether that may be the line's doing: it is asked over libp2p then."""
+        """Notes wrong bytes. True: the line may be at fault, and libp2p is used from then on."""
         return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
@@ -288,7 +288,7 @@ class Node:
         return await self._living().dht.store(key, value, ttl_s)
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
-        """For each key the records by the peer id of the owner who signed them.
+        """For each key, its records by the peer id of the owner who signed them.
 
         Returns:
             At most 1,024 records a key, first those of members.
@@ -316,7 +316,7 @@ class Node:
         found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
         answered = [each is True for each in found]
         for address, each in zip(chosen, found, strict=True):
-            if isinstance(each, BaseException):  # a fault that is met with one costs no other
+            if isinstance(each, BaseException):  # a fault with one address costs no other
                 logger.error("%s was not tried by a fault here", address.text, exc_info=each)
             self._book.tried(address, each is True, time.time())
         return sum(answered)
@@ -333,8 +333,8 @@ class Node:
                     await self.renew_addresses()
 
     async def renew_addresses(self) -> None:
-        """Looks which addresses this machine has now: many routers give a new one each day."""
-        if not self.addresses:  # client mode: it listens nowhere, and libp2p has no word for that
+        """Looks up this machine's addresses: many routers give a new one each day."""
+        if not self.addresses:  # client mode: it listens nowhere, and libp2p cannot express that
             return
         try:
             async with asyncio.timeout(BACK_S):
@@ -378,7 +378,7 @@ class Node:
         self.failure, self._began_s = None, time.monotonic()
 
     async def _supervise(self) -> None:
-        """Starts a daemon that died again, until that fails too often in a row.
+        """Restarts a daemon that died, until restarts fail too often in a row.
 
         It may be called again at any point: a daemon that is dead by then is started at once.
         """
@@ -407,7 +407,7 @@ class Node:
             await asyncio.sleep(pause_s)
             try:
                 peers = self._book.addresses()[:HEAL_ADDRESSES]
-                # Others may still take the connection of the life before for a living twin.
+                # Others may still take the old daemon's connection for a living twin.
                 substrate = await open_substrate(
                     self._opening, peers, port, must_reach=False, check_identity=False
                 )

@@ -47,7 +47,7 @@ class CommitProofs:
         Args:
             aside: fetches into memory.
             own: what this peer has already.
-            foothold: the newest state that it trusts.
+            foothold: what this peer believes now.
             sound: drops signatures that are wrong.
         """
         self._aside, self._own = aside, own
@@ -135,8 +135,8 @@ class CommitProofs:
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""A message with more blobs is fetched from other peers first. Evidence of more peers is checked
-in another thread."""
+"""Where a message has more blobs, they are asked of other peers first. Evidence of more peers is
+checked in another thread."""
 RELAYED_S = 10.0
 """So long a proposal is asked of its relays alone; repeated after that, of its convener too."""
 MAX_SHOWN = 256

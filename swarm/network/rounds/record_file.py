@@ -234,7 +234,7 @@ class RecordFile:
         if self.path.exists() or self.previous.exists():
             raise CorruptState(
                 f"{self.path.parent}: {'; '.join(problems)}",
-                hint="without a record a peer cannot tell what it has promised: join the others "
+                hint="without a record a peer does not know its promises: join the others "
                 "with a new --state-dir and --initial-peers ADDRESS, or, if there are none, found "
                 "the run again with --run FILE and a new --state-dir",
             )

@@ -47,15 +47,15 @@ class RoundObserver:
     """
 
     def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
-        """Rounds begin now, on this machine, whose record is in this file."""
+        """Rounds begin now, on this round machine with this record file."""
 
     def before_event(self, event: events.Event) -> None:
         """The machine handles an event next; in the node's loop."""
 
     async def carry_out(self, effect: events.Effect, act: CarryOut) -> None:
-        """Carries out an effect by calling `act`, in the node's loop; it may wait first.
+        """Carries out an effect by calling `act`, in the node's loop; may wait first.
 
-        `act` carries out any effect, so one that was held back may be given to it later.
+        `act` carries out any effect, so a delayed effect may be given to `act` later.
         """
         await act(effect)
 
@@ -63,7 +63,7 @@ class RoundObserver:
         """The private state is durable, and nothing was offered; in the trainer's thread."""
 
     def before_leave(self) -> None:
-        """This peer was asked to leave, and nobody knows of it; in the trainer's thread."""
+        """This peer was asked to leave, and no other peer knows yet; in the trainer's thread."""
 
 
 UNWATCHED = RoundObserver()
@@ -72,7 +72,7 @@ UNWATCHED = RoundObserver()
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (events.Topic.TAKEOVER, events.Topic.FORK, events.Topic.ADMISSION)
-"""Rare, and what a person wants to read of a round that took long."""
+"""Topics that are rare and explain a long round to people."""
 
 
 class RoundDriver:
@@ -143,7 +143,7 @@ class RoundDriver:
         return self._left
 
     def store_value(self, value: Content) -> tuple[Digest, int]:
-        """Stores a value of this peer's own and tells the machine; returns digest and size."""
+        """Stores a value of this peer and reports it to the machine; returns digest and size."""
         return write(self.open_value(value.num_bytes), value), value.num_bytes
 
     def _lost(self, digest: Digest, why: str) -> None:
@@ -166,7 +166,7 @@ class RoundDriver:
     def expect(self, tip: Digest, remaining_s: float) -> None:
         """Says when the local steps on a tip will be done; more often than twice a second is lost.
 
-        The convener waits for who is worth waiting for.
+        The convener waits for members that are worth the wait.
         """
         now = time.monotonic()
         if now - self._expected_at >= EXPECT_EVERY_S:
@@ -174,7 +174,7 @@ class RoundDriver:
             self._send_in(events.Expected(tip, remaining_s))
 
     def discovered(self, peers: Sequence[PeerId]) -> None:
-        """Tells the machine who is in the run by the DHT, on whatever chain."""
+        """Gives the machine the run's peers by the DHT, on any chain."""
         self._send_in(events.Discovered(tuple(peers)))
 
     def leave(self) -> None:
@@ -221,7 +221,7 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        """The actor and its ticks are not supervised: after a failure, they may have done half."""
+        """The actor and its ticks are not supervised: a failure may leave their work half done."""
         try:
             self._actor.spawn(self._run())
             self._actor.spawn(self._tick())
@@ -246,7 +246,7 @@ class RoundDriver:
             effects = self.machine.handle(event, passed_s())
             if isinstance(
                 event, events.Stored
-            ):  # from now on the machine decides how long it is kept
+            ):  # from now on the machine decides when it is dropped
                 self.store.unpin([event.digest])
             await self._carry_out(effects)
 
@@ -256,7 +256,7 @@ class RoundDriver:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Whatever it is, the trainer has to hear of it."""
+        """Every failure must reach the trainer."""
         with self._tip_changed:
             self._failure = error
             self._tip_changed.notify_all()
@@ -403,5 +403,5 @@ class RoundDriver:
     }
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
-        """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""
+        """A peer asks for a blob; for strangers all blobs of its manifest are leased [GC]."""
         disk_work.lease_to_stranger(self.store, self.machine.record, peer, digest, time.monotonic())

@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 STUCK_S = 10.0
 """After this long without progress, a state may have been collected everywhere."""
 LONGEST_REST_S = 60.0
-"""Between two attempts: after each a peer is asked for a proof, which may take it seconds."""
+"""Pause between two attempts: each asks a peer for a proof, which may cost that peer seconds."""
 
 
 async def present_peers(
     node: Node, run: str, shards: Iterable[int] = range(NUM_SHARDS)
 ) -> dict[PeerId, PeerRecord]:
-    """Records of the peers that are in a run now.
+    """Records of a run's present peers.
 
     Args:
         node: that asks.
         run: its id.
-        shards: whose peers are looked for; all together cost a large run's reader megabytes.
+        shards: parts of the record keys to read; all together cost megabytes in a large run.
 
     Raises:
         NobodyReachable: the DHT did not answer.
@@ -84,29 +84,29 @@ async def fetch_newest_state(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Shown:
-    """Fetches the state of a tip, or of a newer one when the tip's blobs are no longer to be had.
+    """Fetches the state of a tip, or of a newer one once the tip's blobs are no longer available.
 
     A slow line has all the time it needs. A state without any progress is given up in the end.
 
     Args:
-        node: whose peers are asked.
+        node: its peers are asked.
         store: where blobs go.
         downloads: fetches into it.
         layout: what a value must look like.
         run: as announced.
         shown: with the tip to begin with.
-        trust: where the proof of a newer one may begin.
+        trust: start of the proof of a newer tip.
         peers: that may have the state.
         on_blob: called with bytes here and bytes in all.
         clock: monotonic seconds.
         sleep: waits between attempts.
 
     Returns:
-        The tip that is here, whole and durable.
+        The tip whose state is here, whole and durable.
 
     Raises:
         NobodyReachable: nothing of the tip came for an hour, and nobody showed a newer one.
-        StateError: the disk stayed full, or failed, for longer than it is waited for.
+        StateError: the disk failed, or stayed full for longer than the retries last.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
 
@@ -132,7 +132,7 @@ async def fetch_newest_state(
 
 
 async def _newer_than(tip: Manifest, asking: Awaitable[Shown]) -> Shown | None:
-    """The tip that members show, if it is newer than this one."""
+    """The tip that members show, if newer than this one."""
     try:
         newer = await asking
     except NobodyReachable as error:
@@ -235,7 +235,7 @@ async def fetch_state(
 
 
 def missing_bytes(store: BlobStore, manifest: Manifest) -> int:
-    """Bytes of a manifest's blobs that are not in a store, nor pieces of them."""
+    """Bytes of a manifest's blobs, less the bytes and pieces already in a store."""
     return sum(manifest.sizes.values()) - _bytes_here(store, manifest)
 
 
@@ -253,14 +253,14 @@ class _Keeping:
         self._syncing: asyncio.Task[None] | None = None
 
     def arrived(self, digest: Digest, num_bytes: int) -> None:
-        """Notes a blob that is here, and begins to sync where there is enough to do so."""
+        """Notes a blob that is here, and begins a sync once a pack is full."""
         self._new.append(digest)
         self._num_bytes += num_bytes
         if self._num_bytes >= PACK_BYTES and (self._syncing is None or self._syncing.done()):
             self._syncing = asyncio.create_task(self._sync())
 
     async def end(self) -> None:
-        """Returns when nothing is being synced."""
+        """Waits until no sync is under way."""
         if self._syncing:
             await asyncio.wait([self._syncing])
 
@@ -296,12 +296,12 @@ class PeerDiscovery:
         """
         self._node, self._run, self._clock = node, run, clock
         self._found = [0] * NUM_SHARDS
-        """How many peers each shard had when it was read last, this one included."""
+        """Peers in each shard at its last read, this one included."""
         self._next, self._next_s = random.randrange(NUM_SHARDS), clock()
         self._has_failed = False
 
     async def look(self) -> dict[PeerId, PeerRecord]:
-        """Records of the shards whose turn it is; of none before the next look is due.
+        """Records of the shards that are due; none before the next look.
 
         Raises:
             NobodyReachable: the DHT did not answer; from then on keys are read one by one, since

@@ -17,11 +17,11 @@ from swarm.protocol.timing.pace import Arrivals
 BURST_S = 0.15
 """A machine that was idle, or too busy to wake up in time, may send or take so much at once. Over t
 seconds a cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a
-quarter of a second drops what comes in larger bursts, and TCP is slower than the cap for seconds.
+quarter of a second drops larger bursts, and TCP is then slower than the cap for seconds.
 """
 ROOM_S = 0.1
 PART_S = 0.05
-"""So much is moved at a time, for the same reason."""
+"""Seconds of the cap that are moved at a time, for the same reason."""
 LARGEST_PART_BYTES = 64 * 1024
 """Of a capped transfer: what the other side calls progress, so that no stream waits for the parts
 of all others for longer than its deadline allows."""
@@ -44,16 +44,16 @@ class Bucket:
         self._paid_s = -inf
 
     def idle_s(self, now_s: float) -> float:
-        """For how long nobody has needed the tokens that came; below 0 while some are owed."""
+        """How long new tokens have been unused; below 0 while some are owed."""
         return now_s - self._paid_s
 
     def take(self, now_s: float, num_bytes: int) -> float:
-        """Takes tokens, be they there or not; returns after how many seconds they are.
+        """Takes tokens at once, even on credit; returns the seconds until the debt is paid.
 
         A later call waits longer, so takers have their turns in the order of their calls.
 
         Args:
-            now_s: moments of calls never go back.
+            now_s: the time of the call; never decreases.
             num_bytes: how many.
         """
         self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
@@ -83,9 +83,9 @@ class Throttle:
 
     @property
     def has_room(self) -> bool:
-        """Whether others leave some of a cap unused for longer than between two of their parts.
+        """Whether a cap stays partly unused for longer than the pause between two parts.
 
-        False too where there is no cap, since nobody knows then.
+        False too without a cap, since nobody knows then.
         """
         with self._lock:
             return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S
@@ -137,7 +137,7 @@ class Arriving:
             return self._arrivals.num_bytes, self._arrivals.flowing_s
 
     def since(self, before: tuple[int, float]) -> tuple[int, float]:
-        """What was added to what `begin` returned."""
+        """Bytes and flowing seconds since `begin` returned its values."""
         with self._lock:
             return (
                 self._arrivals.num_bytes - before[0],
@@ -149,8 +149,8 @@ class Arriving:
 class Traffic:
     """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
-    `line` is what a provider counts. The other counters say what bytes were for, each where it is
-    used: what measures this peer's line is in none of them.
+    `line` is the count of a provider. The other counters show the purpose of bytes, each counted
+    where they are used. Bytes that measure this peer's line are in none of them.
 
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
@@ -158,7 +158,7 @@ class Traffic:
         control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
             path, and blobs that belong to messages.
         control_bytes_received: the same, from others.
-        blob_bytes_sent: contents of other blobs only, of moments neither.
+        blob_bytes_sent: contents of all other blobs except moments.
         blob_bytes_received: contents of blobs, those refused later and those of messages included.
         measuring_bytes_sent: to others that measure their lines.
         relayed_bytes: passed on between two other peers; in no other counter.
@@ -167,8 +167,8 @@ class Traffic:
             in `blob_bytes_received` too.
         dht_bytes: the DHT's questions and answers, both ways together.
         refused: how often bytes of others were refused, by reason.
-        up: cap on what is sent.
-        down: cap on what is received.
+        up: cap on sent bytes.
+        down: cap on received bytes.
         sent: how fast the line sent of late.
         line: all that the line carries, whatever it is for.
         arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.

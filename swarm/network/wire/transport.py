@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
-"""A peer that was reached through others is dialled again after this, and then ever more rarely:
-a dial to a closed port, or a message over a line that is cut, takes seconds to fail."""
+"""A peer that was reached through relays is dialled again after this, and then ever more rarely.
+A dial to a closed port, or a message over a line that is cut, takes seconds to fail."""
 LONGEST_AGAIN_S = 900.0
 REST_S = 10.0
 LONGEST_REST_S = 120.0
@@ -46,7 +46,7 @@ class Route:
 
     Attributes:
         straight: whether to try without a relay first.
-        relays: whom to ask then, one after another.
+        relays: peers to ask then, one after another.
         reason: why.
     """
 
@@ -58,15 +58,15 @@ class Route:
 @dataclass
 class _Known:
     failed_s: float | None = None
-    """When it last could not be dialled; None once it could."""
+    """Time of the last failed dial; None once a dial worked."""
     failures: int = 0
     """Failures in a row, those within `DIRECT_AGAIN_S` counted once."""
     mute_s: float | None = None
-    """When it last left something unanswered; None once it answered without a relay."""
+    """Time of its last missing answer; None once it answered without a relay."""
     relay: str | None = None
-    """Who reached it last."""
+    """The relay that reached it last."""
     rests: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Relays that could not reach it: until when they are left alone, and failures in a row."""
+    """Relays that could not reach it: when to try each again, and its failures in a row."""
 
 
 class Routes:
@@ -85,7 +85,7 @@ class Routes:
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
             is_stream: whether it is a stream. libp2p opens one without asking the other side, so
-                that a line that is cut shows only later: to a mute peer relays come first.
+                a cut line shows only later. Relays therefore come first for a mute peer.
         """
         known = self._peers.get(peer) or _Known()
         rested = [r for r in relays if r != peer and known.rests.get(r, (now_s, 0))[0] <= now_s]
@@ -132,7 +132,7 @@ class Routes:
             known.mute_s = now_s
 
     def relayed(self, peer: str, relay: str, answered: bool, now_s: float) -> None:
-        """Notes what came of a try through a relay."""
+        """Notes the outcome of a try through a relay."""
         known = self._note(peer)
         if answered:
             known.relay = relay
@@ -156,9 +156,9 @@ Result = TypeVar("Result")
 
 
 class Transport:
-    """All ways from this peer to others; carries out what `Routes` says, and tells it the outcome.
+    """All ways from this peer to others; follows the plans of `Routes`, and reports outcomes to it.
 
-    The coroutines raise as those of `Node` do that have the same names.
+    The coroutines raise the same errors as those of `Node` with the same names.
 
     Attributes:
         relay: messages and streams through others.
