@@ -1,6 +1,7 @@
-"""Bytes of the activations of one micro-batch. Pure arithmetic; letters as in `memory.py`.
+"""Bytes of the activations of one micro-batch. Pure arithmetic.
 
-Derived from what the autograd functions of `swarm.model` keep, and held against living tensors.
+`c` is the size of an element in the compute type. The formulas follow the tensors that autograd functions of `swarm.model` keep. Tests compare them
+with living tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from swarm.train.engine.engine_options import EngineOptions
 
 @dataclass(frozen=True)
 class Rows:
-    """(token, expert) pairs of one layer and micro-batch, as a rank has them.
+    """The (token, expert) pairs of one layer and micro-batch on a rank.
 
     Attributes:
-        sent: of its own tokens, wherever their experts are.
-        received: of its experts, whosever tokens they are.
-        computed: the received ones with padding.
-        largest: the computed ones of one expert, at most.
+        sent: pairs of the rank's own tokens, with experts on any rank.
+        received: pairs of the rank's experts, with tokens of any rank.
+        computed: received pairs and padding.
+        largest: the most computed pairs of one expert.
     """
 
     sent: float
@@ -37,16 +38,16 @@ class Rows:
 
     @classmethod
     def even(cls, run: RunConfig, options: EngineOptions) -> Rows:
-        """Where every expert gets as many; half a group's padding for each in bf16 on a CPU."""
+        """Equal numbers for all experts. In bf16 on a CPU each has half a group's padding."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
         padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
-        received = rows / options.tp  # else those of as many other tokens
+        received = rows / options.tp  # without tp, rows of as many tokens of other ranks
         computed = received + (PAD_ROWS_BF16 / 2 * experts if padded else 0)
         return cls(rows, received, computed, computed / experts)
 
     def crowded(self, more: float) -> Rows:
-        """With this share of rows more on the rank's experts."""
+        """The same with more rows on the rank's experts; 0.25 adds a quarter."""
         times = 1 + more
         return replace(
             self,
@@ -57,10 +58,10 @@ class Rows:
 
 
 class MicroBatchBytes:
-    """Activations of one micro-batch, as the autograd functions of the model keep them."""
+    """Bytes that the model's autograd functions keep for one micro-batch."""
 
     def __init__(self, run: RunConfig, options: EngineOptions, rows: Rows | None = None) -> None:
-        """`rows`: of the layer that is asked for; None where routing is even."""
+        """`rows`: those of the layer in question; None for even routing."""
         self.run, self.model, self.options = run, run.model, options
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.own = self.tokens / options.tp  # outside of attention and experts
@@ -75,20 +76,24 @@ class MicroBatchBytes:
         return 4.0 * self.own * self.model.hidden_size
 
     def routing(self, *, gradients: bool = False) -> float:
-        """Logits and probabilities, weights, and rows of one layer; with the gradients of both."""
+        """Logits, probabilities, weights and rows of one layer.
+
+        Args:
+            gradients: whether to add the gradients of logits and probabilities.
+        """
         model = self.model
         each = 4 * (4 if gradients else 2) * model.num_experts + 4
-        choice = model.num_experts_per_tok * (4 + 8)  # and its weights
+        choice = model.num_experts_per_tok * (4 + 8)  # weights and numbers of the chosen experts
         of_all = self.tokens * choice if self.options.tp > 1 else 0
         return self.own * (each + choice) + of_all + self.sorted_rows()
 
     def sorted_rows(self) -> float:
-        """Where the rows of a layer lie, here and where they are computed if that is elsewhere."""
+        """Index tensors of a layer's rows, here and on the ranks that compute the rows."""
         pairs = self.tokens * self.model.num_experts_per_tok
         rows = self.rows
         if self.options.tp > 1:
-            # Of its own rows token and pair; of all pairs the row, which are its own, and for these
-            # another copy of the weights.
+            # Token and pair of the rank's own rows. For all pairs: the row, whether it is the
+            # rank's own, and another copy of the weights.
             return pairs * (8.0 + 2 + 4) + 8.0 * 2 * rows.computed
         if not self.travels:
             return 8.0 * 3 * pairs
@@ -100,49 +105,52 @@ class MicroBatchBytes:
         hidden, head = model.hidden_size, model.dim_per_head
         queries = model.num_attention_heads * head / self.options.tp
         keys = model.num_key_value_heads * head / self.options.tp
-        # Of attention the input.
+        # The input of attention.
         per_token: float = c * hidden
         # Projections before their norms; rotated ones; values; the output.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
         repeated = repeats_keys(self.options.device == "cuda", DTYPES[self.options.compute])
         attended = queries if repeated else keys
         per_token += c * (queries + 2 * attended) * self.places() + c * queries
-        # The output of each document by itself, put together, and which token is where.
+        # The concatenated outputs of single documents, and the place of each token in them.
         per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows.computed * 2 * model.moe_intermediate_size
         experts += c * hidden * self.inputs()
-        # Inputs of both norms and of the router in fp32, and the scales of both.
+        # Inputs of both norms and of the router in fp32, and the scales of both norms.
         residual = 3 * self.checkpoint() + self.own * 4 * 2
         kept = residual + self.tokens * (per_token + 4 * self.scales()) + experts
         return kept + self.routing() + self.scores()
 
     def kept_again(self) -> float:
-        """The same where the layer's input, its rows and a gradient of its router are kept."""
+        """Bytes of `kept` for a recomputed layer.
+
+        Its input and rows are counted elsewhere; a gradient of its router comes on top.
+        """
         probabilities = 4 * self.own * self.model.num_experts
         return self.kept() - self.checkpoint() - self.routing() + probabilities
 
     def scales(self) -> float:
-        """Numbers of a token in attention: of its norms, and of the softmax of each head."""
+        """Scales of a token in attention: one of each norm, and one of each head's softmax."""
         model, tp = self.model, self.options.tp
         heads = model.num_attention_heads / tp
         of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads / tp}
         return of_norms[model.qk_norm] + heads
 
     def places(self) -> float:
-        """Places in attention for each token, at most."""
+        """The most places in attention for each token; over 1 where documents are padded."""
         return WASTE if self.run.data.attention == "document" else 1
 
     def inputs(self) -> float:
-        """Inputs of experts that are kept: one for each row that has travelled, else of a token.
+        """Number of kept inputs of experts: one for each row that travels, else for each token.
 
-        In fp32 that of a token is the router's, unless it comes from another rank.
+        In fp32 a token's input is the router's and counted there, unless another rank sent it.
         """
         if self.travels:
             return self.rows.received
         return self.tokens if self.compute < 4 or self.options.tp > 1 else 0
 
     def scores(self) -> float:
-        """Softmax of short sequences, which bf16 attention on a CPU keeps, without the future."""
+        """Softmax of short sequences, without masked keys; bf16 attention on a CPU keeps it."""
         length = self.run.data.sequence_length
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
@@ -151,8 +159,8 @@ class MicroBatchBytes:
         return self.compute * self.tokens * self.places() * keys * heads
 
     def cast_matrices(self, layer_cast: int) -> float:
-        """Bytes of a layer's copies in the compute type, where they are kept with the masters."""
-        kept = self.compute < 4 and self.options.shards == 1  # else they are there anyway
+        """Bytes of a layer's copies in the compute type, if the graph keeps them."""
+        kept = self.compute < 4 and self.options.shards == 1  # sharded state has copies anyway
         return self.compute * layer_cast if kept else 0.0
 
     def backward(self, layer_owned: int, frozen_layer: float) -> float:
@@ -163,7 +171,7 @@ class MicroBatchBytes:
             frozen_layer: bytes of its frozen ones.
         """
         model, c, rows = self.model, self.compute, self.rows
-        # One expert at a time, or a grouped product of a stack, in pieces if it is long.
+        # One expert at a time, or a grouped product of a stack, in pieces if there are many rows.
         together = rows.largest
         if self.grouped:
             together = min(rows.computed, max(GROUPED_ROWS, rows.largest))
@@ -179,10 +187,10 @@ class MicroBatchBytes:
         # Once the products are freed, the rows of each token are added up in fp32.
         adding = 2 * in_fp32
         if not self.travels:
-            gathered += row * self.tokens if c < 4 else 0  # as products take it
+            gathered += row * self.tokens if c < 4 else 0  # a copy in the compute type
         else:
-            # Gradients of outputs, here and there, and those of rows on their way back, with the
-            # numbers that travel with them.
+            # Gradients of outputs on both ranks, and of rows on their way back, each with the
+            # number that travels with it.
             gathered += row * rows.sent + (row + 4) * rows.received
             packed = (row + 4) * (rows.computed + rows.received)
             adding = (row + 4) * rows.sent + max(adding, packed)
@@ -192,18 +200,18 @@ class MicroBatchBytes:
         """Bytes while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
         elements = self.slice_tokens() * self.model.vocab_size
-        # A CPU has a product, and that in fp32, before it is added to the gradient.
+        # A CPU holds a product, and a copy of it in fp32, before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0
         is_copy = self.options.shards > 1 and not self.model.tie_word_embeddings
         cast = c * table if c < 4 and not is_copy else 0
-        # The gradient, the head as it is multiplied; then the gradient times the loss's scale.
+        # First the gradient and the head in the compute type, then the gradient times the scale.
         slices = max(self.logits(), c * elements + product)
         matrices = max(4 * table + cast + slices, 2 * 4 * table)
-        # The last residual stream, its norm, that in the compute type, and its gradient.
+        # The last residual stream, its norm, the norm in the compute type, and its gradient.
         return matrices + self.own * hidden * (4 + 4 + (c if c < 4 else 0) + c)
 
     def evaluated(self, table: int, frozen: str) -> float:
-        """Bytes, besides its residual stream, of an evaluation in fp32 without a graph.
+        """Bytes of an evaluation in fp32 without a graph; the residual stream is not counted.
 
         Args:
             table: parameters of the head.
@@ -215,7 +223,7 @@ class MicroBatchBytes:
         own = queries > keys and repeats_keys(self.options.device == "cuda", torch.float32)
         repeated = 2 * queries if own else 0
         attention = 2 * stream + 4 * self.tokens * (2 * queries + 2 * keys + repeated)
-        # The next expert's matrices are there before the last one's go.
+        # The next expert's matrices are converted before the last one's are freed.
         inner, hidden = model.moe_intermediate_size, model.hidden_size
         matrices = 0 if frozen == "fp32" else 2 * 4 * 3 * inner * hidden
         products = matrices + 4 * rows.largest * (hidden + inner)
@@ -230,6 +238,6 @@ class MicroBatchBytes:
         return slice_tokens(math.ceil(self.own), self.model.vocab_size, self.options.device)
 
     def logits(self) -> float:
-        """A slice of logits, and their exponentials in fp32, which replace fp32 ones."""
+        """A slice of logits with its exponentials in fp32, which replace logits in fp32."""
         c = self.compute
         return (4 if c == 4 else c + 4) * self.slice_tokens() * self.model.vocab_size

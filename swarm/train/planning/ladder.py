@@ -1,4 +1,4 @@
-"""Which engine fits a machine: all that do, from the fastest to the one that needs least. Pure."""
+"""Chooses an engine for a machine: the fastest of those whose predicted needs fit. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swarm.train.planning.memory import HostPeaks, host_peaks, need_of
 from swarm.train.planning.step_time import StepTime, step_time
 
 FORMATS = tuple(MOMENT_BYTES)
-"""Of moments; smaller ones are for where nothing fits with larger ones, however fast."""
+"""Formats of moments, largest first. A smaller one is used only if no larger one fits."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Rung:
 
     Attributes:
         options: of the engine, or of each of several workers.
-        need: its predicted need for a step; of several workers that of the one that needs most.
+        need: predicted for a step; of several workers, the largest.
         peaks: predicted host memory of the whole process, phase by phase.
         time: predicted seconds of a step, in parts.
-        fits: whether the machine has all that.
+        fits: whether the machine has enough of everything.
     """
 
     options: engine_options.EngineOptions
@@ -47,7 +47,7 @@ class Rung:
 
     @property
     def cut(self) -> tuple[int, int, int]:
-        """Over how many workers experts are dealt out, layers cut, and heads cut."""
+        """Numbers of workers that share the experts, the layers and the heads."""
         return self.options.ep, self.options.pp, self.options.tp
 
     @property
@@ -57,7 +57,7 @@ class Rung:
 
 
 def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
-    """The fastest first, of each format of moments; of equally fast ones those that cut least.
+    """Sorts by format of moments, then by speed; of equally fast rungs those that cut least.
 
     Streaming comes last: it is for models that fit in no other way.
     """
@@ -70,14 +70,14 @@ def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
 
 
 def least(ladder: Sequence[Rung]) -> Rung:
-    """What needs least of the device."""
+    """The rung that needs least device memory."""
     return min(ladder, key=lambda rung: rung.need.crowded)
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """Rungs that each need less device memory than the chosen one and all rungs before.
+    """Rungs to step down to: each needs less device memory than all before, the chosen included.
 
-    Streaming is one of them only where host memory suffices.
+    A streaming rung is included only if host memory suffices.
     """
     found = [chosen]
     for rung in ladder:
@@ -88,14 +88,14 @@ def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
 
 
 def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """The other ways to cut a model, those that fit first, the fastest of them first.
+    """One rung for each other way to cut a model: fitting ones first, and the fastest of these.
 
     Args:
-        ladder: as `by_speed` puts it.
-        chosen: one of it.
+        ladder: in the order of `by_speed`.
+        chosen: a rung of the ladder.
 
     Returns:
-        Of each way the first engine that fits, else the one that needs least.
+        For each way the first engine that fits, or the one that needs least.
     """
     ways: dict[tuple[tuple[int, int, int], bool], list[Rung]] = {}
     for rung in ladder:
@@ -110,9 +110,9 @@ def why_not(chosen: Rung, others: Sequence[Rung], machine: Machine) -> str:
     """The end of a sentence: the next best way, and one that would be faster.
 
     Args:
-        chosen: the engine that is taken.
-        others: as `best_of_each_cut` gives them.
-        machine: what each worker has.
+        chosen: the engine that the plan takes.
+        others: the result of `best_of_each_cut`.
+        machine: the share of each worker.
     """
     words = ""
     seconds = chosen.time.total
@@ -132,7 +132,7 @@ def why_not(chosen: Rung, others: Sequence[Rung], machine: Machine) -> str:
 
 
 def name_of(options: engine_options.EngineOptions) -> str:
-    """How a model lies on several workers, in words."""
+    """How several workers share a model, in words."""
     if options.kind is engine_options.EngineKind.STREAMING:
         return "streaming from one host copy"
     words = []
@@ -159,22 +159,21 @@ def _lack(rung: Rung, machine: Machine) -> str:
 
 
 RING = 3
-"""Gradient buffers of layers where updates keep up with the backward pass."""
+"""Gradient buffers that layers share, where updates keep up with the backward pass."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The person's choices; the planner decides those that are "auto" or "run".
+    """A person's settings. The planner decides those that are "auto" or "run".
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
-        meshes: over how many workers the resident engine's experts may be dealt out, with the heads
-            of attention or without, and its layers be cut as the stages of a pipeline; each of as
-            many workers as the machine's fabric has.
+        meshes: allowed ways to share experts, heads and layers of a resident engine. Each has as
+            many workers as the machine's fabric.
         schedule: of a pipeline.
-        chunks: runs of layers of each rank of an interleaved one, where there are so many layers.
-        shard: whether masters and moments may be cut over workers that hold a tensor alike: where
-            it needs to be ("auto"), never or always; those of heads never are.
+        chunks: runs of layers of each rank of an interleaved pipeline, if the model has enough.
+        shard: whether workers that hold the same tensors cut masters and moments: only if nothing
+            else fits ("auto"), never, or always. State of sharded heads is never cut.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -197,8 +196,8 @@ class Wishes:
         return ("interleaved", chunks) if chunks > 1 < mesh.pp else ("1f1b", 1)
 
     def shards(self, mesh: Mesh) -> tuple[int, ...]:
-        """Over how many workers of a mesh the state may be cut, whole ones first."""
-        alike = mesh.size // mesh.pp  # have the same stage
+        """Numbers of workers over which a mesh may cut the state; 1, whole state, comes first."""
+        alike = mesh.size // mesh.pp  # workers of one stage
         if alike == 1 or mesh.tp > 1 or self.shard == "none":
             return (1,)
         return (alike,) if self.shard == "state" else (1, alike)
@@ -209,10 +208,10 @@ class EnginePlan(Rung):
     """An engine for a machine.
 
     Attributes:
-        below: engines to step down to, in this order, should memory run out all the same.
-        reason: why this one, in a sentence.
-        others: for several workers, the best engine of each other way to cut the model, the
-            fastest first; those that do not fit come last, with what they need at least.
+        below: engines to step down to, in this order, if memory runs out all the same.
+        reason: for this choice, in a sentence.
+        others: for several workers, the best engine of each other way to cut the model. The fastest
+            comes first; those that do not fit come last, with their smallest need.
     """
 
     below: tuple[engine_options.EngineOptions, ...]
@@ -226,7 +225,7 @@ class EnginePlan(Rung):
 
 
 def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[engine_options.EngineOptions]:
-    """All engines that a person's wishes allow, the fastest first."""
+    """All engines that a person's settings allow, the fastest first."""
     base = engine_options.EngineOptions.of(run, device=machine.device).but(
         compute=wishes.precision, frozen=wishes.frozen
     )
@@ -238,7 +237,7 @@ def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[engine_optio
         replace(options, moments=form)
         for form in moments
         for options in _rungs(base, run, machine, wishes)
-        # Int8 moments lie in blocks of whole tensors.
+        # Tensor parallel cannot cut int8 moments, whose blocks are those of whole tensors.
         if options.tp == 1 or form != "int8"
     ]
 
@@ -255,7 +254,7 @@ def _rungs(
             cut = replace(base, ep=mesh.ep, tp=mesh.tp, pp=mesh.pp, recompute=way)
             cut = replace(cut, schedule=schedule, chunks=chunks)
             shards = wishes.shards(mesh)
-            # State that is whole and layers that are computed again need more than the rung before.
+            # Whole state with recomputed layers needs more than the rung before it.
             for number in shards[-1:] if way != ways[0] else shards:
                 yield replace(cut, shards=number)
     if wishes.engine == "resident" or machine.fabric.nodes > 1:  # one host copy
@@ -272,7 +271,7 @@ def _rungs(
     layers = run.model.num_hidden_layers
     places: list[tuple[engine_options.ActivationCheckpoints, int]] = []
     if machine.device == "cuda":
-        # Weights that stay need no bus; on a CPU a second copy of them would serve nothing.
+        # Weights that stay on the device need no bus. On a CPU they would only be a second copy.
         stay = [layers, layers * 3 // 4, layers // 2, layers // 4]
         places = [
             (engine_options.ActivationCheckpoints.DEVICE, number)
@@ -299,13 +298,13 @@ def _rungs(
         )
         yield last
     if wishes.folder is not None:
-        # Agreed values of another type would have to be converted each time they are read.
+        # Blobs are mapped only if they have the engine's type: conversion at each read is too slow.
         lent = run.wire.experts == last.frozen
         yield replace(last, frozen_folder=wishes.folder, frozen_lent=lent)
 
 
 def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
-    """Whether a machine can hold an engine and the rounds; a state directory comes besides."""
+    """Whether a machine can hold an engine and the rounds; the state directory is not counted."""
     on_gpu = machine.device != "cpu"
     if need.disk > machine.disk_bytes or peaks.highest > machine.usable_host:
         return False
@@ -349,9 +348,10 @@ def fits_here(
 
 
 def kept_for_workers(run: RunConfig) -> float:
-    """Most bytes of shared values that are kept for new workers: in fp32, since the newest state.
+    """The most bytes of shared values, in fp32, that are kept for new workers.
 
-    That is written once a cycle where deltas are coded, else in each round [P6].
+    They are kept since the newest private state, which is written once a cycle where deltas are
+    coded, otherwise in each round [P6].
     """
     is_coded = {run.wire.shared_coding, run.wire.experts_coding} != {"none"}
     rounds, every = run.round, run.round.shared_every
@@ -372,14 +372,14 @@ def _rung(
 
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
-    """How many experts the machine can own with some engine; None if not even the shared part."""
+    """How many experts the machine can own with any engine; None if not even the shared part."""
     return most_with(run, machine, rungs(run, machine, wishes or Wishes()))
 
 
 def most_with(
     run: RunConfig, machine: Machine, ladder: Sequence[engine_options.EngineOptions]
 ) -> int | None:
-    """How many experts the machine can own with one of these; None if not even the shared part."""
+    """As `most_experts`, with one of these engines."""
 
     def fit(num_owned: int) -> bool:
         return any(_rung(run, num_owned, options, machine).fits for options in ladder)
@@ -391,7 +391,7 @@ def most_with(
 
 
 def describe(options: engine_options.EngineOptions, run: RunConfig) -> str:
-    """An engine and its level in words."""
+    """An engine and its level, in words."""
     layers = run.model.num_hidden_layers
     if options.kind is engine_options.EngineKind.RESIDENT:
         words = "resident"

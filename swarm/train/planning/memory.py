@@ -33,12 +33,12 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
         options: of the engine, or of each worker.
-        workers: that share the micro-batches; 0 for as many as experts and layers are cut over.
+        workers: number that share the micro-batches; 0 for the product of `ep` and `pp`.
 
-    Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
-    within 5 % of the peak of allocations, see `scripts/benchmarks/bench_memory.py`. Of a pipeline
-    it is the stage that needs most. Workers that stream have one host copy, and each of them needs
-    its part.
+    Allocator rounding, the libraries, a running round and the peer itself come on top. The result
+    is within 5 % of the measured peak of allocations (`scripts/benchmarks/bench_memory.py`). For a
+    pipeline it is the need of the largest stage. Workers that stream have one host copy, and each
+    counts its part.
     """
     if options.pp > 1:
         return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.crowded)
@@ -58,15 +58,15 @@ def rank_need(
     workers: int,
     rank: int,
 ) -> Need:
-    """The peak of a step of one rank, from the rows that its experts get in that step.
+    """The peak of one rank's step, computed from the rows that its experts get in that step.
 
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
         options: of the workers.
         loads: the rows of this rank.
-        workers: in all.
-        rank: of these.
+        workers: number of ranks.
+        rank: which of them.
     """
     held = resident_memory.Held.of(run, options, workers)
     if options.pp > 1:
@@ -93,9 +93,9 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
 def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
     """Bytes on top of `Need.device_state` while a resident engine exchanges its experts.
 
-    The masters of before live until the last layer has its new ones, so that an engine that lacks
-    memory for these can step down; the frozen experts of one layer exist twice. A step needs as
-    much for its gradients.
+    The old masters live until the last layer has its new ones, so that an engine without enough
+    memory can step down. The frozen experts of one layer exist twice. A step needs as much for its
+    gradients.
     """
     owned = sizes_of(run.model, -(-num_owned // options.ep), options.tp).layer_owned
     frozen = frozen_layer_bytes(run, num_owned, options)
@@ -108,9 +108,10 @@ def evaluation_bytes(
 ) -> float:
     """Bytes on top of `Need.device_state` during a held-out evaluation, in fp32 without a graph.
 
-    Activations of one layer, a slice of logits, and one expert's matrices as they are converted. A
-    streaming engine gives that state up meanwhile, for the fp32 masters of two layers and the head,
-    and takes all micro-batches of a pass through a layer together; it may need less than the state.
+    They hold the activations of one layer, a slice of logits, and one expert's converted matrices.
+    A streaming engine frees its device state for the evaluation. It then holds the fp32 masters of
+    two layers and the head, and takes all micro-batches of a pass through a layer together. It may
+    need less than that state.
     """
     micro = MicroBatchBytes(run, replace(options, compute="fp32"))
     if options.kind is EngineKind.RESIDENT:
@@ -128,7 +129,7 @@ def evaluation_bytes(
 def stage_needs(
     run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0
 ) -> tuple[Need, ...]:
-    """The peak of one step on a worker of each stage, in their order; as `need_of`."""
+    """The peak of one step on a worker of each stage, in order; see `need_of`."""
     stages = resident_memory.held_by_stages(run, options, workers)
     return tuple(
         resident_memory.need_with_crowding(run, num_owned, options, held) for held in stages
@@ -138,9 +139,11 @@ def stage_needs(
 def trained_by_stage(
     run: RunConfig, num_owned: int, options: EngineOptions
 ) -> list[tuple[int, int]]:
-    """Of a worker of each stage the trained parameters: those that every one of the stage has.
+    """Trained parameters of a worker, stage by stage.
 
-    And those of its experts, and of its heads where these are cut.
+    Returns:
+        For each stage: parameters that all its workers have, and parameters of this worker's
+        experts and sharded heads.
     """
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     stages = [Stage.whole(run.model)]
@@ -169,7 +172,7 @@ def _wire(sizes: Sizes, options: EngineOptions) -> int:
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: int) -> Need:
-    """Of each worker; of the one host copy its part, so that all together need all of it."""
+    """The need of each worker, with its part of the one host copy."""
     model, sizes = run.model, sizes_of(run.model, num_owned)
     layers, compute = model.num_hidden_layers, DTYPES[options.compute].itemsize
     frozen = frozen_layer_bytes(run, num_owned, options)
@@ -180,11 +183,11 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     on_device = options.activation_checkpoints is ActivationCheckpoints.DEVICE
     kept = batches * (layers * micro.routing(gradients=True) + micro.checkpoint())
     kept += checkpoints if on_device else 2 * micro.checkpoint()
-    # With its output, as it is computed again to the end.
+    # The recomputed layer includes its output.
     layer = micro.kept_again() + micro.checkpoint()
     layer += compute * (sizes.layer_cast + sizes.layer_owned)
     layer += micro.backward(sizes.layer_owned, frozen)
-    # A bucket of gradients, what other workers send of it, and its sums.
+    # A bucket of gradients, the other workers' parts of it, and its sums.
     bucket = min(BUCKET, max(sizes.table, sizes.layer))
     adding = GRADIENT_BYTES * bucket * (2 + 1 / workers) if workers > 1 else 0.0
     activations = kept + max(micro.head(sizes.table), layer, adding)
@@ -206,13 +209,13 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
 PROCESS_BYTES = 0.39e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
 CUDA_BYTES = 2.5e9
-"""Host memory of CUDA's libraries and context besides; not measured by this project."""
+"""Host memory of CUDA's libraries and context on top; not measured by this project."""
 SLACK_BYTES = 0.08e9
-"""Bytes that allocators keep of freed chunks."""
+"""Bytes of freed chunks that allocators keep."""
 KEPT_MATRICES = 10
-"""Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
-experts: measured by `scripts/benchmarks/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
-# Held by codecs, merge, network, private state and export; tests compare with their constants.
+"""Expert matrices in fp32 that a CPU's process holds after computing, with any number of experts.
+Measured by `scripts/benchmarks/bench_real_size.py` with matrices of 0.4 and of 47 MB."""
+# Buffers of codecs, merge, network, private state and export; tests compare with their constants.
 CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16
 PIECE_BYTES = 4 * 2**20
@@ -220,9 +223,9 @@ FLOWS_PER_PEER = 2
 FLOWS = 64
 SAVED_CHUNK_BYTES = 16 * 2**20
 SAVED_CHUNKS = 8
-"""Copied, hashed, waiting to be written."""
+"""Chunks that are being copied or hashed, or wait to be written."""
 SHARD_BYTES = 0.8e9
-"""Of an export: each of its files is in memory twice."""
+"""Size of an export's file; it is in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -231,14 +234,14 @@ class HostPeaks:
 
     Attributes:
         training: local steps.
-        offering: own values and the private state go to the disk.
-        averaging: means of others' values, blobs that arrive.
-        merging: the merge of similar experts, computed while nothing is trained.
-        adopting: agreed values come into the engine, with moments of experts that are new; the
-            most where all experts are exchanged for others.
+        offering: own values and the private state are written to disk.
+        averaging: means of other peers' values, and arriving blobs.
+        merging: the merge of similar experts, while nothing is trained.
+        adopting: agreed values enter the engine, with moments of newly owned experts; the worst
+            case exchanges all experts.
         validating: the held-out loss of the agreed values.
-        leaving: moments go to the disk for their next owners.
-        exporting: swarm-export; no engine.
+        leaving: moments are written to disk for their next owners.
+        exporting: swarm-export, without an engine.
     """
 
     training: float
@@ -252,12 +255,12 @@ class HostPeaks:
 
     @property
     def running_a_round(self) -> float:
-        """The most of all phases between two trainings, a merge apart."""
+        """The largest of all phases between two trainings, without a merge."""
         return max(self.offering, self.averaging, self.adopting, self.validating, self.leaving)
 
     @property
     def highest(self) -> float:
-        """The most of all that a peer does."""
+        """The largest of all phases of a peer."""
         return max(self.training, self.running_a_round, self.merging)
 
 
@@ -271,9 +274,7 @@ def host_peaks(
 ) -> HostPeaks:
     """The peaks of a peer that owns so many experts, in a swarm of so many peers.
 
-    With several workers, of one of them; `need` is that of the engine, if it is known already.
-
-    Letters: c bytes of an element on the wire, C elements of a chunk, n values behind a mean.
+    With several workers these are the peaks of one worker. `need` is the engine's, if known.
     """
     need = need or need_of(run, num_owned, options)
     on_host = options.device == "cpu"
@@ -282,7 +283,7 @@ def host_peaks(
     rest += need.device_state + KEPT_MATRICES * matrix if on_host else CUDA_BYTES
     rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
     donors = experts * MERGE_COLUMNS * (16 + 4) + 64 * experts**2
-    # The mean of n: a chunk of each, their sum in fp32 twice where they are weighted, the result.
+    # A mean: one chunk of each value, their weighted sum in fp32 twice, and the result.
     mean = chunk * (4 * num_peers + 4 + 4 + 4)
     # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
     is_resident = options.kind is EngineKind.RESIDENT

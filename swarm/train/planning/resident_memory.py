@@ -1,4 +1,4 @@
-"""The need of a resident engine, or of one rank of several. Pure; letters as in `memory.py`."""
+"""The memory that a resident engine needs, or one of several ranks. Pure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from swarm.train.engine.sizes import (
 from swarm.train.planning.activations import MicroBatchBytes, Rows
 
 CROWDING = 0.25
-"""Share of rows above even routing for which a plan leaves room on a rank's experts: 1.25 is a
-capacity factor at which an expert of a Switch Transformer, with a balancing loss, leaves few tokens
-out (arXiv 2101.03961, section 2.2), and the experts of a rank together have less above the mean."""
+"""A plan leaves room for this share of rows above even routing on a rank's experts. At a capacity
+factor of 1.25 a Switch Transformer with a balancing loss drops few tokens of an expert (arXiv
+2101.03961, section 2.2), and a rank's experts together are nearer to the mean."""
 Loads = Sequence[Sequence[Rows]]
-"""Of each micro-batch of a rank, in their order, the rows of each of its layers."""
+"""The rows of each layer, for each micro-batch of a rank in order."""
 
 
 class Ends(NamedTuple):
-    """Of what comes before the first layer of a stage, and after the last."""
+    """Bytes before the first layer of a stage, and after its last layer."""
 
     first: int
     last: int
@@ -48,12 +48,12 @@ class Held:
 
     Attributes:
         stage: its layers and ends.
-        micro_batches: of the worker in a step; of the one that has most.
-        kept: micro-batches whose backward is yet to come, at most; perhaps a part of one, where
-            each stage has several chunks.
+        micro_batches: the most that any worker has in a step.
+        kept: the most micro-batches that wait for backward. With several chunks a stage, a
+            micro-batch may count in part.
         received: micro-batches for which there are buffers between stages.
-        sharers: workers that hold the same shared tensors, and add up their gradients; they have
-            different micro-batches, or tokens of these.
+        sharers: workers that hold the same shared tensors and add up their gradients. They have
+            different micro-batches, or different tokens of the same ones.
     """
 
     stage: Stage
@@ -69,7 +69,7 @@ class Held:
 
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
-        """All layers, and the micro-batches of a worker if there are so many."""
+        """All layers, and the most micro-batches of one of so many workers."""
         sharers = max(workers // options.pp, options.ep)
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         micro_batches = -(-(run.train.batch_tokens // tokens) * options.tp // sharers)
@@ -83,11 +83,11 @@ class Held:
         return self.layers * sizes.layer + embedding + norm + self.head(model, sizes)
 
     def head(self, model: ModelConfig, sizes: Sizes) -> int:
-        """Parameters of the head; none where it is the embedding."""
+        """Parameters of the head; 0 where it is tied to the embedding."""
         return sizes.table if self.stage.is_last and not model.tie_word_embeddings else 0
 
     def tables(self, model: ModelConfig, sizes: Sizes) -> Ends:
-        """Bytes of the gradients at its ends: those of the head, and of a separate embedding."""
+        """Bytes of gradients at both ends: of a separate embedding, and of the head."""
         own = GRADIENT_BYTES * sizes.table
         is_one = model.tie_word_embeddings and self.stage.is_last
         return Ends(
@@ -98,10 +98,10 @@ class Held:
     def waiting(self, micro: MicroBatchBytes, sizes: Sizes) -> float:
         """Bytes of a pipeline's stage on top of its graphs.
 
-        Of the last one the head's gradient and that of its input, which are formed with the loss,
-        of micro-batches that wait for backward; and the rows of those that are done, since the
-        schedule keeps their losses. Of the others what goes back to the stage before. Where there
-        are several chunks, the schedule keeps all that was sent until the step ends.
+        The last stage forms the gradients of the head and of its input with the loss, and keeps
+        them for micro-batches that wait for backward. It also keeps the rows of completed ones,
+        since the schedule keeps their losses. Every other stage has a gradient for the stage before
+        it. With several chunks the schedule keeps everything it has sent until the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
         chunks = self.stage.chunks
@@ -111,12 +111,12 @@ class Held:
             return going_back
         formed = GRADIENT_BYTES * sizes.table + micro.checkpoint() * (1 + micro.compute / 4)
         done = len(chunks[-1].layers) * micro.sorted_rows() if self.received else 0.0
-        kept = self.kept if len(chunks) == 1 else 1  # the last one of several goes back at once
+        kept = self.kept if len(chunks) == 1 else 1  # the last chunk goes backward at once
         return going_back + (kept - 1) * formed + (self.received - kept) * done
 
     @property
     def sides(self) -> int:
-        """Ends of its chunks at which there is another stage."""
+        """Ends of the stage's chunks that have a neighbour."""
         return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
 
     def buffers(self, micro: MicroBatchBytes) -> float:
@@ -125,7 +125,7 @@ class Held:
 
 
 def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list[Held]:
-    """What a worker of each stage holds."""
+    """The `Held` of a worker, stage by stage."""
     whole, stages = Held.of(run, options, workers), pipeline_cut(run, options).stages
     found = []
     for index, stage in enumerate(stages):
@@ -139,11 +139,12 @@ def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list
 
 
 def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> float:
-    """Micro-batches whose backward is yet to come, at most, where each stage has several chunks.
+    """The most micro-batches that wait for backward, where each stage has several chunks.
 
-    As torch's schedule goes, `flows_of` after the other: rounds of micro-batches, forward through
-    all chunks but the last, two more for each stage behind this one, then forward and backward in
-    turn. One that is through some of the chunks counts as that part.
+    Torch's schedule first takes a round of micro-batches forward through all chunks but the last,
+    and two more for each stage behind this one. Then forward and backward alternate. A micro-batch
+    that has passed some of the chunks counts as that part. The flows of `flows_of` run one after
+    another.
     """
     number = max(flows_of(micro_batches, stages))
     of_a_round = number // max(1, number // stages)
@@ -152,7 +153,7 @@ def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> 
 
 
 def need_with_crowding(run: RunConfig, num_owned: int, options: EngineOptions, held: Held) -> Need:
-    """The need with even routing, and separately the additional need of more rows."""
+    """The need with even routing, and separately the extra need of `CROWDING` more rows."""
     even, graphs = Rows.even(run, options), math.ceil(held.kept)
     need = resident_need(run, num_owned, options, held, [[even] * held.layers] * graphs)
     if options.ep == 1:
@@ -164,12 +165,12 @@ def need_with_crowding(run: RunConfig, num_owned: int, options: EngineOptions, h
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a micro-batch takes while it goes through the layers of a rank, in bytes.
+    """Bytes of a micro-batch while it passes the layers of a rank.
 
     Attributes:
-        layers: what the graph of each layer keeps until its backward.
-        backward: bytes of each layer's backward pass besides graphs and gradients.
-        ends: bytes that are kept of the inputs and outputs.
+        layers: bytes that each layer's graph keeps until its backward.
+        backward: additional bytes of each layer's backward, without graphs and gradients.
+        ends: bytes of kept inputs and outputs of the rank.
     """
 
     layers: tuple[float, ...]
@@ -180,7 +181,7 @@ class _Graph:
     def of(
         cls, micros: Sequence[MicroBatchBytes], sizes: Sizes, frozen_layer: float, ends: float
     ) -> _Graph:
-        """Of one with the rows of these in each layer."""
+        """The graph of a micro-batch whose layers have the rows of `micros`."""
         layers, backward = [], []
         for micro in micros:
             cast = micro.cast_matrices(sizes.layer_cast)
@@ -194,14 +195,14 @@ class _Graph:
 
     @property
     def kept(self) -> float:
-        """All of it."""
+        """Bytes of all layers and ends."""
         return sum(self.layers) + self.ends
 
     def going_back(self, gradients: Sequence[float]) -> float:
-        """Peak bytes of its backward pass on top of `kept`, as the layers above are freed.
+        """Peak bytes of the backward pass on top of `kept`. Layers above are freed one by one.
 
         Args:
-            gradients: that are there while each layer goes backward.
+            gradients: bytes of gradients that exist while each layer goes backward.
         """
         above = [sum(self.layers[at + 1 :]) for at in range(len(self.layers))]
         each = zip(self.backward, gradients, above, strict=True)
@@ -218,15 +219,15 @@ def resident_need(
         num_owned: experts that the peer trains.
         options: of the engine, or of each worker.
         held: the part of the model that the rank holds.
-        loads: the rows of its layers, of at least as many micro-batches as it keeps.
+        loads: the rows of its layers, for at least as many micro-batches as it keeps.
     """
-    # Dealt out evenly; of what is left over one worker has one more.
+    # The worker with most experts: they are dealt out evenly, rounded up.
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     trained = held.trained(run.model, sizes)
     frozen_layer = frozen_layer_bytes(run, num_owned, options)
     state = _trained_state(run, sizes, held, options) + held.layers * frozen_layer
     micro = MicroBatchBytes(run, options)
-    # What goes out is kept too, what came in is a buffer.
+    # A kept graph includes its output; its input is one of the buffers.
     ends = micro.checkpoint() * (held.stage.is_first - held.stage.is_last)
     graphs = [
         _Graph.of([MicroBatchBytes(run, options, r) for r in rows], sizes, frozen_layer, ends)
@@ -236,7 +237,7 @@ def resident_need(
     starts = range(len(graphs) - kept + 1)
     peak = max(_peak(micro, graphs[at : at + kept], sizes, held) for at in starts)
     peak += held.waiting(micro, sizes)
-    # A bucket of gradients, what other workers send of it, and its sums.
+    # A bucket of gradients, the other workers' parts of it, and its sums.
     own = held.layers * (sizes.layer_owned + sizes.layer_heads) if options.ep > 1 else 0
     alike = held.sharers // options.ep  # with the same experts
     adding = max(
@@ -249,9 +250,9 @@ def resident_need(
 
 
 def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: Held) -> float:
-    """Bytes of graphs and gradients, where the first of the kept micro-batches goes backward."""
+    """Peak bytes of graphs and gradients while the first kept micro-batch goes backward."""
     gradients: float = GRADIENT_BYTES * held.trained(micro.model, sizes)
-    # The last one may be through some chunks alone.
+    # The last micro-batch may have passed only some of the chunks.
     part = 1 + held.kept - len(graphs)
     kept = sum(graph.kept for graph in graphs[:-1]) + part * graphs[-1].kept
     head = micro.head(sizes.table) if held.stage.is_last else 0.0
@@ -259,8 +260,8 @@ def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: 
     all_kept = 1 < held.kept == held.received and len(held.stage.chunks) == 1
     if held.micro_batches > 1 and not all_kept:
         return kept + max(gradients + head, graphs[0].going_back(all_there))
-    # Gradients come into being while backward goes down and frees the first micro-batch; they are
-    # all there from the second one on.
+    # Gradients are formed while backward goes down and frees the first micro-batch. From the second
+    # micro-batch on all gradients exist.
     tables = held.tables(micro.model, sizes)
     forming: list[float] = [
         tables.last + GRADIENT_BYTES * sizes.layer * at for at in reversed(range(held.layers))

@@ -1,4 +1,4 @@
-"""How long a step takes, from what a machine is taken to be able to. Pure."""
+"""Predicts the seconds of a step from a machine's assumed speeds. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from swarm.train.parallel.tensor_parallel import sums_bytes
 from swarm.train.planning.memory import trained_by_stage
 
 GPU_UPDATES_G_S = 50.0
-"""10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""
+"""10^9 parameters that a GPU updates in a second; each moves 30 bytes of the GPU's memory."""
 SUM_BYTES = 8
-"""Bytes of each element that leave a rank where gradients are added up: fp32, to the one that adds
-it up and back to all."""
+"""Bytes that leave a rank for each element when gradients are added up: fp32 to the rank that adds
+the element up, and its sum back to all."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class StepTime:
     """Predicted seconds of a step, one part after the other.
 
     Attributes:
-        products: if all ranks computed all the time.
-        waiting: of the slowest rank for others: stages that fill and drain, micro-batches that
-            cannot be dealt out evenly, stages of unequal size.
-        tokens: on their way to experts and back.
-        outputs: added up where heads are cut, and their gradients.
-        stream: the residual stream between stages.
-        sums: of gradients.
-        updates: of masters; in the streaming engine, by how much copies and updates exceed the
-            products that they overlap.
+        products: matrix products, if all ranks computed all the time.
+        waiting: the slowest rank's wait for others: stages that fill and drain, an uneven number
+            of micro-batches, stages of unequal size.
+        tokens: transfer of tokens to experts and back.
+        outputs: sums of outputs where heads are cut, and of their gradients.
+        stream: transfer of the residual stream between stages.
+        sums: addition of gradients.
+        updates: updates of masters; in the streaming engine, the part of copies and updates that
+            exceeds the products that they overlap.
     """
 
     products: float
@@ -53,12 +53,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         computing = self.products + self.waiting + self.updates
         return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
-        """Which part takes most longer than another step's, in words."""
+        """In words, the part that exceeds the other step's by most."""
         words = {
             "products": "layers are computed again",
             "waiting": "workers wait for each other",
@@ -75,7 +75,7 @@ class StepTime:
 def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> StepTime:
     """The seconds of a step of a peer that owns so many experts.
 
-    Nothing is taken to overlap in the resident engine; in the streaming engine copies and updates
+    The resident engine is assumed to overlap nothing. In the streaming engine copies and updates
     overlap products.
     """
     if options.kind is EngineKind.STREAMING:
@@ -87,8 +87,8 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
     micro_s = flops / mesh.tp / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
-    # Each stream of micro-batches goes through all stages; slots are those of its slowest rank,
-    # one for each chunk of layers that it has.
+    # Each stream of micro-batches passes all stages. Slots are those of the slowest rank, one for
+    # each of its chunks of layers.
     flowing = -(-micro_batches * options.pp * mesh.tp // mesh.size)
     goes = len(flows_of(flowing, options.pp)) if options.chunks > 1 else 1
     slots = options.chunks * flowing + goes * (options.pp - 1)
@@ -113,7 +113,10 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
 
 
 def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
-    """Of one layer and micro-batch of each rank, where routing is even; of outputs if `tp` > 1."""
+    """Seconds of `tokens`, or with `tp` > 1 of `outputs`, for one layer and micro-batch of a rank.
+
+    Routing is assumed to be even.
+    """
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     itemsize, again = DTYPES[options.compute].itemsize, options.recompute != "none"
     if options.tp > 1:
@@ -125,9 +128,9 @@ def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 
 
 def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
-    """Of one micro-batch: the residual stream to the next stage, its gradient to the one before.
+    """Seconds of one micro-batch's residual stream, and of its gradient on the way back.
 
-    With several chunks the last stage comes before the first one, too.
+    With several chunks the last stage also sends to the first one.
     """
     tokens = run.train.micro_batch_sequences * run.data.sequence_length / mesh.tp
     pairs = []
@@ -138,7 +141,10 @@ def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 
 
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
-    """Of shared tensors over all ranks of a stage, of experts and heads over those of a seat."""
+    """Seconds to add up gradients.
+
+    Shared tensors are added up over all ranks of a stage, experts and heads over those of a seat.
+    """
     fabric = machine.fabric
     mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
     seconds = 0.0
@@ -166,10 +172,10 @@ def _streaming(
     stay = layers if options.resident_layers is None else options.resident_layers
     frozen = frozen_layer_bytes(run, num_owned, options)
     weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
-    most = -(-micro_batches // len(ranks))  # of one rank
+    most = -(-micro_batches // len(ranks))  # of any rank
     passes = -(-most // (options.pass_micro_batches or most))
-    # Sums of gradients go to the host after each pass, and come back for the next one; those of
-    # several ranks are added up on the way, and each sends and updates its share.
+    # Sums of gradients go to the host after each pass, and come back for the next one. Several
+    # ranks first add theirs up; each sends and updates its share.
     share = sizes.trained / len(ranks)
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
