@@ -42,7 +42,7 @@ from swarm.train.parallel.dispatch import DealtBank, dealt_square_sums, moved
 
 
 def state_forms(run: RunConfig, owned: Sequence[int], form: MomentsFormat) -> dict[str, Form]:
-    """Of all tensors of a private state with these experts, by name."""
+    """Forms of all tensors of a private state with these experts, by name."""
     shapes = shared_shapes(run.model)
     for expert in owned:
         shapes |= expert_shapes(run.model, expert)
@@ -56,7 +56,7 @@ def state_forms(run: RunConfig, owned: Sequence[int], form: MomentsFormat) -> di
 
 
 def forms_in(layer: int, shapes: Mapping[str, Shape], form: MomentsFormat) -> dict[str, Form]:
-    """Of the moments of those tensors that are in a layer, by name."""
+    """Forms of the moments of one layer's tensors, by name."""
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         if layer_of(name) == layer:
@@ -65,7 +65,7 @@ def forms_in(layer: int, shapes: Mapping[str, Shape], form: MomentsFormat) -> di
 
 
 def _moment_forms(form: MomentsFormat, name: str, shape: Shape) -> dict[str, Form]:
-    """Of the moments of a tensor."""
+    """Forms of the moments of a tensor."""
     parts = Moments.zeros(form, 1, math.prod(shape), torch.device("meta")).parts
     return {
         f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
@@ -74,9 +74,9 @@ def _moment_forms(form: MomentsFormat, name: str, shape: Shape) -> dict[str, For
 
 
 class RankEngine(ResidentEngine):
-    """The resident engine of one rank; all ranks are called alike and come to the same values.
+    """The resident engine of one rank. All ranks get the same calls and reach the same values.
 
-    Where it holds a share of the experts, it can be asked for, and keeps, only that share of them.
+    A rank with a share of the experts keeps only that share, and only reads and writes that share.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class RankEngine(ResidentEngine):
         """
         self._ranks, self._form = ranks, options.moments
         self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
-        # Who shares the experts, has the same ones, and the same shared tensors.
+        # Ranks that share the experts, that have the same experts, and the same shared tensors.
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
         self._same = ranks.part(mesh.streams)
         if options.ep > 1 and options.recompute == "layer":
-            # Choosing experts again would need another operation, and give the same ones.
+            # Routing again would need another operation, and choose the same experts.
             options = replace(options, recompute="routing")
         super().__init__(run, options, pieces=self._pieces(run.model), stage=stage)
 
     def _pieces(self, _model: ModelConfig) -> Pieces:
-        """What its model is made of."""
+        """The modules of its model."""
         if self._mesh.ep == 1:
             return WHOLE
         return Pieces(functools.partial(DealtBank, group=self._group))
@@ -106,30 +106,30 @@ class RankEngine(ResidentEngine):
     # ------------------------------------------------ who holds what
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor is one that this rank keeps; any name that is no expert's is."""
+        """Whether this rank keeps a tensor; True for all names that are not of an expert."""
         expert = expert_of(name)
         bank = self._bank
         return expert is None or bank is None or expert in bank.row_of
 
     def answers(self, name: str) -> bool:
-        """Whether this rank, and no other one, tells the controller a tensor's value."""
+        """Whether this rank alone sends a tensor's value to the controller."""
         alone = expert_of(name) is not None or self._group.rank == 0
         return self._replicas.rank == 0 and alone and self.holds(name)
 
     def takes_part(self, name: str) -> bool:
-        """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
+        """Whether this rank must be asked for a tensor, so that the answering rank can have it."""
         return self.answers(name)
 
     def whole(self, _name: str, part: Tensor) -> Tensor:
-        """A tensor, or moments of it, from what the ranks that take part have of it."""
+        """A whole tensor, or its moments, from the parts of the ranks that take part."""
         return part
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank counts a tensor's values, and no other one of its pipeline."""
+        """Whether this rank alone, of its pipeline, counts a tensor's values."""
         return self.holds(name)
 
     def _trained_names(self) -> list[str]:
-        """The parameters of all ranks that get gradients, as `trained_parameters` names them."""
+        """Names of all ranks' parameters that get gradients, as in `trained_parameters`."""
         model = self._run.model
         names = [name for name in shared_shapes(model) if name not in selection_biases(model)]
         layers = range(model.num_hidden_layers) if self.owned else ()
@@ -150,14 +150,17 @@ class RankEngine(ResidentEngine):
 
     @property
     def _bank(self) -> DealtBank | None:
-        """The experts of the first layer, as those of each; None where nothing is dealt out."""
+        """The experts of the first layer; None where experts are not shared among ranks.
+
+        All layers deal the experts alike.
+        """
         bank = next(iter(self._model.banks.values()))
         return bank if isinstance(bank, DealtBank) else None
 
     # ------------------------------------------------ as `Engine`
 
     def own(self, experts: Sequence[int]) -> None:
-        """See `Engine`; experts that change their rank take masters and moments along."""
+        """See `Engine`; masters and moments move with experts that change their rank."""
         bank, wanted = self._bank, tuple(sorted(experts))
         if bank is None or wanted == self.owned:
             super().own(experts)
@@ -174,13 +177,13 @@ class RankEngine(ResidentEngine):
         self._optimizer.take(found)
 
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`; takes what this rank holds."""
+        """See `Engine`; writes only what this rank holds."""
         for name in named:
             self.shape(name)  # refuses names that nobody holds
         super().write({name: named[name] for name in named if self.holds(name)})
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """See `Engine`; takes what this rank holds."""
+        """See `Engine`; writes only what this rank holds."""
         if self.holds(part.name):
             super().write_part(part, values)
 
@@ -188,17 +191,17 @@ class RankEngine(ResidentEngine):
         mine = self._same.block(len(parts))
         found = [self._backward(parts, k, controls) for k in mine]
         for _ in range(self._idle(len(parts))):
-            # Others of the group have a micro-batch, whose tokens need experts of this rank.
+            # Other ranks of the group have a micro-batch, and its tokens need this rank's experts.
             self._model.model.without_tokens(controls).backward()
         return self._of_all(mine, found, len(parts), controls)
 
     def _of_all(
         self, mine: range, found: Sequence[Losses], count: int, controls: RoutingControls
     ) -> list[Losses]:
-        """Adds up the gradients, and tells the losses of so many micro-batches."""
+        """Adds up the gradients, and returns the losses of so many micro-batches."""
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
-                # Without a micro-batch; a negative zero changes no bit of any sum.
+                # This rank had no micro-batch. A negative zero changes no bit of any sum.
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
@@ -206,11 +209,11 @@ class RankEngine(ResidentEngine):
         return [form.losses(row, self._device) for row in rows]
 
     def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:
-        """Rows of numbers of all micro-batches, fp64, from the ranks that have computed them."""
+        """One row of numbers for each micro-batch, fp64, from the ranks that computed them."""
         return self._ranks.shared(rows, *shape, mine[: len(rows)])
 
     def _add_up(self) -> None:
-        """Of shared tensors over all that have them, of dealt experts over those of this seat."""
+        """Adds up gradients: of shared tensors over their ranks, of experts over this seat's."""
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
         for name, gradient in self._gradients_by_name().items():
@@ -223,7 +226,7 @@ class RankEngine(ResidentEngine):
         return super()._norms(scale) | self._dealt_norms(scale)
 
     def _dealt_norms(self, scale: float) -> dict[str, Tensor]:
-        """Of the stacks of experts that are dealt out."""
+        """Norms of the stacks of experts that ranks share."""
         if self._mesh.ep == 1 or not self.owned:
             return {}
         squares = dealt_square_sums(self._model, self._gradients_by_name(), self._group)
@@ -232,7 +235,7 @@ class RankEngine(ResidentEngine):
     # ------------------------------------------------ ranks without a micro-batch
 
     def figures(self, sequences: int, seconds: float) -> RankFigures:
-        """What this rank did in a step of so many sequences that took so long."""
+        """Figures of this rank in a step of so many sequences and seconds."""
         count = -(-sequences // self._run.train.micro_batch_sequences)
         took_s = self._ranks.traffic.watch.take()
         pipeline_s, stage_s = took_s.pop(PIPELINE, 0.0), took_s.pop(STAGE, 0.0)
@@ -247,7 +250,7 @@ class RankEngine(ResidentEngine):
         )
 
     def _idle(self, count: int) -> int:
-        """How often this rank accompanies micro-batches of others of its group."""
+        """How often this rank takes part without a micro-batch, for others of its group."""
         first = self._same.rank - self._group.rank
         blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
         return max(blocks) - len(self._same.block(count))
@@ -262,13 +265,13 @@ class RankEngine(ResidentEngine):
 
 
 def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) -> RankFigures:
-    """What a rank computed and moved in a step.
+    """The figures of a rank in a step.
 
     Args:
-        ranks: all of the peer.
-        same: those that share the micro-batches with this one.
-        count: micro-batches.
-        took_s: seconds of its operations.
+        ranks: all ranks of the peer.
+        same: the ranks that share the micro-batches.
+        count: number of micro-batches.
+        took_s: seconds of its operations, by kind.
     """
     most = max(len(same.block(count, rank)) for rank in range(same.size))
     own, moved = len(same.block(count)), ranks.traffic.take()
@@ -287,14 +290,14 @@ def dealt_means(
     parts: Sequence[Part],
     told: Callable[[Sequence[Sequence[float]], int], Tensor] | None = None,
 ) -> list[float]:
-    """The mean of each micro-batch, where they are dealt to ranks; all come to the same ones.
+    """The mean of each micro-batch, where ranks share the micro-batches; equal on all ranks.
 
     Args:
-        ranks: to which they are dealt.
-        means_of: of each micro-batch of a rank.
+        ranks: that share them.
+        means_of: computes the means of a rank's micro-batches.
         parts: all micro-batches.
-        told: called once a rank has computed its own, with their means and the number of all; it
-            gives the means of all, [count, 1]. None for those of these ranks.
+        told: gets a rank's own means and the number of all, and returns the means of all,
+            [count, 1]. None: `ranks` exchange them.
 
     Raises:
         Disconnected: another rank has ended.
@@ -312,7 +315,7 @@ def _moved_moments(
     views: Mapping[str, Tensor],
     forms: Mapping[int, Mapping[str, Form]],
 ) -> dict[str, Tensor]:
-    """Those of a layer that come to this rank, by their names in the private state."""
+    """Moments of a layer that move to this rank, by their names in the private state."""
     come = moved(
         group,
         moves,
@@ -325,11 +328,11 @@ def _moved_moments(
 
 @dataclass(frozen=True)
 class LossesForm:
-    """How the losses of a micro-batch are laid out as one row of numbers.
+    """The layout of a micro-batch's losses as one row of numbers.
 
     Attributes:
         loads: shape [L, E] of the experts' loads.
-        pairs: compared pairs of experts that there is room for.
+        pairs: the most compared pairs of experts.
     """
 
     loads: tuple[int, int]
@@ -337,14 +340,14 @@ class LossesForm:
 
     @classmethod
     def of(cls, run: RunConfig, controls: RoutingControls) -> LossesForm:
-        """The form in a step with this controls."""
+        """The form in a step with these controls."""
         measured = controls.probe or controls.draw_apart
         layers = run.model.num_hidden_layers
         return cls((layers, run.model.num_experts), layers * MAX_PAIRS if measured else 0)
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """How many numbers a row has."""
         return len(TERMS) + self.loads[0] * self.loads[1] + 4 + 3 * self.pairs
 
     def row(self, losses: Losses) -> list[float]:

@@ -1,13 +1,17 @@
 """Expert parallel: tokens travel to the ranks that hold their experts, and outputs come back.
 
-Every rank of a group takes part in every operation, in the same order, with however many rows. In
-a layer and micro-batch these are: counts, tokens and outputs forward; gradients of the outputs
-with the routing weights, and gradients of the tokens with those of the weights, backward; tokens
-and outputs once more where the layer is computed again. Seven at most. Where experts are compared,
-the tokens of the pairs travel likewise: counts, tokens and outputs, and backward one more.
+Every rank of a group takes part in every operation, in the same order, with any number of rows. A
+layer and micro-batch has at most seven operations:
 
-The rows of an expert are sorted by the rank that they come from, then by token, so that sums do
-not depend on who was first.
+- forward: counts, tokens, outputs;
+- backward: gradients of outputs with the routing weights, gradients of tokens with those of the
+  weights;
+- in a recomputed layer: tokens and outputs once more.
+
+Where experts are compared, the tokens of the pairs travel likewise: counts, tokens and outputs
+forward, and one operation backward.
+
+The rows of an expert are sorted by their rank, then by token, so that sums do not depend on timing.
 
 Shapes: N tokens of this rank, K experts of a token, S rows that this rank sends, sorted by seat and
 expert, R rows that it receives, sorted by seat and expert too, M the same rows sorted by expert, P
@@ -43,16 +47,18 @@ def moved(
     give: Callable[[int], Sequence[Tensor]],
     forms: Callable[[int], Sequence[Form]],
 ) -> dict[int, list[Tensor]]:
-    """Gives away what others take over, and takes what comes here; one operation, or none.
+    """Sends the tensors of experts that leave this rank, and receives those of experts that come.
+
+    This is one operation, or none.
 
     Args:
-        group: the ranks; the same `moves` are named by all of them.
+        group: the ranks, which all pass the same `moves`.
         moves: experts that change their seat.
-        give: the tensors of an expert that goes from here.
-        forms: of the tensors of an expert that comes here.
+        give: returns the tensors of an expert that leaves.
+        forms: returns the forms of the tensors of an expert that comes.
 
     Returns:
-        Expert -> its tensors, on the device of those that were given, or of the group.
+        Expert -> its tensors, on the device of the sent ones, or of the group.
 
     Raises:
         Disconnected: another rank has ended.
@@ -76,7 +82,7 @@ def moved(
     found: dict[int, list[Tensor]] = {}
     for move in coming:
         for form in forms(move.expert):
-            # A copy begins where any type may begin.
+            # A copy is aligned for any type.
             piece, rest = rest[: _num_bytes(form)].clone(), rest[_num_bytes(form) :]
             found.setdefault(move.expert, []).append(piece.view(form[0]).view(form[1]))
     return found
@@ -88,12 +94,12 @@ def _num_bytes(form: Form) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Trip(Plan):
-    """Where the rows of a rank go, besides how they are sorted.
+    """How the rows of a rank are sorted, and where they go.
 
     Attributes:
-        sent: rows to each rank of the group.
-        received: rows from each.
-        there: of the received rows, each a token with one expert.
+        sent: number of rows to each rank of the group.
+        received: number of rows from each.
+        there: the plan of the received rows, each a token with one expert.
     """
 
     sent: tuple[int, ...]
@@ -103,12 +109,12 @@ class Trip(Plan):
 
 @dataclass(frozen=True)
 class Way:
-    """The way of rows to their experts and back.
+    """Moves rows to their experts and back.
 
     Attributes:
         group: the ranks that hold the experts.
         trip: which rows go where.
-        setting: what the received rows are computed with.
+        setting: for the computation of the received rows.
     """
 
     group: Ranks
@@ -116,24 +122,24 @@ class Way:
     setting: Setting
 
     def go(self, rows_SX: Tensor, kind: str) -> Tensor:
-        """Rows to the experts: [R, X]."""
+        """Sends rows to the experts; returns the received ones, [R, X]."""
         return self.group.exchange(rows_SX, self.trip.sent, self.trip.received, kind)
 
     def come(self, rows_MX: Tensor, kind: str) -> Tensor:
-        """Rows of the experts back to where they came from: [S, X]."""
+        """Sends rows of the experts back; returns those of this rank, [S, X]."""
         rows_RX = rows_MX.index_select(0, self.trip.there.row_NK[:, 0])
         return self.group.exchange(rows_RX, self.trip.received, self.trip.sent, kind)
 
 
 class DealtBank(ExpertBank):
-    """The experts of one layer that one rank of a group holds; computes with those of all.
+    """One rank's experts of one layer; computes with the experts of the whole group.
 
     Attributes:
-        dealing: who holds which.
+        dealing: which rank holds which experts.
     """
 
     def __init__(self, model: ModelConfig, storage: Storage, *, group: Ranks) -> None:
-        """`group`: the ranks among which the experts are dealt out."""
+        """`group`: the ranks that share the experts."""
         self._group = group
         self._probed: Tensor | None = None
         dealing = deal((), model.num_experts, group.size)
@@ -148,7 +154,7 @@ class DealtBank(ExpertBank):
 
     @torch.no_grad()
     def own(self, owned: tuple[int, ...]) -> None:
-        """See `ExpertBank.own`; experts that change their rank travel, a projection at a time.
+        """See `ExpertBank.own`; experts that change their rank move, one projection at a time.
 
         Raises:
             Disconnected: another rank has ended.
@@ -162,7 +168,7 @@ class DealtBank(ExpertBank):
         self._deal(after)
 
     def dealing_for(self, owned: Sequence[int]) -> Dealing:
-        """Who will hold which when these experts are owned."""
+        """Which rank will hold which experts when these are owned."""
         return deal(owned, self.num_experts, self._group.size, self.dealing)
 
     def _moved(self, moves: Sequence[Move], projection: str) -> dict[int, Tensor]:
@@ -192,7 +198,7 @@ class DealtBank(ExpertBank):
         return mixed
 
     def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
-        """See `ExpertBank`; the tokens travel, also where another rank has pairs and this none."""
+        """See `ExpertBank`; an operation of all ranks, also of those without pairs."""
         experts = [expert for pair in pairs for expert in pair.experts]
         tokens = [pair.tokens for pair in pairs for _ in pair.experts]
         sizes = [len(each) for each in tokens]
@@ -212,7 +218,7 @@ class DealtBank(ExpertBank):
         return Way(self._group, trip, self.setting(trip.there))
 
     def _trip(self, x_ND: Tensor, expert_NK: Tensor, kept_NK: Tensor | None) -> Trip:
-        """Sorts pairs by seat and expert, and asks the others what they send.
+        """Sorts pairs by seat and expert, and exchanges the numbers of rows.
 
         Cost: one operation between the ranks, and two waits for the device.
         """
@@ -234,14 +240,14 @@ class DealtBank(ExpertBank):
 def dealt_square_sums(
     model: Transformer, gradients: Mapping[str, Tensor], group: Ranks
 ) -> dict[str, Tensor]:
-    """The fp64 sum of squares of each stack of owned experts, those of other ranks included.
+    """The fp64 sum of squares of each stack of owned experts, over all ranks.
 
-    Added up in the order of the experts, so that it does not depend on who holds them.
+    Squares are added up in the order of the experts, so the sum does not depend on their ranks.
 
     Args:
         model: with the experts of this rank.
         gradients: of its parameters, by name.
-        group: the ranks among which the experts are dealt out; all of them call it.
+        group: the ranks that share the experts; all of them call it.
 
     Raises:
         Disconnected: another rank has ended.
@@ -256,9 +262,9 @@ def dealt_square_sums(
 
 
 class _Mixed(torch.autograd.Function):
-    """As `mix_experts`, whose bits it has but for sums over the rows of several ranks.
+    """As `mix_experts`, with the same bits except for sums over the rows of several ranks.
 
-    `probed` is given so that backward goes through it on every rank, whether that has pairs or not.
+    `probed` is an input so that its backward runs on every rank, with or without pairs.
     """
 
     @staticmethod
@@ -294,7 +300,7 @@ class _Mixed(torch.autograd.Function):
 class _Probed(torch.autograd.Function):
     """The outputs of experts for tokens of compared pairs, [P, D] in the compute type.
 
-    The tokens get no gradient; they are an input so that the layers before go back afterwards.
+    The tokens get no gradient. They are an input so that backward of earlier layers runs later.
     """
 
     @staticmethod
@@ -332,14 +338,14 @@ def _apart(rows_SX: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def crossing_bytes(rows: float, model: ModelConfig, itemsize: int, *, again: bool) -> float:
     """Bytes that cross between ranks for the experts of one layer and micro-batch.
 
+    These are tokens and outputs, twice if the layer is recomputed, and the gradients of both, each
+    with a routing weight or its gradient in fp32.
+
     Args:
         rows: (token, expert) pairs whose expert is on another rank.
         model: its sizes.
         itemsize: bytes of the compute type.
-        again: whether the layer is computed again for backward.
-
-    Tokens and outputs each way, twice where they are computed again, then the gradients of both,
-    with the routing weight and its gradient in fp32.
+        again: whether the layer is recomputed for backward.
     """
     row = model.hidden_size * itemsize
     return rows * ((4 if again else 2) * row + 2 * (row + 4))

@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TermsForm:
-    """How the terms of a layer are laid out as one row of a table, fp32.
+    """The layout of a layer's terms as one row of a table, fp32.
 
-    Counts come through unchanged below 2^24 tokens of a micro-batch.
+    fp32 holds the counts exactly below 2^24 tokens of a micro-batch.
 
     Attributes:
         num_experts: of a layer.
         top_k: experts of a token.
         num_tokens: of a micro-batch.
-        pairs: compared pairs of experts that there is room for; 0 where none are measured.
+        pairs: the most compared pairs of experts; 0 where none are measured.
     """
 
     num_experts: int
@@ -59,12 +59,12 @@ class TermsForm:
 
     @property
     def _sizes(self) -> list[int]:
-        """Of means, z, counts, dropped, number of pairs, similarities, first and second experts."""
+        """Sizes: means, z, counts, dropped, number of pairs, similarities, both experts."""
         return [self.num_experts, 1, self.num_experts, 1, 1, *(3 * [self.pairs])]
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """How many numbers a row has."""
         return sum(self._sizes)
 
     def row(self, terms: LayerTerms) -> Tensor:
@@ -99,13 +99,13 @@ class TermsForm:
 
 
 TOGETHER = 8
-"""Micro-batches that flow through the stages in one go of an evaluation."""
+"""Micro-batches that flow through the stages together in an evaluation."""
 NO_SHAPE = torch.Size([1, 2])
-"""Of a pipeline whose micro-batches are all without tokens."""
+"""The shape of micro-batches of a pipeline that has no tokens at all."""
 
 
 class _Form(NamedTuple):
-    """What schedules are made for, since their buffers have these shapes."""
+    """The key of a schedule, whose buffers have these shapes."""
 
     name: ScheduleName
     micro_batches: int
@@ -119,10 +119,10 @@ class Flow:
     """Micro-batches of one shape that go through the stages.
 
     Attributes:
-        parts: the micro-batches, one at least; every rank of a pipeline has the same. None in the
-            place of one goes through the experts without tokens.
-        shape: of the tokens of each.
-        controls: of each, in a training step; None in evaluation.
+        parts: the micro-batches, at least one; equal on all ranks of a pipeline. None stands for a
+            pass through the experts without tokens.
+        shape: of the tokens of each micro-batch.
+        controls: for each in a training step; None in evaluation.
         divisor: of each loss.
         scale: factor of each loss after the division.
     """
@@ -134,7 +134,7 @@ class Flow:
     scale: float = 1.0
 
     def cut(self, sizes: Sequence[int]) -> Iterator[Flow]:
-        """Flows of so many of the micro-batches each, in their order."""
+        """Splits it into flows of these sizes, in order."""
         first = 0
         for size in sizes:
             own = slice(first, first + size)
@@ -144,10 +144,10 @@ class Flow:
 
 
 class Pipeline:
-    """The stage of this rank; all ranks of a pipeline call it alike."""
+    """Runs schedules for the stage of this rank. All ranks of a pipeline make the same calls."""
 
     def __init__(self, model: Transformer, group: Ranks, loss: LossConfig) -> None:
-        """Makes nothing between the ranks yet.
+        """Runs no operation between the ranks yet.
 
         Args:
             model: of this rank's stage.
@@ -160,14 +160,14 @@ class Pipeline:
         ]
         self._schedules: dict[_Form, Any] = {}
         self._said: tuple[int, ...] = ()
-        # It writes all of a schedule to the log when a stage has failed.
+        # Torch would log a whole schedule when a stage has failed.
         logging.getLogger(ScheduleLoopedBFS.__module__).setLevel(logging.CRITICAL)
 
     def train(self, flow: Flow, name: ScheduleName) -> list[Losses]:
-        """Adds up the gradients of all micro-batches, in their order.
+        """Adds up the gradients of all micro-batches, in order.
 
         Returns:
-            The losses of each that has tokens, detached, in the last stage; nothing in the others.
+            In the last stage the detached losses of each that has tokens; elsewhere nothing.
 
         Raises:
             Disconnected: another rank has ended.
@@ -183,14 +183,14 @@ class Pipeline:
                 )  # fmt: skip
                 self._said = goes
             return self._run(list(flow.cut(goes)), name, is_training=True)
-        # The other schedule keeps every stage busy at once, which so few cannot.
+        # 1F1B needs at least as many micro-batches as stages.
         return self._run([flow], "gpipe" if number < size else name, is_training=True)
 
     def evaluate(self, parts: Sequence[MicroBatch | None]) -> list[Losses]:
-        """The losses of micro-batches of any shapes, in the last stage; nothing in the others.
+        """In the last stage the losses of micro-batches of any shapes; elsewhere nothing.
 
         Args:
-            parts: None for one without tokens.
+            parts: micro-batches; None for one without tokens.
 
         Raises:
             Disconnected: another rank has ended.
@@ -201,13 +201,13 @@ class Pipeline:
         return found
 
     def _run(self, flows: Sequence[Flow], name: ScheduleName, *, is_training: bool) -> list[Losses]:
-        """One after the other."""
+        """Runs flows one after the other."""
         forms = []
         for flow in flows:
             compared = any(each.probe or each.draw_apart for each in flow.controls or ())
             pairs = MAX_PAIRS if compared else 0
             forms.append(_Form(name, len(flow.parts), flow.shape, pairs, is_training))
-        # The buffers of others go before some are made.
+        # Free the buffers of other schedules before new ones are made.
         self._schedules = {form: self._schedules[form] for form in forms if form in self._schedules}
         found: list[Losses] = []
         for flow, form in zip(flows, forms, strict=True):
@@ -229,7 +229,7 @@ class Pipeline:
         except RuntimeError as error:
             self._schedules.clear()
             if error.__cause__ is not None:
-                raise error.__cause__ from None  # what a stage raised, without torch's words
+                raise error.__cause__ from None  # the stage's own error, without torch's words
             if lacks_memory(error):
                 raise
             raise Disconnected(str(error).partition("\n")[0]) from error
@@ -255,14 +255,14 @@ class Pipeline:
         loss = self._chunks[-1].scaled if form.is_training else None
         given: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
         if number > 1:
-            # The other one goes backward from the last micro-batch to the first.
+            # Torch's other schedules go backward from the last micro-batch to the first.
             several = ScheduleInterleaved1F1B if form.is_training else ScheduleLoopedBFS
             return several(stages, form.micro_batches, **given)
         kind = Schedule1F1B if form.name == "1f1b" else ScheduleGPipe
         return kind(stages[0], form.micro_batches, **given)
 
     def _count(self, form: _Form) -> None:
-        """Records what leaves this rank."""
+        """Counts the bytes that leave this rank."""
         for chunk in self._chunks:
             out = [] if chunk.stage.is_last else list(chunk.outputs(form))
             back = list(chunk.inputs(form)) if form.is_training else []
@@ -272,7 +272,7 @@ class Pipeline:
 
 
 def _flows(parts: Sequence[MicroBatch | None]) -> Iterator[Flow]:
-    """Cuts micro-batches into runs of one shape, of `TOGETHER` at most."""
+    """Cuts micro-batches into runs of one shape, each of at most `TOGETHER`."""
     shape = next((part.tokens_BT1.shape for part in parts if part), NO_SHAPE)
     run: list[MicroBatch | None] = []
     for part in parts:
@@ -306,12 +306,12 @@ class _TimedStage(PipelineStage):
 
 
 class _StageModule(nn.Module):
-    """Consecutive layers for torch's schedules, which know micro-batches by their number."""
+    """Consecutive layers as a module for torch's schedules, which pass a micro-batch's number."""
 
     def __init__(
         self, model: Transformer, stage: Stage, loss: LossConfig, between: torch.device
     ) -> None:
-        """`stage`: which layers of the model; `between`: where what comes and goes lies."""
+        """`stage`: its layers of the model; `between`: the device of received and sent tensors."""
         super().__init__()
         self.model, self.stage, self._loss, self._between = model, stage, loss, between
         self._flow: Flow | None = None
@@ -321,27 +321,27 @@ class _StageModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes."""
         return next(self.model.parameters()).device
 
     def begin(self, flow: Flow, form: _Form, found: list[Losses]) -> None:
-        """Takes micro-batches; the last stage appends their losses to `found`."""
+        """Sets the micro-batches; the last stage appends their losses to `found`."""
         self._flow, self._found = flow, found
         self._terms, self._out = self._terms_form(form), self.outputs(form)
 
     def end(self) -> None:
-        """Lets go of them."""
+        """Drops the micro-batches."""
         self._flow, self._found = None, []
 
     def forward(self, *received: Tensor, index: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """Takes a micro-batch through the layers.
+        """Computes the layers for one micro-batch.
 
         Args:
             received: residual stream [B, T, D] and table [l, W]; nothing in the first stage.
-            index: int64 [1], which one.
+            index: int64 [1], the micro-batch's number.
 
         Returns:
-            The same, or in the last stage the loss.
+            Residual stream and table after these layers, or in the last stage the loss.
         """
         assert self._flow is not None
         model, k = self.model, int(index)
@@ -379,7 +379,7 @@ class _StageModule(nn.Module):
     def _without_tokens(
         self, received: tuple[Tensor, ...], controls: RoutingControls | None
     ) -> tuple[Tensor, ...] | Tensor:
-        """As `forward`; zeros go from stage to stage, and zeros come back as gradients."""
+        """As `forward`, with zeros as activations and as gradients."""
         layers = self.stage.layers
         zero = self.model.model.without_tokens(controls, layers).to(self._between)
         if self.stage.is_last:
@@ -392,16 +392,16 @@ class _StageModule(nn.Module):
         return tuple(each.contiguous() for each in found)
 
     def scaled(self, total: Tensor, _: Tensor) -> Tensor:
-        """The loss from which the gradient is formed."""
+        """The loss for backward."""
         assert self._flow is not None
         return total / self._flow.divisor * self._flow.scale
 
     def inputs(self, form: _Form) -> tuple[Tensor, ...]:
-        """What comes in, as tensors without values."""
+        """The received tensors, without values."""
         return () if self.stage.is_first else self._between_stages(form, self.stage.layers[0])
 
     def outputs(self, form: _Form) -> tuple[Tensor, ...]:
-        """What goes out, likewise."""
+        """The sent tensors, without values; in the last stage the loss."""
         if self.stage.is_last:
             return (torch.empty((), device="meta", requires_grad=form.is_training),)
         return self._between_stages(form, self.stage.layers[-1] + 1)
@@ -421,9 +421,9 @@ class _StageModule(nn.Module):
 
 
 class StageEngine(RankEngine):
-    """The engine of a rank that holds one stage; all ranks are called alike.
+    """The engine of a rank that holds one stage. All ranks get the same calls.
 
-    It can be asked for, and keeps, only what belongs to its stage.
+    It keeps, reads and writes only tensors of its stage.
     """
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
@@ -446,11 +446,11 @@ class StageEngine(RankEngine):
         return self._model.stage.holds(name, tied=tied) and super().holds(name)
 
     def answers(self, name: str) -> bool:
-        """Whether this rank, and no other one, tells the controller a tensor's value."""
+        """Whether this rank alone sends a tensor's value to the controller."""
         return super().answers(name) and self._speaks_for(name)
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank counts a tensor's values, and no other one of its pipeline."""
+        """Whether this rank alone, of its pipeline, counts a tensor's values."""
         return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
 
     def _biases(self) -> Sequence[str]:
@@ -472,7 +472,7 @@ class StageEngine(RankEngine):
         return self._of_all(mine, found, len(parts), controls)
 
     def _add_up(self) -> None:
-        """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
+        """As in `RankEngine`; then adds up a tied embedding over both ends of each pipeline."""
         super()._add_up()
         if self._ends is not None and self._ends.size > 1:
             self._ends.add_up([self._gradients_by_name()[EMBEDDING]])
@@ -480,7 +480,7 @@ class StageEngine(RankEngine):
     def _norms(self, scale: float) -> dict[str, Tensor]:
         mine = super()._norms(scale)
         names = self._trained_names()
-        # What is fp32 comes through as it is.
+        # fp64 holds fp32 values exactly.
         table = torch.zeros(len(names), dtype=torch.float64)
         own = [index for index, name in enumerate(names) if self._speaks_for(name)]
         table[own] = torch.stack([mine[names[index]] for index in own]).double().cpu()
@@ -504,9 +504,9 @@ class ShardedStageEngine(StageEngine, ShardedEngine):
     """A stage whose masters and moments are cut over the ranks that hold the same stage."""
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
-        """Of all stages in one operation: each rank knows those of its shares alone."""
+        """Norms of all stages, in one operation; a rank has only the squares of its shares."""
         return ShardedEngine._norms(self, scale)
 
 
 class HeadsStageEngine(StageEngine, HeadsEngine):
-    """A stage whose attention heads are shared out over its ranks."""
+    """A stage whose ranks share the attention heads."""

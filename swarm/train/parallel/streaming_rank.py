@@ -1,16 +1,17 @@
 """Streaming on several devices from one host copy: the engine of one rank.
 
-All ranks are processes of one machine. Masters, moments, frozen experts, the copy that travels and
-gradients lie in memory that they have in common (`train/engine/host_memory.py`); a rank has a
-device and the way to it, its inputs of layers, and its block of the micro-batches. After a layer's
-backward pass the gradients of all are added up in the order of the ranks; each rank adds up, sends
-to the host and updates its share (`streaming/host_model.py`), and nobody fetches a unit before all
-have updated it. So a step has the bits of one process where each rank has one micro-batch.
+All ranks are processes of one machine. Masters, moments, frozen experts, gradients and the copy for
+the devices lie in shared memory (`train/engine/host_memory.py`). Each rank has its own device, bus,
+inputs of layers, and block of the micro-batches.
 
-Values are written by the first rank; it answers for all.
+After a layer's backward pass gradients are added up in the order of the ranks. Each rank adds up
+its share, sends it to the host and updates it (`streaming/host_model.py`). No rank fetches a unit
+before all have updated it. So a step has the bits of one process if each rank has one micro-batch.
+
+The first rank writes values and answers for all.
 """
 
-# What the methods do is said in `Engine` and `RankEngine`.
+# `Engine` and `RankEngine` document the methods.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from swarm.train.streaming.streaming_engine import StreamingEngine
 
 
 class StreamingRank(StreamingEngine):
-    """The streaming engine of one rank; all ranks are called alike and come to the same values.
+    """The streaming engine of one rank. All ranks get the same calls and reach the same values.
 
-    Questions for tensors are asked of any of them alone.
+    Any single rank can answer a question for a tensor.
     """
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """Bytes of the activations of one micro-batch. Pure arithmetic.
 
-`c` is the size of an element in the compute type. The formulas follow the tensors that autograd functions of `swarm.model` keep. Tests compare them
-with living tensors.
+The formulas follow the tensors that autograd functions of `swarm.model` keep, and tests compare
+them with living tensors. `c` is the size of an element in the compute type.
 """
 
 from __future__ import annotations
