@@ -30,27 +30,27 @@ from swarm.train.engine.tensor_file import LazyTensors, forms_of
 from swarm.train.parallel.data_parallel import RankEngine
 
 STEP = 64
-"""Elements: no processor has wider registers."""
+"""Runs begin at multiples of so many elements: no processor has wider registers."""
 
 
 def is_compute_copy(name: str) -> bool:
-    """Whether every use of a parameter casts it, so that ranks need no fp32 master of all of it.
+    """Whether every use casts a parameter, so that no rank needs its whole fp32 master.
 
-    Attention, head and experts; a tied head is an embedding, whose fp32 values are the residual
-    stream.
+    This is so for attention, experts and an untied head. A tied head is an embedding, whose fp32
+    values enter the residual stream.
     """
     return is_cast(name) or name == "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter that is cut over ranks.
+    """How a parameter is cut over ranks.
 
     Attributes:
         rows: experts of a stack, else 1.
         size: elements of a row.
-        bounds: of the flattened parameter, where the run of each rank begins, and the end.
-        by_row: whether moments lie in blocks that begin with each row.
+        bounds: where each rank's run of the flattened parameter begins, and the end.
+        by_row: whether blocks of moments restart with each row.
     """
 
     rows: int
@@ -83,13 +83,13 @@ class Cut:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def in_row(self, rank: int, row: int) -> slice:
-        """Those of a row, counted from where it begins; perhaps none."""
+        """A rank's elements of a row, counted from the row's first; may be empty."""
         run, first = self.run(rank), row * self.size
         start = min(max(run.start - first, 0), self.size)
         return slice(start, max(start, min(run.stop - first, self.size)))
 
     def pieces(self, name: str, rank: int) -> Iterator[adam_moments.Piece]:
-        """A rank's run, split at rows where blocks restart; otherwise the parameter is one row."""
+        """A rank's run, split at rows if blocks restart there; else as one piece."""
         if not self.by_row:
             run = self.run(rank)
             if run.stop > run.start:
@@ -103,11 +103,14 @@ class Cut:
     def together(
         self, piece: adam_moments.Piece, step: int
     ) -> Iterator[tuple[adam_moments.Piece, adam_moments.Piece]]:
-        """A piece cut as an update of the whole parameter is, and the whole of each of these.
+        """Splits a piece where an update of the whole parameter would.
 
         Args:
-            piece: of `pieces`.
+            piece: one of `pieces`.
             step: elements that the update takes at once.
+
+        Yields:
+            Each part of the piece, and the update's whole piece that contains it.
         """
         end = self.size if self.by_row else self.rows * self.size
         for start in range(piece.start // step * step, piece.stop, step):
@@ -123,12 +126,12 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Held:
-    """The state of a piece of a parameter, which this rank has.
+    """This rank's state of a piece of a parameter.
 
     Attributes:
         piece: which.
-        master_x: fp32; a view of the parameter where that is fp32.
-        moments: of one row, the piece.
+        master_x: fp32; a view of the parameter if that is fp32.
+        moments: of the piece, as one row.
     """
 
     piece: adam_moments.Piece
@@ -136,13 +139,13 @@ class Held:
     moments: adam_moments.Moments
 
     def common(self, flat: slice) -> slice:
-        """Its part of a run of the flattened parameter; may be empty."""
+        """The piece's part of a run of the flattened parameter; may be empty."""
         own = self.piece.in_whole
         start = max(own.start, flat.start)
         return slice(start, max(start, min(own.stop, flat.stop)))
 
     def part(self, kind: str, flat: slice) -> Tensor:
-        """A view of what belongs to a run of the flattened parameter, by the kind of `state`."""
+        """A view of the master or moment (`kind`) of a run of the flattened parameter."""
         if flat.stop <= flat.start:
             return self.master_x[:0]
         first = self.piece.in_whole.start
@@ -162,7 +165,7 @@ class Row:
 
 
 def take(held: Iterable[Held], cut: Cut, row: int, parts: Mapping[str, Tensor]) -> None:
-    """Puts whole parts [1, X] of a row where pieces of it are held."""
+    """Copies a row's whole parts [1, X] into the held pieces of the row."""
     first = row * cut.size
     for each in held:
         run = each.common(slice(first, first + cut.size))
@@ -172,14 +175,14 @@ def take(held: Iterable[Held], cut: Cut, row: int, parts: Mapping[str, Tensor]) 
 
 
 def places(kind: str, elements: slice) -> slice:
-    """Where a kind has what belongs to these elements of a row, which begin with a block."""
+    """The places of a row's elements in a kind of state. The elements begin with a block."""
     if not kind.endswith(adam_moments.SCALE) or elements.stop <= elements.start:
         return elements
     return slice(elements.start // adam_moments.BLOCK, -(-elements.stop // adam_moments.BLOCK))
 
 
 class ShardedAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, for ranks that are called alike; questions for tensors are operations."""
+    """As `OwnedAdamW`, for ranks that get the same calls. Reading a tensor is an operation."""
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class ShardedAdamW(OwnedAdamW):
             settings: betas, epsilon and weight decay.
             form: of the moments.
             compute: type of all matrix products.
-            ranks_of: which ranks hold a parameter alike.
+            ranks_of: returns the ranks that hold the same parameter.
         """
         super().__init__(settings, form)
         self._compute, self._ranks_of = compute, ranks_of
@@ -205,7 +208,7 @@ class ShardedAdamW(OwnedAdamW):
     # ------------------------------------------------ who has what
 
     def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
-        """See `OwnedAdamW`; parameters that are not those before hold fp32 masters."""
+        """See `OwnedAdamW`; new parameters hold fp32 masters."""
         before, old, was_owned = self._parameters, self._held, self._owned
         held, cuts = dict[str, list[Held]](), dict[str, Cut]()
         for name, parameter in sorted(parameters.items()):
@@ -228,7 +231,7 @@ class ShardedAdamW(OwnedAdamW):
         self._rows_by_name = self._all_rows()
 
     def is_copy(self, name: str) -> bool:
-        """Whether a parameter is a copy in the compute type, whose master is nowhere whole."""
+        """Whether a parameter is a copy in the compute type, and no rank has its whole master."""
         wanted = self._compute is not torch.float32 and is_compute_copy(name)
         return wanted and self._ranks_of(name).size > 1
 
@@ -252,9 +255,9 @@ class ShardedAdamW(OwnedAdamW):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Lets all parameters hold their fp32 masters, whole: as many bytes as gradients.
+        """Gives all parameters their whole fp32 masters, in as many bytes as gradients.
 
-        What is written to them meanwhile is forgotten; `follow` takes over new parameters.
+        Values written to them meanwhile are lost; `follow` takes over new parameters.
         """
         kept, masters = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
         for name, parameter in self._parameters.items():
@@ -275,7 +278,7 @@ class ShardedAdamW(OwnedAdamW):
                 parameter.data = copy
 
     def _spread(self, flat: Mapping[str, Tensor]) -> None:
-        """Gives all ranks the runs of each of some flat tensors that lie as the parameters."""
+        """Sends each rank's runs of flat tensors, laid out as the parameters, to all ranks."""
         groups = dict[tuple[Ranks, torch.dtype], list[str]]()
         for name, each in flat.items():
             groups.setdefault((self._ranks_of(name), each.dtype), []).append(name)
@@ -290,7 +293,7 @@ class ShardedAdamW(OwnedAdamW):
     # ------------------------------------------------ a step
 
     def add_up(self) -> None:
-        """Sums gradients over the ranks: on each of them those of its runs."""
+        """Sums gradients over the ranks. Each rank gets the sums of its own runs."""
         groups = dict[Ranks, list[str]]()
         for name in self._parameters:
             groups.setdefault(self._ranks_of(name), []).append(name)
@@ -311,7 +314,7 @@ class ShardedAdamW(OwnedAdamW):
         }
 
     def update(self, lr: float) -> None:
-        """See `OwnedAdamW`; afterwards every rank has the new values of all."""
+        """See `OwnedAdamW`; afterwards every rank has all new values."""
         update = self.next_update(lr)
         pairs = [
             (held, _gradient(self._parameters[name])[held.piece.in_whole])
@@ -343,7 +346,7 @@ class ShardedAdamW(OwnedAdamW):
         self._spread(values)
 
     def _update_rounded(self, held: Held, gradient_x: Tensor, update: adam_moments.Update) -> None:
-        """In the pieces of an update of the whole parameter, whose numbers it draws."""
+        """Updates in the whole parameter's pieces, with the same random numbers."""
         step = PIECE_GPU if gradient_x.is_cuda else PIECE
         for part, whole in self._cuts[held.piece.name].together(held.piece, step):
             here = slice(part.start - held.piece.start, part.stop - held.piece.start)
@@ -357,12 +360,12 @@ class ShardedAdamW(OwnedAdamW):
     # ------------------------------------------------ by tensor
 
     def master(self, name: str) -> Tensor:
-        """The fp32 master of a tensor: collected from the ranks, or a view if it is whole here."""
+        """A tensor's fp32 master: collected from the ranks, or a view if this rank has it whole."""
         row = self._rows_by_name[name]
         return self._collected(row, MASTER).view(row.shape)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrites a run of elements of a tensor's master, as far as this rank has it."""
+        """Overwrites this rank's part of a run of elements of a tensor's master."""
         row = self._rows_by_name[name]
         first = row.index * self._cuts[row.name].size + start
         for held in self._held[row.name]:
@@ -371,23 +374,23 @@ class ShardedAdamW(OwnedAdamW):
             held.part(MASTER, run).copy_(own)
 
     def stored(self, kind: str, name: str) -> Tensor:
-        """A master or moment as `state` has it, collected from the ranks."""
+        """A master or moment in the form of `state`, collected from the ranks."""
         row = self._rows_by_name[name]
         found = self._collected(row, kind)
         return found if kind.endswith(adam_moments.SCALE) else found.view(row.shape)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each tensor."""
+        """The kinds of state of each tensor: master and moments."""
         parts = adam_moments.Moments.zeros(self._form, 1, 1, torch.device("meta")).parts
         return (MASTER, *parts)
 
     def state(self) -> Mapping[str, Tensor]:
-        """See `OwnedAdamW`; each is collected when it is looked up."""
+        """See `OwnedAdamW`; each tensor is collected when it is looked up."""
         return _State(self)
 
     def take(self, stored: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; as far as this rank has them."""
+        """See `OwnedAdamW`; takes only this rank's parts."""
         rows = self._rows_by_name
         for name, tensor in stored.items():
             kind, _, of = name.partition(".")
@@ -448,7 +451,7 @@ class ShardedAdamW(OwnedAdamW):
         )
 
     def _collected(self, row: Row, kind: str) -> Tensor:
-        """All elements of one kind of a row, flat, from the ranks that have it alike."""
+        """All elements of one kind of a row, flat, collected from the ranks that share it."""
         cut, parameter = self._cuts[row.name], self._parameters[row.name]
         first = row.index * cut.size
         if kind == MASTER and not self.is_copy(row.name):
@@ -469,7 +472,7 @@ class ShardedAdamW(OwnedAdamW):
 
 
 class _Collected(LazyTensors):
-    """Tensors that the ranks put together when they are looked up."""
+    """Tensors that a look-up collects from the ranks."""
 
     def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `LazyTensors`; an operation of the ranks."""
@@ -477,7 +480,7 @@ class _Collected(LazyTensors):
 
 
 class _State(_Collected):
-    """Masters and moments, each collected from the ranks when it is looked up."""
+    """Masters and moments; a look-up collects one from the ranks."""
 
     def __init__(self, optimizer: ShardedAdamW) -> None:
         self._optimizer = optimizer
@@ -499,12 +502,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-# What the methods do is said in `Engine`.
+# `Engine` documents the methods.
 # ruff: disable[undocumented-public-method]
 
 
 class ShardedEngine(RankEngine):
-    """As `RankEngine`; to read a trained tensor is an operation of all ranks that hold it."""
+    """As `RankEngine`. Reading a trained tensor is an operation of all ranks that hold it."""
 
     _optimizer: ShardedAdamW
 
@@ -513,7 +516,7 @@ class ShardedEngine(RankEngine):
         return ShardedAdamW(self._run.optimizer, options.moments, compute, self._alike)
 
     def _alike(self, name: str) -> Ranks:
-        """The ranks that hold a parameter alike."""
+        """The ranks that hold the same parameter."""
         is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
         return self._replicas if is_dealt else self._same
 
@@ -523,7 +526,7 @@ class ShardedEngine(RankEngine):
         return self.holds(name) if self._is_cut(name) else self.answers(name)
 
     def _is_cut(self, name: str) -> bool:
-        """Whether a tensor has a state that ranks share."""
+        """Whether ranks share a tensor's state."""
         return is_trained(name, self.owned) and name not in self._biases()
 
     def own(self, experts: Sequence[int]) -> None:
@@ -541,7 +544,7 @@ class ShardedEngine(RankEngine):
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         names = self._trained_names()
-        # A row for each rank, so that the sum over them has one order.
+        # One row for each rank, so that the sum over the ranks has a fixed order.
         squares = torch.zeros(self._ranks.size, len(names), dtype=torch.float64)
         own = self._gradients_by_name()
         here = [k for k, name in enumerate(names) if name in own and self._speaks_for(name)]
@@ -595,7 +598,7 @@ class ShardedEngine(RankEngine):
 
 
 class _WithBiases(_Collected):
-    """A state that is collected, and the selection biases, which all ranks have."""
+    """A collected state, and the selection biases, which all ranks have."""
 
     def __init__(self, cut: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
         self._cut = cut

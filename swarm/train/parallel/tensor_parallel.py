@@ -31,13 +31,13 @@ from swarm.train.parallel.data_parallel import RankEngine
 from swarm.train.parallel.dispatch import DealtBank
 
 DIMENSIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
-"""Of each matrix that is cut: rows or columns."""
+"""The dimension by which each matrix is cut: 0 for rows, 1 for columns."""
 NORMS = ("q_norm", "k_norm")
-"""Of QK-norm: each rank has the weights of its heads, all of them where heads share these."""
+"""Weights of QK-norm. A rank has those of its heads, or all where the heads share them."""
 
 
 def why_not_cut(run: RunConfig, ways: int) -> str:
-    """Why heads, experts and tokens cannot be cut over so many ranks; nothing if they can."""
+    """Why heads, experts and tokens cannot be cut over so many ranks; "" if they can."""
     if run.model.num_key_value_heads % ways:
         return f"it has to divide the {run.model.num_key_value_heads} key/value heads"
     if ways > run.model.num_experts:
@@ -48,10 +48,10 @@ def why_not_cut(run: RunConfig, ways: int) -> str:
 
 
 class AttentionHeads:
-    """The heads of one rank among those that share them.
+    """One rank's share of the attention heads.
 
     Attributes:
-        group: these ranks; one alone has everything.
+        group: the ranks that share the heads; a single rank has all of them.
     """
 
     def __init__(self, group: Ranks, model: ModelConfig) -> None:
@@ -62,7 +62,7 @@ class AttentionHeads:
 
     @property
     def model(self) -> ModelConfig:
-        """A model whose attention has the heads of this rank alone."""
+        """A model whose attention has only the heads of this rank."""
         model = self._model
         own = {
             "num_attention_heads": model.num_attention_heads // self.group.size,
@@ -72,19 +72,19 @@ class AttentionHeads:
         return model.model_copy(update=own)
 
     def dimension(self, name: str) -> int | None:
-        """By which dimension a tensor is cut; None if this rank has all of it."""
+        """The dimension by which a tensor is cut; None if this rank has all of it."""
         return None if self.group.size == 1 else self._dimensions.get(_part_of_attention(name))
 
     def cuts(self, name: str) -> bool:
-        """Whether this rank has a part of a tensor."""
+        """Whether this rank has only a part of a tensor."""
         return self.dimension(name) is not None
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a whole tensor; `shape` is what this rank has, of one that is not cut."""
+        """The shape of a whole tensor. `shape` is this rank's, and the result if it is not cut."""
         return self._shapes[name] if self.cuts(name) else shape
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """A tensor from the parts of all ranks, which call it together if it is cut.
+        """A whole tensor from the parts of all ranks; an operation if the tensor is cut.
 
         Raises:
             Disconnected: another rank has ended.
@@ -95,14 +95,14 @@ class AttentionHeads:
         return torch.cat(self.group.gathered(part[None], "values").unbind(), cut)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """A view of what this rank has of a tensor."""
+        """A view of this rank's part of a tensor."""
         cut = self.dimension(name)
         return whole if cut is None else whole.chunk(self.group.size, cut)[self.group.rank]
 
     def parts(
         self, named: Mapping[str, Tensor], shape: Callable[[str], tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """The same of several; raises BadBlob where one that is cut has not its `shape`."""
+        """This rank's parts of several tensors; raises BadBlob if a cut one has a wrong shape."""
         found = dict(named)
         for name in filter(self.cuts, named):
             if why := misfit(name, (*named[name].shape,), shape(name)):
@@ -111,7 +111,7 @@ class AttentionHeads:
         return found
 
     def put(self, part: Slice, values: Tensor, mine: Tensor) -> None:
-        """Overwrites a run of elements of a whole tensor where they lie in this rank's part."""
+        """Overwrites this rank's part of a run of elements of a whole tensor."""
         shape = self.whole_shape(part.name, tuple(mine.shape))
         whole = torch.empty(shape, dtype=mine.dtype, device=mine.device)
         own = self.part(part.name, whole)
@@ -120,9 +120,9 @@ class AttentionHeads:
         mine.copy_(own)
 
     def square_sums(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each gradient the fp64 sum of squares of the whole one, on the CPU.
+        """The fp64 sum of squares of each whole gradient, on the CPU.
 
-        Of those that are not cut it is the first rank's, so that all clip by the same factor.
+        For gradients that are not cut it is the first rank's, so that all clip by the same factor.
 
         Raises:
             Disconnected: another rank has ended.
@@ -137,31 +137,31 @@ class AttentionHeads:
 
 
 class HeadsAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, whose tensors are whole for others and cut here.
+    """As `OwnedAdamW`, for tensors that are cut here. Callers see whole ones.
 
-    Int8 moments are not cut: their blocks would be others than those of whole tensors.
+    Int8 moments cannot be cut: their blocks would not be those of whole tensors.
     """
 
     def __init__(
         self, settings: OptimizerConfig, form: MomentsFormat, heads: AttentionHeads
     ) -> None:
-        """`heads`: those of this rank."""
+        """`heads`: this rank's share."""
         assert form != "int8", "int8 moments lie in blocks of whole tensors"
         super().__init__(settings, form)
         self._heads = heads
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `OwnedAdamW`; an operation of the ranks for those that are cut."""
+        """See `OwnedAdamW`; an operation of the ranks for each cut tensor."""
         found = super().read_moments(names)
         return {stored: self._heads.whole(_base(stored), part) for stored, part in found.items()}
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; takes what this rank has."""
+        """See `OwnedAdamW`; takes only this rank's parts."""
         parts = {stored: self._heads.part(_base(stored), each) for stored, each in values.items()}
         super().write_moments(parts)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; takes what this rank has."""
+        """See `OwnedAdamW`; takes only this rank's parts."""
         super().load(_Parts(self._heads, tensors))
 
 
@@ -172,7 +172,7 @@ class _Parts(LazyTensors):
         self._heads, self._tensors, self._whole = heads, tensors, forms_of(tensors)
 
     def forms(self) -> dict[str, Form]:
-        """See `LazyTensors`; coded moments that are cut are fp32 here."""
+        """See `LazyTensors`; cut moments that were coded are fp32 here."""
         found = dict[str, Form]()
         for name in self:
             (dtype, shape), base = self._whole[name], _base(name)
@@ -205,25 +205,25 @@ class _Parts(LazyTensors):
 
 
 def _base(stored: str) -> str:
-    """The tensor that a name of the private state is of."""
+    """The tensor's name in a name of the private state."""
     return stored.partition(".")[2]
 
 
 def _part_of_attention(name: str) -> str:
-    """Such as q_proj; nothing for a tensor of something else."""
+    """The part of attention that a tensor belongs to, such as q_proj; "" for other tensors."""
     _, _, within = name.partition(".self_attn.")
     return within.partition(".")[0]
 
 
 class SharedTokens(Tokens):
-    """Of each micro-batch the run of consecutive tokens that one rank has."""
+    """One rank's run of consecutive tokens of each micro-batch."""
 
     def __init__(self, group: Ranks) -> None:
-        """`group`: the ranks that have the same micro-batches."""
+        """`group`: the ranks that share micro-batches."""
         self._group, self.ways = group, group.size
 
     def shape(self, sequences: int, length: int) -> tuple[int, int]:
-        """See `Tokens`; sequences may be cut anywhere."""
+        """See `Tokens`; a sequence may be cut at any token."""
         return 1, sequences * length // self.ways
 
     def own(self, x_NX: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class HeadsAttention(Attention):
     def __init__(
         self, _: ModelConfig, compute: torch.dtype, device: torch.device, *, heads: AttentionHeads
     ) -> None:
-        """`heads`: those of this rank, of the model."""
+        """`heads`: this rank's share of the model's heads."""
         super().__init__(heads.model, compute, device)
         self._group = heads.group
         if self.whole and self.q_norm and self.k_norm:
@@ -257,9 +257,9 @@ class HeadsAttention(Attention):
             self.k_norm = SharedNorm(self.k_norm, self._group)
 
     def forward(self, x_1nD: Tensor, positions: Positions) -> Tensor:
-        """See `Attention`; takes this rank's tokens, and gives the outputs of all heads for them.
+        """See `Attention`; from this rank's tokens to the outputs of all heads for these tokens.
 
-        [1, n, D] in the compute type, both.
+        Both are [1, n, D] in the compute type.
         """
         x_ND = _gathered(self._group, "attention inputs", x_1nD.flatten(0, 1).to(self.compute))
         out_BTD = super().forward(x_ND.unflatten(0, (-1, len(positions.cos))), positions)
@@ -270,7 +270,7 @@ class SharedNorm(RMSNorm):
     """A norm over the heads of all ranks, where each rank has some heads."""
 
     def __init__(self, own: RMSNorm, group: Ranks) -> None:
-        """`own`: one over the heads of this rank alone, in whose place it is."""
+        """`own`: the norm over this rank's heads alone, which this one replaces."""
         super().__init__(len(own.weight), own.eps, own.weight.device)
         self._group = group
 
@@ -283,7 +283,7 @@ class SharedNorm(RMSNorm):
 
 
 class _SharedNorm(torch.autograd.Function):
-    """As `RMSNorm` on a CPU, with sums over the ranks of the squares, and of what goes back."""
+    """As `RMSNorm` on a CPU, with squares and their gradients summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Ranks) -> Tensor:
@@ -308,7 +308,7 @@ class _SharedNorm(torch.autograd.Function):
 
 
 class SharedBank(DealtBank):
-    """One rank's experts of one layer, for tokens that are spread over the ranks."""
+    """One rank's experts of one layer, for the tokens of all ranks."""
 
     def inputs(self, x_nD: Tensor) -> Tensor:
         """See `ExpertBank`; in the compute type."""
@@ -333,7 +333,7 @@ class SharedBank(DealtBank):
             mine_NK &= routing.kept_NK
         plan = recall.plan if recall else None
         if plan is None:
-            # A plan needs a row; one of another rank's has the weight 0 here.
+            # A plan needs at least one row. A row of another rank has the weight 0 here.
             planned_NK = mine_NK.clone()
             planned_NK[0, 0] = True
             owned, multiple = len(self.owned_here), self.multiple(x_ND)
@@ -362,17 +362,16 @@ class SharedBank(DealtBank):
 def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, again: bool) -> float:
     """Bytes that leave a rank for one layer and micro-batch.
 
+    These are inputs and outputs of attention and experts, and the gradients of both, of which
+    (ways - 1) / ways leave a rank. So do each token's weights and experts, 4 bytes each, and the
+    gradients of the weights. Recomputed tensors move again, except the experts' outputs.
+
     Args:
         tokens: of the micro-batch.
         model: its sizes.
         itemsize: bytes of the compute type.
-        ways: ranks that share it.
-        again: whether the layer is computed again for backward.
-
-    These are inputs and outputs of attention and experts, and the gradients of all these:
-    (ways - 1) / ways of them leave a rank. Likewise each token's weights and experts, 4 bytes each,
-    and the gradients of the weights. What is computed again moves again, but for the
-    experts' outputs.
+        ways: ranks that share the micro-batch.
+        again: whether the layer is recomputed for backward.
     """
     per_token = (11 if again else 8) * itemsize * model.hidden_size
     per_token += (20 if again else 12) * model.num_experts_per_tok
@@ -382,19 +381,19 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
 
 
 def _gathered(group: Ranks, kind: str, rows_nX: Tensor) -> Tensor:
-    """The rows of all ranks; each gets the sums of the gradients of its own."""
+    """The rows of all ranks. Backward gives each rank the summed gradients of its rows."""
     found: Tensor = _Gathered.apply(group, kind, rows_nX)  # type: ignore[no-untyped-call]
     return found
 
 
 def _scattered(group: Ranks, kind: str, rows_NX: Tensor) -> Tensor:
-    """Of the sums over the ranks this rank's share of rows; the gradients of all are gathered."""
+    """This rank's share of the rows summed over the ranks. Backward gathers all gradients."""
     found: Tensor = _Scattered.apply(group, kind, rows_NX)  # type: ignore[no-untyped-call]
     return found
 
 
 def _total(group: Ranks, kind: str, part: Tensor) -> Tensor:
-    """The sum of what each rank has computed: all have its gradient."""
+    """The sum over the ranks. Each rank's part gets the gradient of the sum."""
     total: Tensor = _Total.apply(group, kind, part)  # type: ignore[no-untyped-call]
     return total
 
@@ -432,7 +431,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Routed(torch.autograd.Function):
-    """Gathers the weights and experts of all ranks' tokens, concatenated, on every rank."""
+    """Concatenates the weights and experts of all ranks' tokens on every rank."""
 
     @staticmethod
     def forward(
@@ -450,12 +449,12 @@ class _Routed(torch.autograd.Function):
         return None, ctx.group.scattered(gradients[0], "gradients of routing"), None
 
 
-# What the methods do is said in `Engine` and `RankEngine`.
+# `Engine` and `RankEngine` document the methods.
 # ruff: disable[undocumented-public-method]
 
 
 class HeadsEngine(RankEngine):
-    """As `RankEngine`; to read a tensor that is cut is an operation of the ranks of a group."""
+    """As `RankEngine`. Reading a cut tensor is an operation of the ranks of a group."""
 
     def __init__(
         self, run: RunConfig, options: EngineOptions, ranks: Ranks, *, stage: Stage | None = None
@@ -514,7 +513,7 @@ class HeadsEngine(RankEngine):
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        # Of texts of any length; no token sees those behind it, and nothing is dropped.
+        # Padding changes no other token: a token does not see later ones, and none is dropped.
         missing = -(tokens_BT1.shape[1] - 1) % self._group.size
         if missing:
             scored = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
@@ -528,7 +527,10 @@ class HeadsEngine(RankEngine):
         return super()._told(mine, rows if self._group.rank == 0 else (), shape)
 
     def _add_up(self) -> None:
-        """Heads and experts over the ranks that have the same; the rest is of a rank's tokens."""
+        """Adds up heads and experts over ranks with the same ones, the rest over the stage.
+
+        The gradient of any other tensor is of this rank's tokens only.
+        """
         own: list[Tensor] = []
         of_tokens: list[Tensor] = []
         for name, gradient in self._gradients_by_name().items():
@@ -545,7 +547,7 @@ class HeadsEngine(RankEngine):
         return found | self._dealt_norms(scale)
 
     def _idle(self, _count: int) -> int:
-        return 0  # all of a group have the same micro-batches
+        return 0  # all ranks of a group have the same micro-batches
 
 
 # ruff: enable[undocumented-public-method]

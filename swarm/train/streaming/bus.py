@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in the work given to a device; on a CPU it is always reached already."""
+    """A point in a device's queue of work; on a CPU it is always reached already."""
 
     event: torch.cuda.Event | None = None
 
@@ -21,59 +21,59 @@ class Mark:
 
 
 class Bus:
-    """Two lanes of copies, in and out, on streams of their own.
+    """Copies to and from a device, on one CUDA stream for each direction.
 
     Attributes:
-        device: the one that computes.
-        bytes_in: copied to the device so far.
-        bytes_out: copied from it so far.
+        device: the device that computes.
+        bytes_in: bytes copied to the device so far.
+        bytes_out: bytes copied from it so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        # Threads have no current device of their own: that of a process may not be the first GPU.
+        # A new thread's current device is the first GPU, which may not be this process's.
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else device
         self.bytes_in = self.bytes_out = 0
         self._in = torch.cuda.Stream(device) if cuda else None
         self._out = torch.cuda.Stream(device) if cuda else None
 
     def enter(self) -> None:
-        """Makes the device the current one of the calling thread, for all that it does.
+        """Makes the device the calling thread's current one.
 
-        A thread begins with the first GPU. To wait for an event, or to leave the stream of a copy,
-        would make a context there, some 0.5 GB of a GPU that another rank computes on.
+        A new thread's current device is the first GPU. Waiting for an event, or leaving the stream
+        of a copy, would make a context there: some 0.5 GB of a GPU on which another rank computes.
         """
         if self._in is not None:
             torch.cuda.set_device(self.device)
 
     def mark(self) -> Mark:
-        """A mark behind all that the device has been given to compute so far."""
+        """A mark behind all computation that the device was given so far."""
         if self._in is None:
             return Mark()
         return Mark(torch.cuda.current_stream(self.device).record_event())
 
     def wait(self, mark: Mark) -> None:
-        """Lets all later computation wait for a mark."""
+        """Makes all later computation wait for a mark."""
         if mark.event is not None:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def fetch(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
-        """Copies to the device, once all of `after` are reached; returns when it will have been."""
+        """Copies to the device, once all of `after` are reached; returns a mark behind the copy."""
         self.bytes_in += source.nbytes
         return self._copy(self._in, target, source, after)
 
     def send(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
-        """Copies from the device likewise."""
+        """Copies from the device, otherwise as `fetch`."""
         self.bytes_out += source.nbytes
         return self._copy(self._out, target, source, after)
 
     def settle(self) -> None:
-        """Blocks this thread until nothing is under way, so that memory can be given back."""
+        """Blocks this thread until the device is idle, so that memory can be freed."""
         if self._in is not None:
             torch.cuda.synchronize(self.device)
 
     def keep(self, tensor: Tensor) -> None:
-        """Says that a lane still uses a tensor of the device that is about to be dropped."""
+        """Keeps a tensor's device memory until running copies have ended; it may be dropped now."""
         for lane in (self._in, self._out):
             if lane is not None:
                 tensor.record_stream(lane)
@@ -93,7 +93,7 @@ class Bus:
                 lane.wait_event(mark.event)
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
-        # Threads of the host wait for it: asleep, not spinning on a core that updates could use.
+        # Waiting threads sleep (blocking): spinning would take a core from updates.
         event = torch.cuda.Event(blocking=True)
         event.record(lane)
         return Mark(event)

@@ -1,4 +1,4 @@
-"""The device's side of the streaming engine: places, gradients, and the way to the host."""
+"""The device's side of the streaming engine: places for units, gradients, copies to the host."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ READ_S = 120.0
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one place: a unit and, for a layer, its frozen experts."""
+    """Host memory that a place is filled from: a unit and, for a layer, its frozen experts."""
 
     unit: host_model.HostUnit
     frozen: host_model.FrozenUnit | None
     masters: bool = False
-    """Whether fp32 masters are fetched instead of the usual type."""
+    """Whether fp32 masters are fetched instead of the copy in the compute type."""
 
     @property
     def trained(self) -> Tensor:
@@ -50,8 +50,8 @@ class Place:
     Attributes:
         parameters: views of the trained part, by the parameters' names within the unit.
         layer: the decoder layer that computes with them; None for the head.
-        holds: unit and versions that are here or on their way.
-        free: when the device has finished with its contents.
+        holds: unit and versions that are here or arriving.
+        free: reached once the device no longer uses the contents.
     """
 
     def __init__(self, trained: Packing, frozen: Packing | None, device: torch.device) -> None:
@@ -85,7 +85,7 @@ def layer_place(
     Args:
         run: the model.
         packing: the trained tensors of a layer, named within the layer.
-        owned: experts in the trained part; all others are in the frozen one.
+        owned: experts in the trained part; all others are in the frozen part.
         form: format of the frozen experts.
         compute: type of all products.
         device: where the buffers lie.
@@ -106,18 +106,17 @@ def layer_place(
 
 
 class Places:
-    """Keeps the first layers in places of their own and streams the others through two.
+    """Keeps the first layers in places of their own, and streams the others through two places.
 
-    Units are fetched by a thread, in the order in which they were asked for; it waits until the
-    host has finished with a unit and the device with the place. An exception in it comes out of
-    `take`.
+    A thread fetches units in the order of the requests. It waits until the host has updated the
+    unit and the device no longer uses the place. `take` raises the thread's exceptions.
 
     Args:
-        bus: copies.
+        bus: makes the copies.
         sources: the units by name.
         new_place: makes a place for a layer.
         num_layers: of the model.
-        resident_layers: how many have a place of their own.
+        resident_layers: number of layers with a place of their own.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Places:
         return sum(place.num_bytes for place in [*self._own.values(), *self._shared])
 
     def prefetch(self, name: str) -> Place:
-        """Sets a unit on its way to the device, if its newest values are not there yet."""
+        """Starts fetching a unit, if the device does not have its newest values yet."""
         place = self._own.get(name) or self._choose(name)
         source = self._sources[name]
         frozen_version = source.frozen.version if source.frozen else 0
@@ -164,22 +163,22 @@ class Places:
         return place
 
     def take(self, name: str) -> Place:
-        """A unit, ready for all later computation; raises the error of fetching it."""
+        """The place of a unit, ready for all later computation; raises errors of fetching."""
         place = self.prefetch(name)
         assert place.arriving is not None
         self._bus.wait(place.arriving.result())
         return place
 
     def release(self, place: Place) -> None:
-        """Says that everything that computes with a place was given to the device."""
+        """Frees a place once the device has finished the computation that it was given so far."""
         place.free = self._bus.mark()
 
     def close(self) -> None:
-        """Ends the thread and gives up the staging memory.
+        """Ends the thread and frees the staging memory.
 
         Raises:
-            StateError: the disk with the frozen experts has not answered for `READ_S`. Nothing that
-                the thread reads or fills may be given up then.
+            StateError: the disk with the frozen experts has not answered for `READ_S`. The thread
+                may still use its memory then, so none of it may be freed.
         """
         if not self._fetcher.end(READ_S):
             raise StateError(
@@ -208,7 +207,7 @@ class Places:
         return mark
 
     def _stage(self, place: Place, mapped: host_model.FrozenUnit) -> Mark:
-        """Reads mapped files into pinned memory first: a copy engine cannot wait for a disk."""
+        """Reads mapped files into pinned memory before the copy: a GPU cannot wait for a disk."""
         pinned = self._bus.device.type == "cuda"
         if not self._staging:
             self._staging.append(Arena(mapped.buffer.nbytes, pinned=pinned))
@@ -221,18 +220,18 @@ class Places:
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _BUILT = ("_places", "_head", "_table", "_norm", "ends", "head_gradients")
-"""Attributes that `release` takes away."""
+"""Attributes that `release` removes."""
 
 
 class DeviceSide:
-    """Everything of a streaming engine that lies on the device, and its buffers on the host.
+    """A streaming engine's state on the device, and its gradient buffers on the host.
 
     Args:
         run: the model.
-        options: device, compute type, how many layers stay.
+        options: device, compute type, number of layers that stay.
         store: the source of units.
         ranks: processes that add up their gradients.
-        masters: fetches fp32 masters and has no gradients, to evaluate.
+        masters: True for an evaluation: fetches fp32 masters and has no gradients.
     """
 
     def __init__(
@@ -252,7 +251,7 @@ class DeviceSide:
         self.build()
 
     def build(self) -> None:
-        """Takes device memory for the experts owned now."""
+        """Allocates device memory for the experts owned now."""
         store, options = self._store, self._options
         layers = self._run.model.num_hidden_layers
         self._accumulators: list[Accumulator] = []
@@ -269,14 +268,14 @@ class DeviceSide:
             self._add_gradients()
 
     def release(self) -> None:
-        """Gives the memory back, as far as `build` has taken it; `build` takes it again."""
+        """Frees all memory that `build` has allocated; `build` allocates it again."""
         self.make_room()
         if self.buffers is not None:
             self.buffers.close()
             self.buffers = None
 
     def make_room(self) -> None:
-        """As `release`, of the device alone: buffers on the host stay, which take long to pin."""
+        """As `release`, for the device alone: pinning the host's buffers again would take long."""
         places: Places | None = vars(self).get("_places")
         if places is not None:
             places.close()
@@ -335,7 +334,7 @@ class DeviceSide:
         self._accumulators = [
             self._accumulator(widest.num_bytes, len(widest.fields)) for _ in range(2)
         ]
-        # Without tied weights the head's gradients have left before the embedding's come.
+        # Untied weights share one accumulator: the head's gradients leave before the embedding's.
         packings = [units["embedding"].packing, units["head"].packing]
         self.ends = self._accumulator(max(p.num_bytes for p in packings), 2)
         self.head_gradients = self.ends
@@ -354,11 +353,11 @@ class DeviceSide:
     # ------------------------------------------------ layers
 
     def prefetch_layer(self, layer: int) -> None:
-        """Sets a layer on its way."""
+        """Starts fetching a layer."""
         self._places.prefetch(f"layer.{layer}")
 
     def take_layer(self, layer: int) -> Place:
-        """A layer that is ready for all later computation."""
+        """The place of a layer, ready for all later computation."""
         place = self._places.take(f"layer.{layer}")
         if self._store.biases:
             assert place.layer is not None
@@ -367,7 +366,7 @@ class DeviceSide:
         return place
 
     def take_layer_forward(self, layer: int) -> Place:
-        """As `take_layer`; what follows it in forward is set on its way."""
+        """As `take_layer`, and starts fetching the next unit of the forward pass."""
         place = self.take_layer(layer)
         if layer + 1 < self._run.model.num_hidden_layers:
             self.prefetch_layer(layer + 1)
@@ -376,18 +375,18 @@ class DeviceSide:
         return place
 
     def put_in(self, place: Place, layer: int, give: Callable[[str], Tensor]) -> None:
-        """Overwrites the owned experts in a place that was taken; the host's masters stay."""
+        """Overwrites the owned experts in a place; the host's masters stay as they are."""
         for row, expert in enumerate(self._store.owned):
             for kind in PROJECTIONS:
                 stack = place.views[f"mlp.experts.owned.{kind}_proj"]
                 stack[row].copy_(give(expert_tensor(layer, expert, kind)))
 
     def give_back(self, place: Place) -> None:
-        """Says that everything that computes with a place was given to the device."""
+        """Frees a place once the device has finished the computation that it was given so far."""
         self._places.release(place)
 
     def next_accumulator(self, layer: int, before: GradientOffload | None) -> Accumulator:
-        """The place where the gradients of a layer are added to those of earlier passes."""
+        """The accumulator of a layer, which adds to the gradients of earlier passes."""
         accumulator = self._accumulators[layer % 2]
         accumulator.begin(self._store.units[f"layer.{layer}"], before)
         return accumulator
@@ -395,7 +394,7 @@ class DeviceSide:
     # ------------------------------------------------ embedding and head
 
     def embedded(self, ids_BT: Tensor) -> Tensor:
-        """Looks rows up in the host's masters: few rows travel, not the table."""
+        """The embeddings of tokens, looked up in the host's masters: rows travel, not the table."""
         unit = self._store.units["embedding"]
         unit.settle()
         rows_BTD = F.embedding(ids_BT.cpu(), unit.masters[EMBEDDING].detach())
@@ -405,7 +404,7 @@ class DeviceSide:
         return rows_BTD.pin_memory().to(self.bus.device, non_blocking=True)
 
     def prefetch_head(self) -> None:
-        """Sets norm and head on their way."""
+        """Starts fetching norm and head."""
         self._places.prefetch("head")
         if self._store.tied:
             self._places.prefetch("embedding")
@@ -419,7 +418,7 @@ class DeviceSide:
         return self._norm, self._table
 
     def begin_head(self, before: Mapping[str, GradientOffload]) -> None:
-        """Starts adding up the gradients of norm and head, to those of earlier passes by unit."""
+        """Starts adding gradients of norm and head to those of earlier passes, given by unit."""
         if self._store.tied:
             self.ends.begin(self._store.units["embedding"], before.get("embedding"))
         self.head_gradients.begin(self._store.units["head"], before.get("head"))
@@ -430,11 +429,11 @@ class DeviceSide:
         self.ends.add(EMBEDDING if self._store.tied else HEAD, matrix_VD)
 
     def end_head(self) -> None:
-        """Says that everything that computes with the head was given to the device."""
+        """Frees the head once the device has finished the computation that it was given so far."""
         self._places.release(self._head)
 
     def begin_embedding(self, before: GradientOffload | None) -> None:
-        """Starts adding up the gradient of the embedding, unless the head has begun it."""
+        """Starts adding up the embedding's gradient, unless a tied head has started it."""
         if not self._store.tied:
             self.ends.begin(self._store.units["embedding"], before)
 

@@ -1,4 +1,4 @@
-"""Gradients on the device, sent to the host unit by unit, where they become updates of masters."""
+"""Sends gradients from the device to the host, unit by unit, and updates the masters there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GradientBuffer:
-    """Host memory into which the gradients of one unit at a time leave the device."""
+    """Host memory that receives the gradients of one unit at a time."""
 
     def __init__(self, num_bytes: int, memory: HostMemory, *, pinned: bool) -> None:
         self._arena = memory.take(num_bytes, pinned=pinned)
@@ -36,7 +36,7 @@ class GradientBuffer:
         return self._arena.buffer.nbytes
 
     def bytes_for(self, packing: Packing) -> Tensor:
-        """The part that a unit's gradients fill."""
+        """The part of the memory that a unit's gradients fill."""
         return self._arena.buffer[: packing.num_bytes]
 
     def close(self) -> None:
@@ -46,14 +46,14 @@ class GradientBuffer:
 
 @dataclass(frozen=True)
 class GradientOffload:
-    """Gradients of one unit on their way to the host.
+    """The transfer of one unit's gradients to the host.
 
     Attributes:
-        unit: the one that they belong to.
-        place_in_forward: of the unit.
-        buffer: where they will be.
-        squares: fp64, in the unit's order, on the host: the sum of the squares of each.
-        arrived: when they are there.
+        unit: whose gradients they are.
+        place_in_forward: the unit's place in the order of the forward pass.
+        buffer: where they arrive.
+        squares: fp64, on the host: the sum of squares of each gradient, in the unit's order.
+        arrived: reached once they are on the host.
     """
 
     unit: HostUnit
@@ -64,14 +64,14 @@ class GradientOffload:
 
     @property
     def norms(self) -> dict[str, Tensor]:
-        """The fp32 norm of each by name, once they have arrived."""
+        """The fp32 norm of each gradient by name; valid once they have arrived."""
         names = [field.name for field in self.unit.packing.fields]
         each = zip(names, self.squares, strict=True)
         return {name: norm_of(square, 1.0) for name, square in each}
 
 
 Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
-"""From the norms of a unit's gradients to the factor of each; None skips the unit."""
+"""Maps the norms of a unit's gradients to a factor for each; None skips the unit."""
 
 
 @dataclass(order=True)
@@ -86,18 +86,18 @@ class _Job:
 class HostOptimizer:
     """Updates units on threads of the CPU while the device computes.
 
-    Of the units that wait, the one that the forward pass needs first goes first, so that the next
-    step can begin while units further up are still updated. An error of an update is raised
-    again by `HostUnit.wait`, and where the unit is fetched.
+    The waiting unit that the forward pass needs first is updated first. So the next step can begin
+    while later units are still updated. `HostUnit.wait`, and fetching the unit, raise an update's
+    error again.
 
     Attributes:
-        failed: whether an update did, so that some masters are half updated.
+        failed: whether an update failed, so that some masters may be half updated.
     """
 
     def __init__(self, num_threads: int, begin: Callable[[], None]) -> None:
-        """Starts the threads; `begin` is called by the one that waits for gradients, at the first.
+        """Starts the threads. The thread that waits for gradients calls `begin` before the first.
 
-        Where that fails, so does the update; the next one tries it again.
+        If `begin` fails, so does the update, and the next update calls it again.
         """
         self._jobs: list[_Job] = []
         self._begin, self._has_begun = begin, False
@@ -112,7 +112,7 @@ class HostOptimizer:
 
         Args:
             offload: its gradients; their buffer is busy until the update is done.
-            factors: see `Factors`; called when they have arrived.
+            factors: see `Factors`; called once the gradients have arrived.
             update: learning rate and count.
         """
         done: Future[bool] = Future()
@@ -167,7 +167,7 @@ class HostOptimizer:
 
 
 def _one_thread() -> None:
-    # Every thread of the pool computes by itself; torch's own threads would only get in the way.
+    # The pool's threads compute in parallel; torch's own threads would compete with them.
     torch.set_num_threads(1)
 
 
@@ -192,11 +192,11 @@ class Accumulator:
         return self._buffer.nbytes + self._squares.nbytes
 
     def begin(self, unit: HostUnit, before: GradientOffload | None = None) -> None:
-        """Starts with another unit, once the last one has left.
+        """Starts another unit, once the last unit's gradients have left.
 
         Args:
             unit: whose gradients follow.
-            before: where its sum over earlier passes is, to be added to.
+            before: its sum over earlier passes, to which they are added.
         """
         self.packing, self.views = unit.packing, unit.packing.views(self._buffer)
         self._runs = unit.runs()
@@ -207,7 +207,7 @@ class Accumulator:
         sums, free = before.buffer.bytes_for(self.packing), self._left
         here = self._buffer[: self.packing.num_bytes]
         if self._ranks.size > 1:
-            # What others have summed up is theirs to add to.
+            # Only this process's share continues earlier sums; the rest starts from zero.
             self._bus.wait(free)
             here.view(torch.float32).fill_(-0.0)
             free = self._bus.mark()
@@ -217,11 +217,11 @@ class Accumulator:
 
     @property
     def _run(self) -> slice:
-        """The bytes of this process."""
+        """The bytes of this process's share."""
         return self._runs[self._ranks.rank]
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds one micro-batch's gradient of a parameter, in whatever type it has."""
+        """Adds one micro-batch's gradient of a parameter, of any type."""
         if name in self._written:
             self.views[name].add_(gradient.float())
         else:
@@ -229,17 +229,17 @@ class Accumulator:
             self._written.add(name)
 
     def send(self, target: Tensor, squares: Tensor) -> Mark:
-        """Sends gradients and the sums of their squares, of this process's share, to the host.
+        """Sends this process's share of the gradients, and the sums of their squares, to the host.
 
         Returns:
-            When they are there.
+            A mark that is reached once they are there.
 
         Raises:
             Disconnected: another rank has ended.
         """
         for name in self.views.keys() - self._written:
             assert self._ranks.size > 1, f"{name} has no gradient"
-            # Without a micro-batch; a negative zero changes no bit of any sum.
+            # This rank had no micro-batch. A negative zero changes no bit of any sum.
             self.views[name].fill_(-0.0)
         flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
         runs = [slice(run.start // 4, run.stop // 4) for run in self._runs]
@@ -253,7 +253,7 @@ class Accumulator:
 
 
 def _parts(packing: Packing, run: slice) -> Iterator[slice]:
-    """Of each tensor the fp32 elements of a packed buffer that lie in a run of bytes."""
+    """For each tensor of a packed buffer, its fp32 elements that lie in a run of bytes."""
     for each in packing.fields:
         start, stop = each.offset, each.offset + each.num_bytes
         start = min(max(start, run.start), stop)
@@ -261,7 +261,7 @@ def _parts(packing: Packing, run: slice) -> Iterator[slice]:
 
 
 class Buffers:
-    """Host memory for gradients: one piece for every unit, or few that layers share.
+    """Host memory for gradients: one buffer for every unit, or a few that layers share.
 
     Args:
         units: all units, in the order of the forward pass.
@@ -293,9 +293,9 @@ class Buffers:
         return sum(buffer.num_bytes for buffer in [*self._own.values(), *self._ring])
 
     def offload(self, name: str, gradients: Accumulator) -> GradientOffload:
-        """Sends a unit's gradients off.
+        """Starts the transfer of a unit's gradients.
 
-        Waits for a buffer that nobody uses, and raises the error of the update before.
+        Waits until the buffer's previous update is done, and raises the error of that update.
         """
         buffer = self._own.get(name)
         if buffer is None:
@@ -317,7 +317,7 @@ class Buffers:
 
 
 def tell(ranks: Ranks, offloads: Sequence[GradientOffload]) -> None:
-    """Tells all processes what each has found of sums of squares; waits until they have left.
+    """Adds up sums of squares over all processes, once the gradients have arrived.
 
     Raises:
         Disconnected: another rank has ended.
@@ -326,7 +326,7 @@ def tell(ranks: Ranks, offloads: Sequence[GradientOffload]) -> None:
         return
     for offload in offloads:
         offload.arrived.wait()
-    # A row for each rank, so that the sum over them has one order.
+    # One row for each rank, so that the sum over the ranks has a fixed order.
     mine = torch.cat([offload.squares for offload in offloads])
     rows = torch.zeros(ranks.size, len(mine), dtype=torch.float64)
     rows[ranks.rank] = mine

@@ -1,4 +1,4 @@
-"""The whole model as the host keeps it: trained tensors unit by unit, frozen experts by layer."""
+"""The whole model in host memory: trained tensors by unit, frozen experts by layer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
 
 class HostAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, called alike by all processes; one of them puts values there."""
+    """As `OwnedAdamW`, for processes that make the same calls; one of them writes the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
         """As `OwnedAdamW`; moments are taken from `memory`."""
@@ -70,7 +70,7 @@ class HostAdamW(OwnedAdamW):
             return super()._new_moments(rows, size, device)
         like = Moments.zeros(self._form, rows, size, torch.device("meta")).parts
         packing = Packing.of((kind, tuple(part.shape), part.dtype) for kind, part in like.items())
-        # Memory in common is zero when it is taken.
+        # Shared memory is zero when it is allocated.
         return Moments(self._form, packing.views(self._memory.take(packing.num_bytes).buffer))
 
     def _keep_row(self, new: Moments, row: int, old: Moments, old_row: int) -> None:
@@ -112,9 +112,9 @@ class HostUnit:
         name: "embedding", "layer.3" or "head".
         packing: of the masters.
         masters: fp32 views by parameter name; owned experts as stacks.
-        wire_packing: of the copy that travels, matrices in the compute type.
-        version: rises with every change that is decided, even if it is still under way.
-        pending: the update that is under way, of this process's share.
+        wire_packing: of the copy for the device, whose matrices have the compute type.
+        version: rises with every submitted change, before the change is made.
+        pending: the unfinished update of this process's share.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class HostUnit:
         Args:
             name: see above.
             run: the model and the optimizer's settings.
-            compute: type of what travels to products.
+            compute: type of matrices in the copy for the device.
             form: of the moments.
             pinned: for a GPU.
-            memory: where it takes all.
-            finished_R: int64, in that memory: how many updates each process has finished.
+            memory: for everything that it allocates.
+            finished_R: int64, in that memory: the number of updates that each process has finished.
         """
         self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
         self._memory, self._finished_R, self._decided = memory, finished_R, 0
@@ -154,7 +154,7 @@ class HostUnit:
         return int(index) if kind == "layer" else None
 
     def hold(self, shapes: Mapping[str, Shape], values: Mapping[str, Tensor]) -> None:
-        """Takes these tensors as its own; `values` gives those that keep or get a value."""
+        """Allocates these tensors; `values` has the values of some of them."""
         old = self._arenas
         dtypes = {name: self._compute if is_cast(name) else torch.float32 for name in shapes}
         self.packing = Packing.of((name, shape, torch.float32) for name, shape in shapes.items())
@@ -176,7 +176,7 @@ class HostUnit:
 
     @property
     def num_bytes(self) -> int:
-        """Masters, the copy that travels, and moments."""
+        """Bytes of masters, of the copy for the device, and of moments."""
         wire = 0 if self.wire_buffer is self.master_buffer else self.wire_buffer.nbytes
         return self.master_buffer.nbytes + wire + self.optimizer.moment_bytes
 
@@ -186,14 +186,14 @@ class HostUnit:
             arena.close()
 
     def refresh(self) -> None:
-        """Brings all that travels up to date with the masters."""
+        """Copies the masters to the copy for the device."""
         self.version += 1
         if self.wire_buffer is not self.master_buffer and self._memory.writes:
             for name, wire in self._wire.items():
                 wire.copy_(self.masters[name].detach())
 
     def write(self, part: Slice, values: Tensor) -> None:
-        """Overwrites a run of elements of one of its tensors, and of the copy that travels."""
+        """Overwrites a run of elements of one of its tensors, and of the copy for the device."""
         self.version += 1
         if not self._memory.writes:
             return
@@ -205,7 +205,7 @@ class HostUnit:
     # ------------------------------------------------ updates
 
     def runs(self) -> tuple[slice, ...]:
-        """Which bytes of `packing` each process adds up and updates."""
+        """The bytes of `packing` that each process adds up and updates."""
         if self._memory.size == 1:
             return (slice(0, self.packing.num_bytes),)
         begins = [begin_of(piece, self.packing) for piece in self.optimizer.pieces()]
@@ -220,9 +220,9 @@ class HostUnit:
         return [p for p in pieces if run.start <= begin_of(p, self.packing) < run.stop]
 
     def update_piece(self, piece: Piece, gradient: Tensor, factor: float, update: Update) -> None:
-        """Updates a piece of the masters, and at once the copy that travels.
+        """Updates a piece of the masters, and of the copy for the device.
 
-        The gradient of the whole parameter is multiplied by `factor` in place, piece by piece.
+        `gradient` is the whole parameter's; this piece of it is multiplied by `factor` in place.
         """
         gradient_x = gradient.view(-1)[piece.in_whole]
         if factor != 1:
@@ -233,17 +233,17 @@ class HostUnit:
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
     def decide(self, done: Future[bool]) -> None:
-        """Says that all processes will make one more update, this one by the end of `done`."""
+        """Announces one more update of all processes; this one's is made when `done` completes."""
         self.version += 1
         self._decided += 1
         self.pending = done
 
     def finish(self) -> None:
-        """Says to all processes that this one has made the oldest update not yet made."""
+        """Tells all processes that this one has made its oldest unfinished update."""
         self._finished_R[self._memory.rank] += 1
 
     def settle(self) -> None:
-        """Waits for the update under way, of all processes; raises the error of this one's."""
+        """Waits for the unfinished updates of all processes; raises the error of this one's."""
         pending = self.pending
         if pending is not None:
             pending.result()
@@ -257,7 +257,7 @@ class HostUnit:
             self.pending = None
 
     def own(self, shared: Mapping[str, Shape], owned: Sequence[int], frozen: FrozenUnit) -> None:
-        """Trains these experts besides its shared tensors; `frozen` gives values of new ones."""
+        """Trains the shared tensors and these experts; `frozen` has the values of new ones."""
         shapes = dict(shared)
         values = {name: self.masters[name].detach() for name in shared if name in self.masters}
         if self.layer is not None and owned:
@@ -281,12 +281,12 @@ class HostUnit:
 class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
-    On disk those that were lent stay where they lie; the unit's own file is for the others, and
-    takes no room (but one block) for elements that were never written to it.
+    On disk, lent experts stay in the files that they were lent from. The unit's own file has the
+    others, and takes no room, except one block, for elements that were never written.
 
     Attributes:
         packing: of the stacks' parts.
-        buffer: the copy that travels; on disk `fill` says which it is.
+        buffer: the copy for the device; on disk only `fill` gives all of it.
         version: rises with every change.
     """
 
@@ -307,10 +307,10 @@ class FrozenUnit:
         self._row_of: dict[int, int] = {}
         self._lent: dict[tuple[int, str], Tensor] = {}
         self._written = False
-        """Whether the own file takes room."""
+        """Whether anything was written to the unit's own file."""
 
     def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
-        """Holds all experts but the owned ones; `masters` gives those that freeze now."""
+        """Holds all experts except the owned ones; `masters` has the newly frozen ones."""
         experts = [e for e in range(self._run.model.num_experts) if e not in owned]
         if self._arena is not None and experts == list(self._row_of):
             return
@@ -355,7 +355,7 @@ class FrozenUnit:
         return self._folder is not None
 
     def get(self, expert: int, projection: str) -> Tensor:
-        """One matrix, as `FrozenStack.get` has it; not to be written to."""
+        """One matrix, in the form of `FrozenStack.get`; read-only."""
         lent = self._lent.get((expert, projection))
         return self._stacks[projection].get(self._row_of[expert]) if lent is None else lent
 
@@ -367,18 +367,18 @@ class FrozenUnit:
         self.version += 1
 
     def may_keep(self, matrix: Tensor) -> bool:
-        """Whether a matrix that is lent is as good as a copy on disk."""
+        """Whether a lent matrix can replace a copy on disk."""
         return self.on_disk and matrix.dtype is DENSE_TYPES.get(self._form)
 
     def keep(self, expert: int, projection: str, matrix: Tensor) -> None:
-        """Uses a lent matrix from now on; once all are lent the own file is empty again."""
+        """Uses a lent matrix from now on. Once all are lent, the unit's own file is emptied."""
         self._lent[expert, projection] = matrix
         self.version += 1
         if self._written and len(self._lent) == len(PROJECTIONS) * len(self._row_of):
             self._use(*self._new_arena(len(self._row_of)), written=False)
 
     def fill(self, target: Tensor) -> None:
-        """Reads everything into memory that is laid out as `buffer`."""
+        """Reads everything into memory with the layout of `buffer`."""
         if not self._lent:
             target.copy_(self.buffer)
             return
@@ -392,7 +392,7 @@ def _run_of(tensors: Mapping[str, Tensor], part: Slice) -> Tensor:
 
 
 def frozen_packing(run: RunConfig, form: FrozenFormat, num_frozen: int) -> Packing:
-    """How the stacks of a layer's frozen experts lie: "gate_proj.tensor" and so on."""
+    """The layout of the stacks of a layer's frozen experts: "gate_proj.tensor" and so on."""
     tensors = []
     for projection, matrix in matrix_shapes(run.model).items():
         for part, (shape, dtype) in stack_parts(form, (num_frozen, *matrix)).items():
@@ -418,7 +418,7 @@ class HostStore:
         frozen: frozen experts by layer.
         biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
-        memory: where everything lies except the biases; each process has its own biases.
+        memory: for everything except the biases; each process has its own biases.
         tied: whether the head is the embedding.
     """
 
@@ -478,7 +478,7 @@ class HostStore:
                 continue
             frozen = self.frozen[unit.layer]
             masters = unit.optimizer.masters()
-            # New experts come from the frozen storage, newly frozen ones from the masters.
+            # Newly owned experts come from frozen storage, newly frozen ones from the masters.
             unit.own(self._shared[name], owned, frozen)
             frozen.own(owned, masters)
         self.owned = owned
@@ -491,10 +491,10 @@ class HostStore:
         return self._shapes[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by Hugging Face name as they are stored; int8 ones as fp32 copies.
+        """Tensors by Hugging Face name, in their stored type; int8 ones as fp32 copies.
 
         Raises:
-            BadBlob: a name that the model has not.
+            BadBlob: the model has no such name.
         """
         read = {}
         for name in names:
@@ -508,7 +508,7 @@ class HostStore:
 
     @torch.no_grad()
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """Copies tensors in, rounded as their storage is.
+        """Copies tensors in, rounded to their stored type.
 
         Raises:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
@@ -525,7 +525,7 @@ class HostStore:
                     self.frozen[layer].put(expert, projection, tensor)
 
     def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Counts another process's writes; returns the biases, which each process has itself."""
+        """Raises versions for another process's writes; returns the biases, which each has itself."""
         for name in named:
             self.shape(name)
             if not self._is_master(name):
@@ -535,7 +535,7 @@ class HostStore:
         return {name: named[name] for name in named if name in self._bias_names}
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """Overwrites a run of elements of a master, and of its copy that travels."""
+        """Overwrites a run of elements of a master, and of its copy for the device."""
         with self.memory.writing():
             self._write_part(part, values)
 
@@ -546,7 +546,7 @@ class HostStore:
             self.units[unit_of(part.name)].write(part, values)
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, but frozen experts on disk stay where these tensors lie, if of their type."""
+        """As `write`, but uses tensors for frozen experts on disk in place, if of their type."""
         self._check(named)
         copied = {}
         for name, tensor in named.items():
@@ -584,7 +584,7 @@ class HostStore:
         return state | {f"master.{name}": bias_E for name, bias_E in named}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over a state that `state` gave; raises CorruptState."""
+        """Loads a result of `state`; raises CorruptState."""
         with self.memory.writing():
             for unit in self.units.values():
                 unit.optimizer.load(tensors)
@@ -593,7 +593,7 @@ class HostStore:
             bias_E.copy_(tensors[f"master.{name}"])
 
     def balance(self, tokens_LE: Tensor) -> None:
-        """Moves the selection biases after a step, as the run's settings say; see `bias_update`."""
+        """Moves the selection biases after a step, by the run's settings; see `bias_update`."""
         if rate := self._run.routing.bias_update_rate:
             for bias_E, update_E in zip(
                 self.biases, bias_update(tokens_LE.cpu(), rate), strict=True
@@ -601,7 +601,7 @@ class HostStore:
                 bias_E.add_(update_E)
 
     def wait(self) -> None:
-        """Waits for all updates under way; raises the error of one of them."""
+        """Waits for all unfinished updates; raises the error of one of them."""
         for unit in self.units.values():
             unit.wait()
 
@@ -628,7 +628,7 @@ class HostStore:
 
 
 def layer_shapes(run: RunConfig) -> dict[str, Shape]:
-    """Shared tensors of a layer that have gradients, named within it, as its parameters come."""
+    """Shapes of a layer's shared tensors with gradients, by name within the layer, in its order."""
     layer = DecoderLayer(run.model, Storage("fp32", torch.float32, torch.device("meta")))
     return {
         name: tuple(parameter.shape)

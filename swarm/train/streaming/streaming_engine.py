@@ -30,7 +30,7 @@ from swarm.train.streaming.streaming_step import ActivationCheckpointStore, Pass
 
 
 class Evaluation:
-    """Two places for layers and one for the head, on the device, until it is closed.
+    """Computes held-out losses with two places for layers and one for the head on the device.
 
     Args:
         run: the model.
@@ -58,7 +58,7 @@ class Evaluation:
         return [mean for one in passes for mean in self._means(one, agreed)]
 
     def _means(self, parts: Sequence[engine.Part], agreed: engine.StandIn | None) -> list[float]:
-        """Of one pass."""
+        """The means of one pass."""
         device, model = self._device, self._run.model
         there, length = device.bus.device, parts[0][0].shape[1] - 1
         device.prefetch_layer(0)
@@ -83,7 +83,7 @@ class Evaluation:
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
-# What the methods do is said in `Engine`.
+# `Engine` documents the methods.
 # ruff: disable[undocumented-public-method]
 
 
@@ -91,9 +91,9 @@ class StreamingEngine:
     """An engine that keeps the model in host memory; see `Engine`.
 
     With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then
-    overlap the next step; with "unit" a unit is updated as soon as its gradients are on the host.
-    Then units are also judged one by one: a unit whose gradient is not finite stays as it is,
-    those above it may have been updated already.
+    overlap the next step. With "unit" a unit is updated as soon as its gradients are on the host.
+    Then a unit whose gradient is not finite stays as it is, while units above it may have been
+    updated already.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class StreamingEngine:
         ranks: Ranks = ALONE,
         memory: HostMemory | None = None,
     ) -> None:
-        """Takes the memory; nothing is owned, and tensors hold nothing until they are written.
+        """Allocates memory. No expert is owned, and tensors have no values until written.
 
         Args:
             run: the model.
             options: of the engine.
             ranks: processes that share the micro-batches.
-            memory: that they have in common; None for memory of its own.
+            memory: shared by these processes; None for memory of its own.
         """
         self._run, self._options, self._ranks = run, options, ranks
         self._store = HostStore(run, options, memory)
@@ -157,7 +157,7 @@ class StreamingEngine:
             self._device.release()
             self._whole = False
             self._store.own(owned)
-            self._whole = True  # also where the device lacks memory for what follows
+            self._whole = True  # even if the device lacks memory for `build`
             self._device.build()
 
     def count_from(self, updates: int) -> None:
@@ -228,7 +228,7 @@ class StreamingEngine:
     # ------------------------------------------------ a step
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; with "unit" values change while those below them are still read."""
+        """See `Engine`; with "unit" values change while lower layers still read theirs."""
         if not self._options.is_read_beside(self._run):
             return False
         self._drain()
@@ -287,7 +287,7 @@ class StreamingEngine:
         )
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """See `Engine`; the gradients leave for the host, which does nothing with them."""
+        """See `Engine`; gradients are sent to the host and then ignored."""
         gone = self._go(
             self._begin([MicroBatch(tokens_BT1)], [RoutingControls().part(0)], 1, {}), None
         )
@@ -316,7 +316,7 @@ class StreamingEngine:
         )
 
     def _go(self, one: Pass, update: Update | None) -> dict[str, GradientOffload]:
-        """One pass; with `update`, a unit is updated as soon as its gradients have left."""
+        """Runs one pass; with `update`, a unit is updated as soon as its gradients have arrived."""
         device, gone, scale = self._device, {}, self._guard.scale.value
 
         def offload(name: str, gradients: Accumulator) -> None:
@@ -341,9 +341,9 @@ class StreamingEngine:
     def _factors_of_unit(
         self, scale: float, norms: Mapping[str, Tensor]
     ) -> dict[str, Tensor] | None:
-        """Per-unit clipping of one unit, or None if its gradient is not finite.
+        """Clipping factors of one unit, or None if its gradient is not finite.
 
-        `scale` is the loss's: by now the guard may have changed its own for the next step.
+        `scale` is the loss's scale in this step; the guard may have a new one for the next step.
         """
         num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}
@@ -359,7 +359,7 @@ class StreamingEngine:
         scored_BT: Tensor | None = None,
         agreed: engine.StandIn | None = None,
     ) -> float:
-        """See `Engine`; fp32 masters pass instead of the usual type."""
+        """See `Engine`; computes with fp32 masters instead of the compute type."""
         self._drain()
         self._device.make_room()
         try:
@@ -379,7 +379,7 @@ class StreamingEngine:
         return rotary_tables(num_tokens, model.dim_per_head, model.rope_theta, device)
 
     def _drain(self) -> None:
-        """Waits until the host has updated everything; raises the errors of its threads."""
+        """Waits until the host has made all updates; raises the errors of its threads."""
         self._store.wait()
 
     # ------------------------------------------------ among several processes
@@ -399,7 +399,7 @@ class StreamingEngine:
 
 
 def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:
-    """Norms of all gradients by name, without the loss's scale; waits until they have left."""
+    """Norms of all gradients by name, without the loss's scale; waits until they have arrived."""
     norms: dict[str, Tensor] = {}
     for offload in offloads:
         offload.arrived.wait()

@@ -1,4 +1,4 @@
-"""One pass of the streaming engine over one batch: all micro-batches through layer after layer."""
+"""One pass of the streaming engine: all micro-batches of a batch through one layer at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = tuple[int, int]
 
 
 class ActivationCheckpointStore:
-    """Keeps the residual stream in front of every layer, on the device or in host memory."""
+    """Keeps the input of every layer, the residual stream, on the device or in host memory."""
 
     def __init__(self, bus: Bus, where: ActivationCheckpoints) -> None:
         self._bus, self._where = bus, where
@@ -40,7 +40,7 @@ class ActivationCheckpointStore:
         return sum(arena.buffer.nbytes for arena in self._arenas.values())
 
     def put(self, key: Key, x_BTD: Tensor) -> None:
-        """Keeps one layer's input of one micro-batch."""
+        """Keeps one layer's input for one micro-batch."""
         if self._where is ActivationCheckpoints.DEVICE:
             self._kept[key] = x_BTD
             return
@@ -52,7 +52,7 @@ class ActivationCheckpointStore:
         self._bus.keep(x_BTD)
 
     def prefetch(self, key: Key) -> None:
-        """Sets an input on its way back."""
+        """Starts copying an input back to the device."""
         if (
             self._where is ActivationCheckpoints.DEVICE
             or key not in self._kept
@@ -61,13 +61,13 @@ class ActivationCheckpointStore:
             return
         host = self._kept[key]
         target = torch.empty_like(host, device=self._bus.device)
-        # A computation may have just used the memory.
+        # Earlier computation may still use this memory.
         mark = self._bus.mark()
         self._back[key] = (target, self._bus.fetch(target, host, mark, self._left[key]))
         self._bus.keep(target)
 
     def take(self, key: Key) -> Tensor:
-        """The input, fp32 on the device; it is not kept any longer."""
+        """The input, fp32 on the device; the store forgets it."""
         if self._where is ActivationCheckpoints.DEVICE:
             return self._kept.pop(key)
         self.prefetch(key)
@@ -100,7 +100,7 @@ class Pass:
     """Forward and backward over one batch.
 
     Attributes:
-        micro_batches: its tokens, where they came from, and their masks.
+        micro_batches: their tokens, on the device that they came from, and masks.
         losses: of each micro-batch, detached.
     """
 
@@ -120,13 +120,13 @@ class Pass:
 
         Args:
             run: the model and its losses.
-            device: the one that computes.
+            device: the device's side of the engine.
             checkpoints: keeps the inputs of layers.
             micro_batches: tokens and masks.
-            divisor: micro-batches of the whole step.
+            divisor: number of micro-batches of the whole step.
             scale: of the loss.
             controls: of each micro-batch.
-            before: gradients that earlier passes of this step have found, by unit.
+            before: gradients of earlier passes of this step, by unit.
         """
         self._run, self._device, self._checkpoints = run, device, checkpoints
         self._scale, self.micro_batches = scale, micro_batches
@@ -164,7 +164,7 @@ class Pass:
         return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
-        """The gradient at the last layer's output of each micro-batch; the head's are added up."""
+        """The gradients at the last layer's output, by micro-batch; adds up those of the head."""
         self._device.begin_head(self._before)
         return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
 
@@ -193,15 +193,15 @@ class Pass:
         return found[0]
 
     def layer_backward(self, layer: int, dx: list[Tensor], positions: Positions) -> Accumulator:
-        """Computes a layer again and goes back through it.
+        """Recomputes a layer and runs its backward.
 
         Args:
             layer: which.
-            dx: gradient at its output of each micro-batch; becomes that at its input.
+            dx: gradients at its output, by micro-batch; replaced by those at its input.
             positions: of all micro-batches.
 
         Returns:
-            Its gradients, added up.
+            The layer's gradients, added up.
         """
         device, checkpoints = self._device, self._checkpoints
         if not dx:
@@ -233,7 +233,7 @@ class Pass:
         return (layer - 1, 0) if last else (layer, index + 1)
 
     def embedding_backward(self, dx: Sequence[Tensor]) -> Accumulator:
-        """The embedding's gradient, from those at the first layer's inputs."""
+        """The embedding's gradient, from the gradients at the first layer's inputs."""
         self._device.begin_embedding(self._before.get("embedding"))
         for micro_BT1, dx_BTD in zip(self._there, dx, strict=True):
             self._device.add_embedding(dx_BTD, micro_BT1[:, :-1])
@@ -241,7 +241,7 @@ class Pass:
 
 
 def _leaves(routing: Routing) -> Routing:
-    """A routing whose tensors can take gradients, apart from the graph that made them."""
+    """A detached copy of a routing whose tensors can take gradients."""
     parts: dict[str, Any] = {name: _leaf(part) for name, part in routing._asdict().items()}
     return Routing(**parts)
 
@@ -257,9 +257,9 @@ def _floats(routing: Routing) -> list[Tensor]:
 
 
 def _with_gradients(routing: Routing, leaves: Routing) -> list[tuple[Tensor, Tensor]]:
-    """A routing as the losses' terms see it: the tensors, and the gradients found at them.
+    """The tensors of a routing that the losses use, each with its gradient.
 
-    The similarity of experts that are all frozen depends on nothing that is trained.
+    A similarity of frozen experts alone is left out, since it depends on nothing trained.
     """
     pairs = zip(_floats(routing), _floats(leaves), strict=True)
     return [
