@@ -362,9 +362,9 @@ class SharedBank(DealtBank):
 def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, again: bool) -> float:
     """Bytes that leave a rank for one layer and micro-batch.
 
-    These are inputs and outputs of attention and experts, and the gradients of both, of which
-    (ways - 1) / ways leave a rank. So do each token's weights and experts, 4 bytes each, and the
-    gradients of the weights. Recomputed tensors move again, except the experts' outputs.
+    A rank sends (ways - 1) / ways of all inputs and outputs of attention and experts, and of their
+    gradients. It also sends each token's weights and experts, 4 bytes each, and the gradients of
+    the weights. Recomputed tensors move again, except the experts' outputs.
 
     Args:
         tokens: of the micro-batch.

@@ -525,7 +525,7 @@ class HostStore:
                     self.frozen[layer].put(expert, projection, tensor)
 
     def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raises versions for another process's writes; returns the biases, which each has itself."""
+        """Raises versions for another process's writes; returns the biases, which are local."""
         for name in named:
             self.shape(name)
             if not self._is_master(name):

@@ -35,7 +35,7 @@ class Evaluation:
     Args:
         run: the model.
         options: of the engine.
-        store: the source of units, none of which is being updated.
+        store: the source of units; no update may be running.
         ranks: processes that share the micro-batches.
     """
 
