@@ -29,8 +29,8 @@ from swarm.train.planning.activations import MicroBatchBytes, Rows
 
 CROWDING = 0.25
 """A plan leaves room for this share of rows above even routing on a rank's experts. At a capacity
-factor of 1.25 a Switch Transformer with a balancing loss drops few tokens of an expert (arXiv
-2101.03961, section 2.2), and a rank's experts together are nearer to the mean."""
+factor of 1.25 a Switch Transformer with a balancing loss drops few tokens of an expert
+(arXiv 2101.03961, section 2.2), and a rank's experts together are nearer to the mean."""
 Loads = Sequence[Sequence[Rows]]
 """The rows of each layer, for each micro-batch of a rank in order."""
 
