@@ -234,7 +234,7 @@ def _why_left_behind(roster: OpenRoster) -> str | None:
 
 
 def is_patient(round_number: int) -> bool:
-    """Whether this round waits for new trainees as for voters, and for those that fetch."""
+    """Whether this round waits for new trainees as for voters, and for those that fetch [3.4]."""
     return round_number % PATIENT_EVERY == 0
 
 
