@@ -1,4 +1,4 @@
-"""Links, rules, sections, files, names, programs and tests that documents refer to exist.
+"""Links, rules, files, names, programs and tests that documents refer to exist.
 
 Each check is a function from texts to offences, tried first on a text that breaks the rule.
 """
@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAP = "swarm/README.md"
 MAX_README_LINES = 170
+MAX_MAP_LINES = 250
 FOLDERS = ("swarm", "peers", "scripts", "tests")
 DOCUMENTS = ("*.md", "configs/*.md", *(f"{folder}/**/*.md" for folder in FOLDERS))
 
@@ -26,9 +27,6 @@ BRACKETED = re.compile(r"\[([A-Z]{1,2}\d+[a-z]?(?:(?:, |-)[^\]\[]{1,30})*)\]")
 BARE = re.compile(r"(?<![\w\[.:/-])([A-Z]\d{1,2}[a-z]?)(?![\w:.]*\w)")
 NO_RULES = frozenset({"F32", "U8", "K2"})
 """Types of safetensors, and a term of an attack: they only look like rules."""
-SECTION = re.compile(r"\bsections? (\d+(?:\.\d+)*)")
-SOURCES = ("RFC", "arXiv")
-"""Sections of these are none of ours."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 OUR_FILE = re.compile(r"[\w./-]+\.(?:py|toml|md)")
@@ -109,24 +107,6 @@ def rule_offences(texts: Iterable[Text]) -> list[str]:
             named += [name for name in BARE.findall(line) if name not in NO_RULES]
             found += [f"{place}: no rule {name}" for name in named if name not in rules()]
     return found
-
-
-@cache
-def sections() -> frozenset[str]:
-    text = (ROOT / MAP).read_text(encoding="utf-8")
-    return frozenset(re.findall(r"^#+ (\d+(?:\.\d+)*) ", text, flags=re.MULTILINE))
-
-
-def section_offences(texts: Iterable[Text]) -> list[str]:
-    """Sections that the map of the library does not have; no other document numbers them."""
-    return [
-        f"{place}: no section {number}"
-        for text in texts
-        for place, line in text.lines()
-        if not any(source in line for source in SOURCES)
-        for number in SECTION.findall(line)
-        if number not in sections()
-    ]
 
 
 def anchors(text: str) -> set[str]:
@@ -242,7 +222,6 @@ def package_offences(texts: Iterable[Text]) -> list[str]:
 BREAKS = {
     "a rule": (rule_offences, Text("a.md", "it promises first [A1, Z9]")),
     "a rule of a docstring": (rule_offences, Text("swarm/a.py", '"""By rule Z9."""')),
-    "a section": (section_offences, Text("a.md", "see section 47.11")),
     "a link": (link_offences, Text("swarm/a.md", "[there](../nowhere.md)")),
     "a heading": (link_offences, Text("swarm/a.md", "[there](README.md#nowhere)")),
     "a heading here": (link_offences, Text("swarm/a.md", "# Here\n[there](#nowhere)")),
@@ -272,14 +251,12 @@ def test_what_is_there_is_no_offence():
     text = Text(
         "swarm/a.md",
         "`protocol/values/manifest.py` `Manifest.seed` "
-        "[map](README.md#33-rules) `rounds/` `protocol/chain/trust.py` [A1, C1-C3] section 3.3 F32 "
+        "[map](README.md#packages) `rounds/` `protocol/chain/trust.py` [A1, C1-C3] F32 "
         "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/benchmarks/bench_join.py; "
-        "RFC 8032, section 7.1; "
         "pip install 'moe-swarm[hf]'",
     )
     checks = (
         rule_offences,
-        section_offences,
         link_offences,
         file_offences,
         symbol_offences,
@@ -296,20 +273,23 @@ def hold(offences: list[str]) -> None:
 def test_there_are_documents_and_rules_to_check():
     assert {text.path for text in documents()} >= {"README.md", MAP, "peers/README.md"}
     assert rules() >= {"P1", "P2", "A4", "H1b", "M9", "I12", "S12"}
-    assert sections() >= {"1", "3", "3.3"}
 
 
-def test_the_front_page_is_short():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= MAX_README_LINES
+@pytest.mark.parametrize(("page", "limit"), [("README.md", MAX_README_LINES), (MAP, MAX_MAP_LINES)])
+def test_the_front_page_and_the_map_are_short(page, limit):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count("\n") <= limit
+
+
+def test_the_map_is_an_index_of_all_pages():
+    text = (ROOT / MAP).read_text(encoding="utf-8")
+    linked = {(ROOT / MAP).parent / link.partition("#")[0] for link in LINK.findall(text)}
+    pages = {ROOT / page.path for page in documents()} - {ROOT / MAP}
+    assert pages <= {path.resolve() for path in linked}
 
 
 def test_rules_that_are_named_exist():
     hold(rule_offences((*documents(), *sources())))
-
-
-def test_sections_that_are_named_exist():
-    hold(section_offences((*documents(), *sources())))
 
 
 def test_links_lead_somewhere():

@@ -3,7 +3,7 @@
 
 Nothing is sent. Lines are drawn from quantiles whose sources `internet_rounds.py` names. Bytes are
 those of the real run's units and of manifests and offers that the real functions make (see
-bench_scale.py); who averages what [D3], which units are due [U3] and whose steps count (3.4) is
+bench_scale.py); who averages what [D3], which units are due [U3] and whose steps count is
 decided by the functions that peers use. The run is the 7B with max(32, N) experts, 36 s a step:
 
 - exact: values in fp32 and bf16, rounds of 50 steps that block (configs/runs/spes_7b.toml);

@@ -2,7 +2,7 @@
 
 The chain of manifests is the run. `height` is a manifest's position in the chain (merges and
 reforms count), `round` the number of training rounds behind it: "version" always means such a
-round. Rules in brackets, as [R1], are those of the protocol page in swarm/README.md.
+round. Rules in brackets, as [R7], are those of swarm/protocol/SAFETY.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The extended model: faults and conditions beyond classes A to E; swarm/README.md, 3.8."""
+"""The extended model: faults and conditions beyond classes A to E; swarm/emulation/README.md."""
 
 from __future__ import annotations
 

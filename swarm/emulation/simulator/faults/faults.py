@@ -1,4 +1,4 @@
-"""Fault classes: which swarm a seed stands for, and what happens to it; swarm/README.md, 3.8."""
+"""Fault classes: which swarm a seed stands for, and its faults; see swarm/emulation/README.md."""
 
 from __future__ import annotations
 

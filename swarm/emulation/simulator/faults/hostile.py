@@ -1,4 +1,4 @@
-"""Classes with liars, which are run only by name; swarm/README.md, 3.8."""
+"""Classes with liars, which are run only by name; swarm/emulation/README.md."""
 
 from __future__ import annotations
 

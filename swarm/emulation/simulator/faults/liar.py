@@ -428,4 +428,4 @@ WORK = "work"
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
 """What a member and reducer may do besides."""
 VOTES = ("twice", "hides")
-"""What no rule makes up for, where two quorums share nobody else, see swarm/README.md."""
+"""What no rule makes up for, where two quorums share nobody else, see swarm/protocol/README.md."""
