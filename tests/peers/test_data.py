@@ -108,7 +108,11 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
     (out / "00001.bin").write_bytes(b"torn")
     for named in (("--tokenizer", tokenizer), ()):
         code, said = invoke("verify", out, *named)
-        assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "make it again" in said
+        assert (
+            code == DataError.exit_code
+            and "00001.bin has 4 bytes" in said
+            and "make it again" in said
+        )
 
 
 def test_shards_of_another_tokenizer_than_the_one_named_are_wrong(

@@ -10,7 +10,6 @@ from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
 from swarm.model.moe import matrix_shapes
 from swarm.model.stage import Stage
 from swarm.model.transformer import DTYPES
-from swarm.train.engine.adam_moments import MOMENT_BYTES
 from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.engine.sizes import (
     BUCKET,
@@ -19,6 +18,8 @@ from swarm.train.engine.sizes import (
     Need,
     Sizes,
     frozen_layer_bytes,
+    matrix_update_bytes,
+    moments_bytes,
     pipeline_cut,
     sizes_of,
 )
@@ -189,7 +190,10 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     adding = GRADIENT_BYTES * bucket * (2 + 1 / workers) if workers > 1 else 0.0
     activations = kept + max(micro.head(sizes.table), layer, adding)
     activations = max(activations, evaluation_bytes(run, num_owned, options, workers))
-    host = (MASTER_BYTES + MOMENT_BYTES[options.moments]) * sizes.trained
+    matrices = layers * (sizes.layer_cast + sizes.layer_owned)
+    host: float = MASTER_BYTES * sizes.trained
+    host += moments_bytes(run, options.moments, sizes.trained, matrices)
+    host += options.host_threads * matrix_update_bytes(run, options, 4)
     host += layers * _wire(sizes, options) if compute < 4 else 0
     shared = options.gradient_buffers
     host += GRADIENT_BYTES * (2 * sizes.table + sizes.layer * (shared or layers))

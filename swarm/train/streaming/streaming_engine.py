@@ -17,11 +17,11 @@ from swarm.model.attention import Positions, rotary_tables
 from swarm.model.losses import Losses, output_losses
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import engine
-from swarm.train.engine.adam_moments import Update
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.guard import Guard, clip_factors, total_norm, unit_factor
+from swarm.train.engine.guard import Guard, clip_factors, total_norm, unit_factors
 from swarm.train.engine.host_memory import HostMemory
 from swarm.train.engine.micro_batches import MicroBatch, Routed, micro_batches, num_masked
+from swarm.train.engine.moments import Update
 from swarm.train.engine.ranks import Ranks
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator, GradientOffload, HostOptimizer, tell
@@ -347,10 +347,10 @@ class StreamingEngine:
         """
         num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}
-        factor = unit_factor(scaled, self._run.optimizer, num_units)
         if not total_norm(scaled).isfinite():
             return None
-        return dict.fromkeys(norms, factor / scale)
+        factors = unit_factors(scaled, self._run.optimizer, num_units)
+        return {name: factor / scale for name, factor in factors.items()}
 
     def evaluate(
         self,

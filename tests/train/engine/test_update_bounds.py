@@ -11,7 +11,7 @@ from swarm.protocol.rounds.policies.rules import Rules
 from swarm.protocol.rounds.policies.update_bounds import update_bound
 from swarm.protocol.values.layout import layout_of
 from swarm.train.engine.local_steps import learning_rate, schedule_step
-from swarm.train.engine.optimizer import OwnedAdamW
+from swarm.train.engine.optimizer import OwnedOptimizer
 from tests.protocol.round_pump import found
 from tests.train.runs import tiny_run
 
@@ -69,7 +69,7 @@ def test_honest_steps_are_within_the_bound(place, pattern, form, timed):
     tip = tip_at(PLACES[place], rules)
     value = nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(1)))
     base = value.detach().clone()
-    adamw = OwnedAdamW(run.optimizer, form)
+    adamw = OwnedOptimizer(run.optimizer, form)
     adamw.follow({"model.norm.weight": value}, ())
     adamw.count_from(tip.step)
     gradients = pulls(pattern, torch.Generator().manual_seed(2))
