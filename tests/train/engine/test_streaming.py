@@ -16,6 +16,7 @@ from tests.train.runs import all_names, batch, bits, new_engine, new_streaming, 
 
 OWNED = [1, 3]
 BF16 = {"train": {"compute": "bf16", "frozen": "bf16"}}
+MUON = {"optimizer": {"kind": "muon", "clip_norm": 0.1}}
 BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
 
 
@@ -56,6 +57,14 @@ def assert_equal_for_steps(run, left, right, steps=5):
             {"pass_micro_batches": 3, "resident_layers": 1},
             id="uneven passes",
         ),
+        pytest.param(MUON, {}, {"host_threads": 3}, id="Muon"),
+        pytest.param(
+            {"optimizer": {**MUON["optimizer"], "clip": "unit"}, **BF16},
+            {"moments": "int8"},
+            {"gradient_buffers": 1},
+            id="Muon by unit, int8 moments",
+        ),
+        pytest.param(MUON, {"compute": "fp16", "moments": "bf16"}, {}, id="Muon, fp16"),
     ],
 )
 def test_streaming_equals_resident_in_every_bit(engines, sections, common, only):
