@@ -16,30 +16,19 @@ from torch import Tensor
 from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
 from swarm.experts import is_matrix
+from swarm.protocol.values.updates import MUON_SCALE
 
 MOMENTUM_DECAY = 0.95
 """Of the running mean of gradients."""
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that a step applies to each singular value."""
-LARGEST_SINGULAR_VALUE = 1.21
-"""Of an orthogonalised matrix: the polynomial's largest value between 0 and itself is 1.2025."""
-SCALE = 0.2
-"""Of the update by the root of the longer side: the root mean square that AdamW's updates have."""
 SMALLEST_NORM = 1e-7
 
 
 def takes_muon(name: str, settings: OptimizerConfig) -> bool:
     """Whether Muon updates a parameter; AdamW updates embeddings, head, norms and routers."""
     return settings.kind == "muon" and is_matrix(name)
-
-
-def largest_move(longest_side: int) -> float:
-    """How far one update moves an element at most, by the learning rate, without weight decay.
-
-    No element of a matrix is larger than its largest singular value.
-    """
-    return SCALE * math.sqrt(longest_side) * LARGEST_SINGULAR_VALUE
 
 
 def update_bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -107,7 +96,7 @@ def move(
 ) -> None:
     """Moves a matrix, or a part of one, by a direction; `longest_side` is of the whole matrix."""
     master_RC.mul_(1 - lr * weight_decay)
-    master_RC.sub_(update_RC, alpha=lr * SCALE * math.sqrt(longest_side))
+    master_RC.sub_(update_RC, alpha=lr * MUON_SCALE * math.sqrt(longest_side))
 
 
 def orthogonalised(matrix_RC: Tensor) -> Tensor:

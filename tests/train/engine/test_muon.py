@@ -18,9 +18,9 @@ from swarm.experts import (
     owned_stack,
     shared_shapes,
 )
+from swarm.protocol.values.updates import LARGEST_SINGULAR_VALUE, largest_matrix_move
 from swarm.train.engine.guard import clip_factors
 from swarm.train.engine.muon import (
-    LARGEST_SINGULAR_VALUE,
     MOMENTUM_DECAY,
     newton_schulz_flops,
     orthogonalised,
@@ -131,6 +131,17 @@ def test_all_singular_values_but_zero_end_near_one():
     worst = [torch.linalg.svdvals(orthogonalised(torch.tensor([[s]]))) for s in torch.rand(500)]
     assert max(worst) < LARGEST_SINGULAR_VALUE
     assert newton_schulz_flops(3, 2) == 5 * (2 * 2 * 2 * 3 + 2 * 2**3 + 2 * 2 * 2 * 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (64, 3), (1, 50), (40, 40)])
+def test_no_update_moves_an_element_further_than_the_bound(shape):
+    value, momentum = torch.zeros(shape), torch.zeros(shape)
+    spike = torch.zeros(shape)
+    spike[0, 0] = 1e6
+    for gradient in (spike, random(*shape), -spike, torch.ones(shape)):
+        before = value.clone()
+        update_matrix(value, gradient, momentum, lr=1.0, weight_decay=0.0, name=QUERY)
+        assert (value - before).abs().max() <= largest_matrix_move(max(shape))
 
 
 def test_a_matrix_without_gradient_only_decays():
