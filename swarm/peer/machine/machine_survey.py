@@ -34,8 +34,6 @@ LEAST_BYTES = 64e6
 """Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
 _DEVICES = Path("/dev")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
-_TFLOPS_PER_CORE = 0.04
-"""Of products of matrices in fp32."""
 _UPDATES_PER_CORE = 0.15e9
 """Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
 
@@ -121,7 +119,6 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
         disk_bytes=shutil.disk_usage(folder).free,
         cores=cores,
         tflops=_measured_tflops(device),
-        host_tflops=cores * _TFLOPS_PER_CORE,
         updates_g_s=cores * _UPDATES_PER_CORE / 1e9,
     )
 

@@ -241,7 +241,6 @@ def share_of(machine: Machine, workers: int) -> Machine:
         machine,
         host_bytes=machine.host_bytes / workers,
         cores=max(1, machine.cores // workers),
-        host_tflops=machine.host_tflops / workers,
         updates_g_s=machine.updates_g_s / workers,
     )
 

@@ -35,7 +35,6 @@ class Machine:
         disk_bytes: free where the state directory lies.
         cores: of the CPU.
         tflops: matrix products in the compute type.
-        host_tflops: matrix products in fp32 of all cores together.
         bus_gb_s: each way, between pinned memory and GPU.
         updates_g_s: 10^9 parameters that all cores together update in a second.
         fabric: how many workers there are, and what they reach each other by.
@@ -47,7 +46,6 @@ class Machine:
     disk_bytes: float
     cores: int = 8
     tflops: float = 100.0
-    host_tflops: float = 0.3
     bus_gb_s: float = 20.0
     updates_g_s: float = 1.0
     fabric: Fabric = ALONE

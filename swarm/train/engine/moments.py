@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from swarm.config import OptimizerConfig
 from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS
-from swarm.train.engine.muon import update_matrix
+from swarm.train.engine import muon
 
 MomentsFormat = Literal["fp32", "bf16", "int8"]
 BLOCK = 256
@@ -220,7 +220,13 @@ def update_tensors(
 
 
 def update_piece(
-    master_x: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
+    master_x: Tensor,
+    gradient_x: Tensor,
+    moments: Moments,
+    piece: Piece,
+    update: Update,
+    *,
+    direction_RC: Tensor | None = None,
 ) -> None:
     """AdamW or Muon on a piece of a row, whatever the moments' format.
 
@@ -232,6 +238,7 @@ def update_piece(
         moments: of the parameter; see `Moments.flat`.
         piece: where; `start` is a multiple of `BLOCK`.
         update: lr and count.
+        direction_RC: see `direction_of`; None: it is computed here.
 
     Raises:
         TrainingDiverged: see `update_matrix`.
@@ -239,6 +246,14 @@ def update_piece(
     values = moments.load(piece.row, piece.in_row)
     if piece.matrix is None:
         update_tensors([master_x], [gradient_x], [values], update)
+    elif direction_RC is not None:
+        muon.require_finite(direction_RC, piece.name)
+        muon.advance(values[0], gradient_x)
+        lr, decay = update.matrix_lr, update.settings.weight_decay
+        master_RC = master_x.view(piece.matrix)
+        muon.move(
+            master_RC, direction_RC, lr=lr, weight_decay=decay, longest_side=max(piece.matrix)
+        )
     else:
         update_matrix_of(piece, master_x, gradient_x, values[0], update)
     if moments.form != "fp32":
@@ -254,7 +269,7 @@ def update_matrix_of(
         TrainingDiverged: see `update_matrix`.
     """
     assert piece.matrix is not None, piece
-    update_matrix(
+    muon.update_matrix(
         master_x.view(piece.matrix),
         gradient_x.view(piece.matrix),
         momentum_x.view(piece.matrix),
@@ -262,6 +277,22 @@ def update_matrix_of(
         weight_decay=update.settings.weight_decay,
         name=piece.name,
     )
+
+
+def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
+    """Where Muon moves a matrix, computed where its gradient is; changes nothing.
+
+    Args:
+        piece: the matrix.
+        gradient_x: its gradient, on any device.
+        moments: of the parameter, perhaps on another device.
+    """
+    assert piece.matrix is not None, piece
+    there = gradient_x.device
+    parts = {kind: part[piece.row, None].to(there) for kind, part in moments.parts.items()}
+    (momentum_x,) = Moments(moments.form, parts).load(0, piece.in_row)
+    ahead_x = muon.nesterov(gradient_x, momentum_x.clone() if there.type == "cpu" else momentum_x)
+    return muon.direction(ahead_x.view(piece.matrix))
 
 
 def seed_of(piece: Piece, update: Update) -> int:

@@ -61,34 +61,38 @@ def update_matrix(
     """One update, in place; all of it is fp32 but the products on a GPU.
 
     Raises:
-        TrainingDiverged: as `direction`; the matrix is as before.
+        TrainingDiverged: the momentum is not finite; the matrix is as before.
     """
-    update_RC = direction(nesterov(gradient_RC, momentum_RC), name)
+    update_RC = direction(nesterov(gradient_RC, momentum_RC))
+    require_finite(update_RC, name)
     move(master_RC, update_RC, lr=lr, weight_decay=weight_decay, longest_side=max(master_RC.shape))
 
 
 def nesterov(gradient_RC: Tensor, momentum_RC: Tensor) -> Tensor:
     """Adds a gradient to the momentum in place; returns the momentum one step ahead, fp32."""
-    momentum_RC.lerp_(gradient_RC, 1 - MOMENTUM_DECAY)
+    advance(momentum_RC, gradient_RC)
     return gradient_RC.lerp(momentum_RC, MOMENTUM_DECAY)
 
 
-def direction(momentum_RC: Tensor, name: str) -> Tensor:
-    """The momentum of a whole matrix, orthogonalised; overwrites it.
+def advance(momentum: Tensor, gradient: Tensor) -> None:
+    """Adds a gradient to the momentum, in place; both fp32 of one shape."""
+    momentum.lerp_(gradient, 1 - MOMENTUM_DECAY)
 
-    A matrix of zeros stays one.
 
-    Raises:
-        TrainingDiverged: the momentum is not finite.
-    """
+def direction(momentum_RC: Tensor) -> Tensor:
+    """The momentum of a whole matrix, orthogonalised; overwrites it. Zeros stay zeros."""
     norm = torch.linalg.vector_norm(momentum_RC)
-    if not norm.isfinite():
+    momentum_RC.div_(norm.clamp_(min=SMALLEST_NORM))
+    return orthogonalised(momentum_RC.bfloat16() if momentum_RC.is_cuda else momentum_RC)
+
+
+def require_finite(update_RC: Tensor, name: str) -> None:
+    """Raises TrainingDiverged if a direction is not finite, as that of a finite momentum is."""
+    if not update_RC.sum().isfinite():
         raise TrainingDiverged(
             f"the momentum of {name} is not finite; nothing of this step was offered to the swarm",
             hint="start this peer again without its private state",
         )
-    momentum_RC.div_(norm.clamp_(min=SMALLEST_NORM))
-    return orthogonalised(momentum_RC.bfloat16() if momentum_RC.is_cuda else momentum_RC)
 
 
 def move(

@@ -17,6 +17,7 @@ from swarm.train.engine.moments import (
     MomentsFormat,
     Piece,
     Update,
+    direction_of,
     update_piece,
     update_tensors,
 )
@@ -157,13 +158,28 @@ class OwnedOptimizer:
                 pieces += [Piece(name, row, at, min(size, at + step), row * size) for at in cuts]
         return pieces
 
-    def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
+    def update_piece(
+        self,
+        piece: Piece,
+        gradient_x: Tensor,
+        update: Update,
+        *,
+        direction_RC: Tensor | None = None,
+    ) -> None:
         """Updates a piece by its fp32 gradient; any pieces at once, from any threads.
 
         The caller adds to `updates` once all pieces are done.
+
+        Raises:
+            TrainingDiverged: see `update`.
         """
         master_x = self._parameters[piece.name].detach().view(-1)[piece.in_whole]
-        update_piece(master_x, gradient_x, self._moments[piece.name].flat(), piece, update)
+        moments = self._moments[piece.name].flat()
+        update_piece(master_x, gradient_x, moments, piece, update, direction_RC=direction_RC)
+
+    def direction_of(self, piece: Piece, gradient_x: Tensor) -> Tensor:
+        """Where Muon moves a matrix by this gradient; see `moments.direction_of`."""
+        return direction_of(piece, gradient_x, self._moments[piece.name])
 
     def free_gradients(self) -> None:
         """Drops all gradients without an update."""

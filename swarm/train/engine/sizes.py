@@ -22,6 +22,8 @@ BUCKET = 2**22
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
 """Bytes per element of a piece during its update, besides gradients: moments in fp32, and the
 memory for rounding them."""
+DIRECTION_BYTES = 2
+"""Of a matrix of Muon's, from the device that computes it to the host."""
 MASTER_BYTES = GRADIENT_BYTES = 4
 """Bytes of an fp32 master or gradient, per trained parameter."""
 
@@ -140,6 +142,18 @@ def matrix_update_bytes(run: RunConfig, options: EngineOptions, itemsize: int) -
         muon.update_bytes(rows, columns, itemsize) + rounding * rows * columns
         for rows, columns in shapes
     )
+
+
+def muon_matrices(run: RunConfig, num_owned: int) -> int:
+    """Parameters of a peer that Muon updates."""
+    sizes = sizes_of(run.model, num_owned)
+    number = run.model.num_hidden_layers * (sizes.layer_cast + sizes.layer_owned)
+    return number if run.optimizer.kind == "muon" else 0
+
+
+def muon_bus_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
+    """Bytes that cross the bus each way in a step, at most, for Muon on a device that streams."""
+    return max(MOMENT_BYTES[options.moments], DIRECTION_BYTES) * muon_matrices(run, num_owned)
 
 
 def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions) -> float:

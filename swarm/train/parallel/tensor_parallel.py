@@ -24,7 +24,7 @@ from swarm.train.engine.engine import StandIn
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of, square_sum
 from swarm.train.engine.moments import SCALE, MomentsFormat, Piece, Update, seed_of
-from swarm.train.engine.muon import direction, move, nesterov
+from swarm.train.engine.muon import direction, move, nesterov, require_finite
 from swarm.train.engine.optimizer import OwnedOptimizer, is_coded, stored_kinds, stored_moments
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import Form, LazyTensors, forms_of
@@ -151,16 +151,24 @@ class HeadsOptimizer(OwnedOptimizer):
         super().__init__(settings, form)
         self._heads = heads
 
-    def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
+    def update_piece(
+        self,
+        piece: Piece,
+        gradient_x: Tensor,
+        update: Update,
+        *,
+        direction_RC: Tensor | None = None,
+    ) -> None:
         """See `OwnedOptimizer`; an operation of the ranks for a matrix of Muon's that is cut."""
         name, shape = piece.name, piece.matrix
         if shape is None or not self._heads.cuts(name):
-            super().update_piece(piece, gradient_x, update)
+            super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
             return
         moments = self._moments[name]
         (momentum_x,) = moments.load(piece.row, piece.in_row)
         ahead = self._heads.whole(name, nesterov(gradient_x, momentum_x).view(shape))
-        whole = direction(ahead.contiguous(), name)
+        whole = direction(ahead.contiguous())
+        require_finite(whole, name)
         move(
             self._parameters[name].detach(),
             self._heads.part(name, whole),

@@ -13,6 +13,7 @@ from swarm.train.engine.hardware import Machine
 from swarm.train.engine.mesh import Mesh, flows_of
 from swarm.train.engine.sizes import (
     frozen_layer_bytes,
+    muon_bus_bytes,
     orthogonalising_flops,
     pipeline_cut,
     sizes_of,
@@ -176,10 +177,10 @@ def _streaming(
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
     updates_s = share / (machine.updates_g_s * 1e9)
-    on_gpu = machine.device == "cuda"
-    host_tflops = machine.host_tflops if on_gpu else machine.tflops
-    flops_of_updates = orthogonalising_flops(run, num_owned, options) / len(ranks)
-    updates_s += flops_of_updates / (host_tflops * 1e12)
+    # The device orthogonalises what its ranks share: momentum comes, directions in bf16 go.
+    orthogonal_s = orthogonalising_flops(run, num_owned, options) / (machine.tflops * 1e12)
+    products_s += orthogonal_s / len(ranks)
+    bus_s += muon_bus_bytes(run, num_owned, options) / len(ranks) / (machine.bus_gb_s * 1e9)
     busy_s = products_s * most * len(ranks) / micro_batches
     leaving = passes * 4 * (sizes.trained - share)
     return StepTime(

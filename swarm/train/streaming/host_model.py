@@ -146,6 +146,8 @@ class HostUnit:
         self.version = 0
         self.pending: Future[bool] | None = None
         self._arenas: list[Arena] = []
+        self._directions: dict[Piece, Tensor] = {}
+        """Where Muon moves matrices in the update to come; those not here it computes itself."""
 
     @property
     def layer(self) -> int | None:
@@ -227,10 +229,26 @@ class HostUnit:
         gradient_x = gradient.view(-1)[piece.in_whole]
         if factor != 1:
             gradient_x.mul_(factor)
-        self.optimizer.update_piece(piece, gradient_x, update)
+        direction_RC = self._directions.pop(piece, None)
+        self.optimizer.update_piece(piece, gradient_x, update, direction_RC=direction_RC)
         if self.wire_buffer is not self.master_buffer:
             master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
+
+    def orthogonalise(self, gradients: Mapping[str, Tensor], scale: float) -> None:
+        """Computes where Muon moves the matrices of this process, for the update that follows.
+
+        Args:
+            gradients: of all parameters of the unit, on the device that computes.
+            scale: by which they are multiplied.
+        """
+        self.settle()
+        self._directions.clear()  # of a step that was skipped
+        for piece in self.own_pieces():
+            if piece.matrix is not None:
+                gradient_x = gradients[piece.name].view(-1)[piece.in_whole]
+                gradient_x = gradient_x if scale == 1 else gradient_x / scale
+                self._directions[piece] = self.optimizer.direction_of(piece, gradient_x).cpu()
 
     def decide(self, done: Future[bool]) -> None:
         """Says that all processes will make one more update, this one by the end of `done`."""
