@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.config import Codec, Coding, ModelConfig
+from swarm.config import Codec, Coding, ModelConfig, Optimizer
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
@@ -20,6 +20,8 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
 _ROUTER_NOISE = "mlp.gate.noise_weight"
 EMBEDDING = "model.embed_tokens.weight"
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS = ("momentum",)
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
@@ -169,6 +171,20 @@ def place_of(name: str) -> tuple[int, int, str] | None:
     """Layer, expert and projection of an expert's matrix, or None for a shared tensor."""
     match = _EXPERT.match(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a tensor's only use is a product: a matrix of attention or of experts, also stacked.
+
+    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
+    """
+    is_expert = _STACK.match(name) or _EXPERT.match(name)
+    return bool(is_expert) or (".self_attn." in name and name.endswith("_proj.weight"))
+
+
+def moments_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
+    """The moments that an optimizer has of a trained tensor, as private states name them."""
+    return MUON_MOMENTS if optimizer == "muon" and is_matrix(name) else ADAMW_MOMENTS
 
 
 def moved_by_rule(name: str) -> bool:

@@ -29,19 +29,19 @@ import torch
 from blake3 import blake3
 
 from swarm.config import RunConfig, parse_config
-from swarm.model.cost import PRIVATE_BYTES, trained_per_peer
+from swarm.model.cost import owned_per_peer, private_bytes
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.train.engine.engine import EngineState
 from swarm.train.saving.checkpoint import PrivateState, Saving, load_private, save_private
 
 SEVEN_B = Path(__file__).resolve().parents[2] / "configs/runs/spes_7b.toml"
 NUM_UNITS = 8
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def make_state(gigabytes: float) -> PrivateState:
-    elements = int(gigabytes * 1e9 / PRIVATE_BYTES / NUM_UNITS)
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    tensors = {f"{kind}.{k}": torch.randn(elements) for kind in kinds for k in range(NUM_UNITS)}
+    elements = int(gigabytes * 1e9 / 4 / len(KINDS) / NUM_UNITS)
+    tensors = {f"{kind}.{k}": torch.randn(elements) for kind in KINDS for k in range(NUM_UNITS)}
     engine = EngineState(tensors, (0,), 1, 0, 0)
     rng = {"cpu": torch.get_rng_state()}
     return PrivateState(
@@ -121,7 +121,7 @@ def main() -> int:
             print(f"{action:12} {took_s:6.2f} s", file=sys.stderr)
     median = {action: statistics.median(times) for action, times in seconds.items()}
     run = parse_config(RunConfig, SEVEN_B.read_text(), source=SEVEN_B.name, overrides=[])
-    seven_gb = PRIVATE_BYTES * trained_per_peer(run, run.run.peers) / 1e9
+    seven_gb = private_bytes(run, owned_per_peer(run, run.run.peers)) / 1e9
     result = {
         "gigabytes": args.gigabytes,
         **{f"{action}_s": round(value, 3) for action, value in median.items()},

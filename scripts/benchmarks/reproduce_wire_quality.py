@@ -8,6 +8,7 @@ cycle is 20 local steps in all of them, and experts are merged after the same cy
 main      centralised, exact SPES, and what the run files for home links do: about 1/18 and 1/33 of
           fp32 DiLoCo's bytes; "late" is for lines with 20 Mbit/s up, where a round takes most of
           the steps beside it
+muon      the same training with Muon for matrices, centralised, exact, at home, with two owners
 frontier  the other codings, whole rounds that wait, two owners, and slices without coding
 
 Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
@@ -68,6 +69,8 @@ class Variant:
         owners: of an expert.
         delay: local steps until a round's outcome is here; 0: they wait for it.
         peers: 1 trains all on one machine, with the batches of all.
+        optimizer: "adamw" or "muon".
+        lr: of the optimizer, for matrices of Muon too.
     """
 
     label: str
@@ -78,6 +81,8 @@ class Variant:
     owners: int = 1
     delay: int = 0
     peers: int = PEERS
+    optimizer: str = "adamw"
+    lr: float = 4e-3
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -92,6 +97,8 @@ class Variant:
             f"round.stagger={str(self.rounds > 1).lower()}",
             f'round.overlap="{"round" if self.delay else "none"}"',
             f"ownership.owners_per_expert={self.owners}",
+            f'optimizer.kind="{self.optimizer}"',
+            f"optimizer.lr={self.lr}",
         )
 
 
@@ -101,6 +108,17 @@ VARIANTS = {
     "home": Variant("shared b2, experts b1, 5 slices", "b2", "b1", 5, 5, delay=1),
     "home-half": Variant("shared b2, experts b1, 2 slices", "b2", "b1", 2, 2, delay=1),
     "home-late": Variant("shared b2, experts b1, 5 slices, late", "b2", "b1", 5, 5, delay=3),
+    "centralised-muon": Variant("centralised, Muon", peers=1, optimizer="muon"),
+    "exact-muon": Variant("exact SPES, Muon", optimizer="muon"),
+    "home-muon": Variant(
+        "shared b2, experts b1, 5 slices, Muon", "b2", "b1", 5, 5, delay=1, optimizer="muon"
+    ),
+    "home-muon-8e-3": Variant(
+        "the same at twice the rate", "b2", "b1", 5, 5, delay=1, optimizer="muon", lr=8e-3
+    ),
+    "two-owners-muon": Variant(
+        "two owners, b1, 5 slices, Muon", "b1", "b1", 5, 5, owners=2, delay=1, optimizer="muon"
+    ),
     "diloco": Variant("fp32 DiLoCo (R = N)", owners=PEERS),
     "slices": Variant("exact, 5 slices", rounds=5, experts_every=5),
     "b2": Variant("b2", "b2", "b2"),
@@ -111,7 +129,8 @@ VARIANTS = {
 }
 GROUPS = {
     "main": (8, ("centralised", "exact", "home", "home-half", "home-late")),
-    "frontier": (3, tuple(list(VARIANTS)[5:])),
+    "muon": (4, tuple(name for name, each in VARIANTS.items() if each.optimizer == "muon")),
+    "frontier": (3, tuple(list(VARIANTS)[10:])),
 }
 """How many seeds, and the variants."""
 
@@ -138,7 +157,6 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
         f"train.batch_tokens={sequences * scale.length}",
         f"train.micro_batch_sequences={min(4, sequences)}",
         'train.frozen="fp32"',
-        "optimizer.lr=4e-3",
         f"optimizer.warmup_steps={scale.steps // 20}",
         f"optimizer.schedule_steps={scale.steps}",
         "merging.alpha=0.5",
@@ -177,7 +195,15 @@ def spread(values: Sequence[float]) -> str:
 
 def table(losses: Losses) -> str:
     """A row per variant that has a finished cell."""
-    columns = ("exchange", "bytes", "n", "held-out loss", "against exact SPES, %", "gap, %")
+    columns = (
+        "exchange",
+        "bytes",
+        "n",
+        "held-out loss",
+        "against exact SPES, %",
+        "gap, %",
+        "to Muon, %",
+    )
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, variant in VARIANTS.items():
         found = list(losses.get(name, {}).values())
@@ -186,10 +212,12 @@ def table(losses: Losses) -> str:
         alone = variant.peers == 1
         share = "" if alone else f"1/{1 / share_of_diloco(variant):.1f}"
         against = "" if name == "exact" else spread(gaps(losses, name, "exact"))
-        gap = "" if alone else spread(gaps(losses, name, "centralised"))
+        gap = "" if name == "centralised" else spread(gaps(losses, name, "centralised"))
+        is_muon = variant.optimizer == "muon" and not alone
+        muon = spread(gaps(losses, name, "centralised-muon")) if is_muon else ""
         rows.append(
             f"| {variant.label} | {share} | {len(found)} | {statistics.mean(found):.4f} | "
-            f"{against} | {gap} |"
+            f"{against} | {gap} | {muon} |"
         )
     return "\n".join(rows)
 

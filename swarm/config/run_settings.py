@@ -220,11 +220,18 @@ class TrainConfig(section.Section):
     """How a peer stores the experts that it does not own."""
 
 
-class OptimizerConfig(section.Section):
-    """AdamW and its learning-rate schedule, both over the run's cumulative steps."""
+Optimizer = Literal["adamw", "muon"]
 
+
+class OptimizerConfig(section.Section):
+    """The optimizer and its learning-rate schedule, both over the run's cumulative steps."""
+
+    kind: Optimizer = "adamw"
+    """muon: Muon updates the matrices of attention and experts, AdamW all else."""
     lr: Annotated[float, Field(gt=0, le=1)]
     """Learning rate after the warm-up; AdamW moves a weight by about so much a step."""
+    matrix_lr: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Learning rate of Muon's matrices after the warm-up; by default `lr`."""
     betas: tuple[section.Share, section.Share] = (0.9, 0.95)
     """Decay of the first and second moments; the first, squared, is below the second."""
     eps: section.PositiveReal = 1e-8
@@ -232,7 +239,7 @@ class OptimizerConfig(section.Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled, times the learning rate."""
     clip_norm: section.PositiveReal = 1.0
-    """Gradients whose norm is larger are scaled down to it."""
+    """AdamW's gradients are scaled down to this norm where theirs is larger."""
     clip: Literal["global", "unit"] = "global"
     """global: by the norm of all gradients. unit: embedding, each layer and head by themselves, so
     that a streaming engine can update a layer while the layers below go backward."""
@@ -381,6 +388,7 @@ class RunConfig(section.Section):
         self._check_mixture()
         self._check_owners()
         self._check_betas()
+        self._check_matrix_lr()
         self._check_batches()
         self._check_merging()
         self._check_routing()
@@ -443,6 +451,12 @@ class RunConfig(section.Section):
             raise ValueError(
                 f"optimizer.betas: {first} squared must be below {second}, and that below 1, or "
                 "a single step of AdamW may move a weight without bound"
+            )
+
+    def _check_matrix_lr(self) -> None:
+        if self.optimizer.matrix_lr is not None and self.optimizer.kind != "muon":
+            raise ValueError(
+                'optimizer.matrix_lr: needs optimizer.kind = "muon"; AdamW has optimizer.lr alone'
             )
 
     def _check_mixture(self) -> None:

@@ -11,14 +11,12 @@ from functools import lru_cache
 
 from swarm.codings import elements_bytes
 from swarm.config import ModelConfig, RunConfig
-from swarm.experts import ELEMENT_BYTES, expert_shapes, shared_shapes, travels_exactly
+from swarm.experts import ELEMENT_BYTES, expert_shapes, is_matrix, shared_shapes, travels_exactly
 
 TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
-PRIVATE_BYTES = 12
-"""The same without the gradient, as a checkpoint keeps it per trained parameter."""
-MOMENTS_BYTES = 8
-"""Two moments in fp32, as they travel."""
+FLOAT_BYTES = 4
+"""Of an fp32 master, gradient or moment."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,13 @@ class Parameters:
 
     Attributes:
         shared: embedding, head, attention, norms and routers.
-        per_expert: one expert index, in all layers.
+        attention: those of `shared` that are matrices of attention.
+        per_expert: one expert index, in all layers; all are matrices.
         num_experts: expert indices.
     """
 
     shared: int
+    attention: int
     per_expert: int
     num_experts: int
 
@@ -49,9 +49,10 @@ class Parameters:
 @lru_cache(maxsize=64)
 def parameters(model: ModelConfig) -> Parameters:
     """Counts a model's parameters from the shapes of its tensors."""
-    shared = sum(math.prod(shape) for shape in shared_shapes(model).values())
+    shared = {name: math.prod(shape) for name, shape in shared_shapes(model).items()}
+    attention = sum(size for name, size in shared.items() if is_matrix(name))
     per_expert = sum(math.prod(shape) for shape in expert_shapes(model, 0).values())
-    return Parameters(shared, per_expert, model.num_experts)
+    return Parameters(sum(shared.values()), attention, per_expert, model.num_experts)
 
 
 def owned_per_peer(run: RunConfig, num_peers: int) -> int:
@@ -67,14 +68,27 @@ def trained_per_peer(run: RunConfig, num_peers: int) -> int:
 
 
 def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
-    """Training state in memory: 16 bytes per trained parameter, and the frozen experts.
+    """Training state in memory: masters, gradients, moments and the frozen experts.
 
-    Activations, buffers of a running round and the process itself come on top.
+    16 bytes per trained parameter, 12 of a matrix under Muon. Activations, buffers of a running
+    round and the process itself come on top.
     Source: fp32 AdamW; ZeRO (arXiv 1910.02054, section 3.1) counts alike.
     """
     trained = trained_per_peer(run, num_peers)
     frozen = parameters(run.model).total - trained
-    return TRAINED_BYTES * trained + ELEMENT_BYTES[run.train.frozen] * frozen
+    private = private_bytes(run, owned_per_peer(run, num_peers))
+    return private + FLOAT_BYTES * trained + ELEMENT_BYTES[run.train.frozen] * frozen
+
+
+def private_bytes(run: RunConfig, num_owned: float) -> int:
+    """Masters and moments in fp32, as a private state has them, with so many experts.
+
+    12 bytes per trained parameter, 8 of a matrix under Muon, which has one moment.
+    """
+    counted = parameters(run.model)
+    owned = num_owned * counted.per_expert
+    single = counted.attention + owned if run.optimizer.kind == "muon" else 0
+    return round(FLOAT_BYTES * (3 * (counted.shared + owned) - single))
 
 
 def full_state_bytes(model: ModelConfig) -> int:
@@ -140,11 +154,12 @@ def _moved_expert_bytes(run: RunConfig) -> int:
 def handover_bytes(run: RunConfig, num_peers: int) -> int:
     """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
 
-    With masters where the wire rounds experts and has no deltas of them: 12 bytes per parameter
-    instead of 8.
+    With masters where the wire rounds experts and has no deltas of them: 4 bytes per parameter
+    more than the moments' 8, or Muon's 4.
     """
     has_no_masters = run.wire.experts == "fp32" or run.wire.experts_coding != "none"
-    each = MOMENTS_BYTES if has_no_masters else PRIVATE_BYTES
+    moments = 1 if run.optimizer.kind == "muon" else 2
+    each = FLOAT_BYTES * (moments if has_no_masters else moments + 1)
     return each * parameters(run.model).per_expert * owned_per_peer(run, num_peers)
 
 
@@ -161,7 +176,7 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     offered = shared + experts * owned_per_peer(run, num_peers) // counted.num_experts
     trained = trained_per_peer(run, num_peers)
-    private = 3 * PRIVATE_BYTES * trained
+    private = 3 * private_bytes(run, owned_per_peer(run, num_peers))
     frozen = ELEMENT_BYTES[run.train.frozen] * (counted.total - trained)
     outlives = run.wire.shared_coding != "none" or run.round.shared_every > 1
     aside = ELEMENT_BYTES["fp32"] * counted.shared if outlives else 0

@@ -14,7 +14,8 @@ from typing import get_args
 from swarm.codings import BLOCK, elements_bytes
 from swarm.config import Coding, RunConfig
 from swarm.config.amounts import LinkRates
-from swarm.model.cost import PRIVATE_BYTES, exact_elements, parameters
+from swarm.model.cost import exact_elements, parameters
+from swarm.model.cost import private_bytes as private_bytes_with
 
 CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
     coding: elements_bytes(BLOCK, coding) / BLOCK for coding in get_args(Coding) if coding != "none"
@@ -137,8 +138,8 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
 
 def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     """Masters and moments of what a peer trains, saved once a cycle or a round [P6]."""
-    counted, owners = parameters(run.model), min(setting.owners, num_peers)
-    return PRIVATE_BYTES * (counted.shared + counted.experts * owners / num_peers)
+    owners = min(setting.owners, num_peers)
+    return private_bytes_with(run, run.model.num_experts * owners / num_peers)
 
 
 def exchange_s(

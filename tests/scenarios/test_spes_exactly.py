@@ -24,20 +24,27 @@ pytestmark = pytest.mark.scenario
 
 
 @pytest.mark.parametrize(
-    ("owners_per_expert", "engine"),
+    ("owners_per_expert", "engine", "optimizer"),
     [
-        pytest.param(1, "resident", id="R=1"),
-        pytest.param(2, "resident", id="R=2", marks=pytest.mark.fresh),
-        pytest.param(4, "resident", id="R=N"),
-        pytest.param(2, "streaming", id="streaming", marks=pytest.mark.exhaustive),
+        pytest.param(1, "resident", "adamw", id="R=1"),
+        pytest.param(2, "resident", "adamw", id="R=2", marks=pytest.mark.fresh),
+        pytest.param(4, "resident", "adamw", id="R=N"),
+        pytest.param(1, "resident", "muon", id="Muon"),
+        pytest.param(2, "streaming", "adamw", id="streaming", marks=pytest.mark.exhaustive),
+        pytest.param(2, "streaming", "muon", id="streaming, Muon", marks=pytest.mark.exhaustive),
     ],
 )
 def test_three_rounds_with_a_merge_equal_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners_per_expert: int, engine: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owners_per_expert: int,
+    engine: str,
+    optimizer: str,
 ) -> None:
     monkeypatch.setenv("SWARM_ENGINE", engine)
     dealt = f"ownership.owners_per_expert={owners_per_expert}"
-    run_file = write_run(tmp_path, [dealt, *NOBODY_LEFT_OUT])
+    trained = f'optimizer.kind="{optimizer}"'
+    run_file = write_run(tmp_path, [dealt, trained, *NOBODY_LEFT_OUT])
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
         swarm.start()

@@ -14,7 +14,7 @@ from swarm.model.transformer import Transformer
 from swarm.train.engine.engine_options import EngineKind
 from swarm.train.engine.hardware import Machine
 from swarm.train.engine.host_memory import Arena, HostMemory
-from swarm.train.engine.optimizer import OwnedAdamW
+from swarm.train.engine.optimizer import OwnedOptimizer
 from swarm.train.fallback_engine import SteppingEngine
 from swarm.train.planning.ladder import Wishes, rungs
 from swarm.train.streaming.device import DeviceSide
@@ -181,8 +181,8 @@ def test_experts_that_do_not_fit_are_owned_by_the_engine_below(
         pytest.param(HostUnit, "hold", 1, "streaming", id="masters of the second layer"),
         pytest.param(FrozenUnit, "_new_arena", 0, "streaming", id="frozen experts, first layer"),
         pytest.param(FrozenUnit, "_new_arena", 1, "streaming", id="frozen experts, second layer"),
-        pytest.param(OwnedAdamW, "_new_moments", 0, "auto", id="moments"),
-        pytest.param(OwnedAdamW, "_new_moments", 1, "streaming", id="moments on the host"),
+        pytest.param(OwnedOptimizer, "_new_moments", 0, "auto", id="moments"),
+        pytest.param(OwnedOptimizer, "_new_moments", 1, "streaming", id="moments on the host"),
     ],
 )
 def test_experts_that_have_moved_half_way_end_the_peer(monkeypatch, holder, method, after, kind):

@@ -25,6 +25,7 @@ from swarm.protocol.exchange import handover
 from swarm.protocol.training.adoption import Action, Adoption
 from swarm.protocol.values.digests import digest_of_chunks
 from swarm.protocol.values.manifest import Manifest, PeerId
+from swarm.train.engine.muon import MOMENTUM_DECAY
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +178,14 @@ class ExpertMoments:
         tensors = [
             each.name for each in self.model.agreed.layout.by_unit[expert_unit(expert)].slices
         ]
+        kinds = self.model.agreed.layout.moments
         for tensor in tensors:
-            came = {name: named(name) for name in (f"{kind}.{tensor}" for kind in handover.KINDS)}
+            came = {name: named(name) for name in (f"{kind}.{tensor}" for kind in kinds)}
             self.model.engine.write_moments(self._aged(tensor, came, steps))
         reason = arrival.reason
         if steps:
             reason += f", {steps} steps late"
-        has_master = len(layout.slices) > len(handover.KINDS) * len(tensors)
+        has_master = len(layout.slices) > len(kinds) * len(tensors)
         if has_master and self._add_master(
             expert, lambda part: read_part(layout, _master(part), read)
         ):
@@ -195,10 +197,10 @@ class ExpertMoments:
         if not steps:
             return came
         first, second = self.model.run.optimizer.betas
+        kept = {"exp_avg": first, "exp_avg_sq": second, "momentum": MOMENTUM_DECAY}
         aged = {}
         for name, now in self.model.engine.read_moments([tensor]).items():
-            beta = second if name.startswith("exp_avg_sq.") else first
-            aged[name] = now.add_(came[name] * beta**steps)
+            aged[name] = now.add_(came[name] * kept[name.partition(".")[0]] ** steps)
         return aged
 
     def _add_master(self, expert: int, masters: Callable[[Slice], Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Adam moments of experts that change hands: who gives them to whom, and how long both wait.
+"""Moments of experts that change hands: who gives them to whom, and how long both wait.
 
 An owner that loses an expert by a manifest puts its newest moments out for those that own it from
 then on. A new owner trains on at once, with zero moments, asks the owners before, and adds what
@@ -24,8 +24,6 @@ from swarm.protocol.timing.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
-KINDS = ("exp_avg", "exp_avg_sq")
-"""AdamW's first and second moment, in the order of a blob."""
 MASTER = "master"
 MAX_EXPERTS = 2048
 SHORTEST_TRANSFER_S = 300.0
@@ -58,13 +56,13 @@ def transfer_limit_s(num_bytes: int) -> float:
 
 
 def moments_layout(layout: Layout, expert: int, *, with_master: bool) -> UnitLayout:
-    """What the bytes of a moments blob are: fp32, first moments, second moments, masters.
+    """What the bytes of a moments blob are: fp32, each of the layout's moments, then masters.
 
     Masters are there only where the wire rounds experts. Tensors are named as in
     `moments_shapes`, each group in the order of the expert's unit.
     """
     pieces = layout.by_unit[expert_unit(expert)].slices
-    kinds = (*KINDS, MASTER) if with_master else KINDS
+    kinds = (*layout.moments, MASTER) if with_master else layout.moments
     slices = tuple(
         Slice(f"{kind}.{piece.name}", piece.start, piece.stop) for kind in kinds for piece in pieces
     )
@@ -90,7 +88,7 @@ def moments_shapes(layout: Layout, expert: int) -> dict[str, Shape]:
     pieces = layout.by_unit[expert_unit(expert)].slices
     return {
         f"{kind}.{piece.name}": layout.shapes[piece.name]
-        for kind in (*KINDS, MASTER)
+        for kind in (*layout.moments, MASTER)
         for piece in pieces
     }
 

@@ -24,10 +24,12 @@ class Layout:
     Attributes:
         units: parts of the shared tensors (`shared.0`, ...), then experts (`expert.0`, ...).
         shapes: name -> shape of every tensor of the model, shared ones first.
+        moments: what the optimizer has of each tensor of an expert.
     """
 
     units: tuple[experts.UnitLayout, ...]
     shapes: Mapping[str, experts.Shape]
+    moments: tuple[str, ...] = experts.ADAMW_MOMENTS
 
     @cached_property
     def by_unit(self) -> Mapping[str, experts.UnitLayout]:
@@ -63,7 +65,8 @@ def layout_of(run: RunConfig) -> Layout:
         whole = tuple(experts.Slice(name, 0, math.prod(shape)) for name, shape in of_expert.items())
         kind = run.wire.experts, run.wire.experts_coding
         units.append(_unit(experts.expert_unit(expert), *kind, whole))
-    return Layout(tuple(units), shapes)
+    moments = experts.moments_of(experts.expert_tensor(0, 0, "gate"), run.optimizer.kind)
+    return Layout(tuple(units), shapes, moments)
 
 
 def shared_codec(name: str, run: RunConfig) -> Codec:

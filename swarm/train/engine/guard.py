@@ -13,6 +13,7 @@ from torch import Tensor
 from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
 from swarm.experts import EMBEDDING, layer_of
+from swarm.train.engine.muon import takes_muon
 
 SKIPS_UNTIL_DIVERGED = 3
 """So many steps in a row without a finite loss and gradient end the training of a peer."""
@@ -72,26 +73,40 @@ def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
 def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
     """The factor of each parameter's gradient.
 
+    Muon's matrices are not clipped, since the size of a gradient does not change its update; so
+    the norms below are those of AdamW's parameters.
+
     global: by clip_norm over the norm of all gradients, where that is more than 1.
     unit: the same for each unit (embedding, layer, head) by itself against
         clip_norm / sqrt(number of units), so that the norm of everything never exceeds clip_norm.
         A unit needs to know no other's gradient, so it can be updated as soon as it has its own.
     """
     if settings.clip == "global":
-        factor = _factor(total_norm(norms), settings.clip_norm)
-        return dict.fromkeys(norms, factor)
+        return _factors(norms, settings, settings.clip_norm)
     units: dict[str, dict[str, Tensor]] = {}
     for name, norm in norms.items():
         units.setdefault(unit_of(name), {})[name] = norm
     factors: dict[str, Tensor] = {}
     for named in units.values():
-        factors |= dict.fromkeys(named, unit_factor(named, settings, len(units)))
+        factors |= unit_factors(named, settings, len(units))
     return factors
 
 
-def unit_factor(norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int) -> Tensor:
-    """The factor of the gradients of one of so many units."""
-    return _factor(total_norm(norms), settings.clip_norm / math.sqrt(num_units))
+def unit_factors(
+    norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int
+) -> dict[str, Tensor]:
+    """The factors of the gradients of one of so many units."""
+    return _factors(norms, settings, settings.clip_norm / math.sqrt(num_units))
+
+
+def _factors(
+    norms: Mapping[str, Tensor], settings: OptimizerConfig, limit: float
+) -> dict[str, Tensor]:
+    clipped = {name: norm for name, norm in norms.items() if not takes_muon(name, settings)}
+    factors = {name: torch.ones_like(norm) for name, norm in norms.items()}
+    if clipped:
+        factors |= dict.fromkeys(clipped, _factor(total_norm(clipped), limit))
+    return factors
 
 
 def _factor(norm: Tensor, limit: float) -> Tensor:

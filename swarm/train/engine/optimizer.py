@@ -1,39 +1,43 @@
-"""Fused AdamW over the tensors that a peer owns, with moments that follow experts."""
+"""Fused AdamW, or Muon and AdamW, over the tensors of a peer, with moments that follow experts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
-from swarm.experts import stacked_tensors
-from swarm.train.engine.adam_moments import (
-    KINDS,
+from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS, stacked_tensors
+from swarm.train.engine.moments import (
     SCALE,
     Moments,
     MomentsFormat,
     Piece,
     Update,
+    direction_of,
     update_piece,
     update_tensors,
 )
+from swarm.train.engine.muon import takes_muon
 from swarm.train.engine.tensor_file import Form, forms_of
 
 PIECE = 2**21
 """Elements that a thread of the CPU updates at once: some 5 ms, against 0.1 ms in which Python
 prepares a piece and no other thread can."""
 PIECE_GPU = 2**24
+OPTIMIZERS = {ADAMW_MOMENTS: "AdamW", MUON_MOMENTS: "Muon"}
+"""What has which moments."""
 
 
-class OwnedAdamW:
-    """AdamW of a changing set of parameters under one common count of updates.
+class OwnedOptimizer:
+    """The optimizer of a changing set of parameters, under one common count of updates.
 
-    Weight decay applies to everything trained (norms and embeddings too) and, since nothing else is
-    here, never to a frozen expert. Source: Loshchilov and Hutter, arXiv 1711.05101.
+    With `optimizer.kind = "muon"` Muon updates matrices, and AdamW all else. Weight decay applies
+    to everything trained (norms and embeddings too) and, since nothing else is here, never to a
+    frozen expert. Source: Loshchilov and Hutter, arXiv 1711.05101; see `muon` for the other.
 
     Attributes:
         updates: how many updates bias correction counts. It is common to all parameters: an
@@ -45,6 +49,8 @@ class OwnedAdamW:
         self._settings, self._form = settings, form
         self._parameters: dict[str, nn.Parameter] = {}
         self._moments: dict[str, Moments] = {}
+        self._matrices: frozenset[str] = frozenset()
+        """Names of the parameters that have Muon's updates."""
         self._owned: tuple[int, ...] = ()
         self.updates = 0
 
@@ -77,6 +83,7 @@ class OwnedAdamW:
         old, old_owned = self._moments, self._owned
         self._parameters = dict(sorted(parameters.items()))
         self._owned, self._moments = tuple(owned), {}
+        self._matrices = self._muons(self._parameters)
         for name, parameter in self._parameters.items():
             is_stack = bool(stacked_tensors(name, owned))
             rows = len(self._owned) if is_stack else 1
@@ -85,61 +92,94 @@ class OwnedAdamW:
                 self._moments[name] = kept
                 continue
             size = parameter.numel() // rows
-            moments = self._new_moments(rows, size, parameter.device)
+            moments = self._new_moments(name, rows, size, parameter.device)
             self._moments[name] = moments
             for row, expert in enumerate(self._owned):
                 if kept is not None and expert in old_owned:
                     self._keep_row(moments, row, kept, old_owned.index(expert))
 
-    def _new_moments(self, rows: int, size: int, device: torch.device) -> Moments:
-        return Moments.zeros(self._form, rows, size, device)
+    def _muons(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(name for name in names if takes_muon(name, self._settings))
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """The moments of a parameter, or of a tensor of the model."""
+        return MUON_MOMENTS if takes_muon(name, self._settings) else ADAMW_MOMENTS
+
+    def _new_moments(self, name: str, rows: int, size: int, device: torch.device) -> Moments:
+        return Moments.zeros(self._form, rows, size, device, self.kinds_of(name))
 
     def _keep_row(self, new: Moments, row: int, old: Moments, old_row: int) -> None:
         new.copy_row(row, old, old_row)
 
     def update(self, lr: float) -> None:
-        """One AdamW update by the gradients, all of which must be there; then frees them."""
+        """One update by the gradients, all of which must be there; then frees them.
+
+        Raises:
+            TrainingDiverged: a moment of Muon is not finite; some tensors may be updated already.
+        """
         assert self._parameters, "nothing to train: call follow first"
-        gradients = [parameter.grad for parameter in self.parameters]
-        assert all(gradient is not None for gradient in gradients)
         update = self.next_update(lr)
-        if self._form == "fp32":
-            values = [parameter.detach() for parameter in self.parameters]
+        whole = [name for name in self.names if self._form == "fp32" and name not in self._matrices]
+        if whole:
+            values = [self._parameters[name].detach() for name in whole]
             moments = [
-                tuple(moment.parts[kind].view(value.shape) for kind in KINDS)
-                for moment, value in zip(self._moments.values(), values, strict=True)
+                [self._moments[name].parts[kind].view(value.shape) for kind in ADAMW_MOMENTS]
+                for name, value in zip(whole, values, strict=True)
             ]
-            update_tensors(values, gradients, moments, update)  # type: ignore[arg-type]
-        else:
-            for piece in self.pieces():
-                gradient = self._parameters[piece.name].grad
-                assert gradient is not None
-                self.update_piece(piece, gradient.view(-1)[piece.in_whole], update)
+            update_tensors(values, [self._gradient(name) for name in whole], moments, update)
+        for piece in self.pieces():
+            if piece.name not in whole:
+                gradient_X = self._gradient(piece.name).view(-1)
+                self.update_piece(piece, gradient_X[piece.in_whole], update)
         self.updates += 1
         self.free_gradients()
+
+    def _gradient(self, name: str) -> Tensor:
+        gradient = self._parameters[name].grad
+        assert gradient is not None, f"{name} has no gradient"
+        return gradient
 
     def next_update(self, lr: float) -> Update:
         """The update that follows those so far."""
         return Update(self._settings, lr, self.updates + 1)
 
     def pieces(self) -> list[Piece]:
-        """All parameters, cut so that each piece can be updated by itself."""
+        """All parameters, cut so that each piece can be updated by itself: Muon's by matrix."""
         pieces = []
         for name, parameter in self._parameters.items():
-            rows, size = self._moments[name].flat().parts["exp_avg"].shape
+            rows, size = self._moments[name].flat().shape
+            if name in self._matrices:
+                shape = parameter.shape[-2], parameter.shape[-1]
+                pieces += [Piece(name, row, 0, size, row * size, shape) for row in range(rows)]
+                continue
             step = PIECE_GPU if parameter.is_cuda else PIECE
             for row in range(rows):
                 cuts = range(0, size, step)
                 pieces += [Piece(name, row, at, min(size, at + step), row * size) for at in cuts]
         return pieces
 
-    def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
+    def update_piece(
+        self,
+        piece: Piece,
+        gradient_x: Tensor,
+        update: Update,
+        *,
+        direction_RC: Tensor | None = None,
+    ) -> None:
         """Updates a piece by its fp32 gradient; any pieces at once, from any threads.
 
         The caller adds to `updates` once all pieces are done.
+
+        Raises:
+            TrainingDiverged: see `update`.
         """
         master_x = self._parameters[piece.name].detach().view(-1)[piece.in_whole]
-        update_piece(master_x, gradient_x, self._moments[piece.name].flat(), piece, update)
+        moments = self._moments[piece.name].flat()
+        update_piece(master_x, gradient_x, moments, piece, update, direction_RC=direction_RC)
+
+    def direction_of(self, piece: Piece, gradient_x: Tensor) -> Tensor:
+        """Where Muon moves a matrix by this gradient; see `moments.direction_of`."""
+        return direction_of(piece, gradient_x, self._moments[piece.name])
 
     def free_gradients(self) -> None:
         """Drops all gradients without an update."""
@@ -167,25 +207,26 @@ class OwnedAdamW:
         """Copies of those moments that are here, fp32 on the CPU, whatever their format.
 
         Returns:
-            "exp_avg." and "exp_avg_sq." before the names, as in `state`.
+            The kind of the moment and a dot before the names, as in `state`.
         """
         found = {}
         for name, (moments, row, shape) in self._rows().items():
             if name in names:
                 values = moments.load(row, slice(0, math.prod(shape)))
-                for kind, value in zip(KINDS, values, strict=True):
+                for kind, value in zip(moments.kinds, values, strict=True):
                     found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(shape)
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites those moments that are here; `values` is as `read_moments` gives them."""
         for name, (moments, row, shape) in self._rows().items():
-            if f"{KINDS[0]}.{name}" in values:
-                mean, square = (
+            kinds = moments.kinds
+            if f"{kinds[0]}.{name}" in values:
+                each = [
                     values[f"{kind}.{name}"].reshape(-1).to(moments.parts[kind].device)
-                    for kind in KINDS
-                )
-                moments.store(row, slice(0, math.prod(shape)), (mean, square), seed=0)
+                    for kind in kinds
+                ]
+                moments.store(row, slice(0, math.prod(shape)), each, seed=0)
 
     def _rows(self) -> dict[str, tuple[Moments, int, torch.Size]]:
         """Where each tensor's moments are: storage, row of it, shape of the tensor."""
@@ -198,7 +239,10 @@ class OwnedAdamW:
         return rows
 
     def state(self) -> Mapping[str, Tensor]:
-        """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names."""
+        """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names.
+
+        Matrices of Muon have "momentum." in place of AdamW's two.
+        """
         state = {f"master.{name}": value for name, value in self.masters().items()}
         for name, (moments, row, shape) in self._rows().items():
             for kind, part in moments.parts.items():
@@ -222,7 +266,7 @@ class OwnedAdamW:
         """
         forms, masters = forms_of(tensors), self.masters()
         for name, master in masters.items():
-            require_stored(forms, name, master.shape)
+            require_stored(forms, name, master.shape, self.kinds_of(name))
         for name, master in masters.items():
             master.copy_(tensors[f"master.{name}"])
         for name, moments in self._moments.items():
@@ -230,23 +274,42 @@ class OwnedAdamW:
                 moments.copy_row(row, stored_moments(tensors, forms, of_row), 0)
 
 
-def require_stored(forms: Mapping[str, Form], name: str, shape: Sequence[int]) -> None:
-    """Raises CorruptState unless a private state of these forms has a tensor of this shape."""
-    found = [forms.get(f"{kind}.{name}") for kind in ("master", *KINDS)]
-    scales = [f"{kind}{SCALE}.{name}" in forms for kind in KINDS if is_coded(forms, name)]
+def require_stored(
+    forms: Mapping[str, Form], name: str, shape: Sequence[int], kinds: Sequence[str]
+) -> None:
+    """Raises CorruptState unless a private state of these forms has a tensor of this shape.
+
+    `kinds`: the moments that the optimizer in use has of the tensor.
+    """
+    there = stored_kinds(forms, name)
+    if there and there != tuple(kinds):
+        used, saved = (OPTIMIZERS[tuple(each)] for each in (kinds, there))
+        raise CorruptState(
+            f"the private state has {saved}'s moments of {name}, and this run trains it with {used}"
+        )
+    found = [forms.get(f"{kind}.{name}") for kind in ("master", *kinds)]
+    scales = [f"{kind}{SCALE}.{name}" in forms for kind in kinds if is_coded(forms, name)]
     if not all(scales) or any(each is None or each[1] != tuple(shape) for each in found):
         raise CorruptState(f"the private state belongs to another model: {name}")
 
 
+def stored_kinds(forms: Mapping[str, Form], name: str) -> tuple[str, ...]:
+    """The moments that a private state has of a tensor; none for another model's."""
+    each = (kinds for kinds in OPTIMIZERS if f"{kinds[0]}.{name}" in forms)
+    return next(each, ())
+
+
 def is_coded(forms: Mapping[str, Form], name: str) -> bool:
     """Whether a private state has int8 moments of a tensor, so that scales belong to them."""
-    dtype, _ = forms.get(f"{KINDS[0]}.{name}", (torch.float32, ()))
+    kind = next(iter(stored_kinds(forms, name)), "")
+    dtype, _ = forms.get(f"{kind}.{name}", (torch.float32, ()))
     return dtype.itemsize == 1
 
 
 def stored_moments(tensors: Mapping[str, Tensor], forms: Mapping[str, Form], name: str) -> Moments:
     """Moments of one tensor as a private state has them, see `require_stored`."""
     formats: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
-    kinds = [*KINDS, *(kind + SCALE for kind in KINDS if is_coded(forms, name))]
+    whole = stored_kinds(forms, name)
+    kinds = [*whole, *(kind + SCALE for kind in whole if is_coded(forms, name))]
     parts = {kind: tensors[f"{kind}.{name}"].reshape(1, -1) for kind in kinds}
-    return Moments(formats[parts[KINDS[0]].element_size()], parts)
+    return Moments(formats[parts[whole[0]].element_size()], parts)

@@ -29,7 +29,7 @@ from swarm.train.engine import engine
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import Guard, clip_factors, norm_of, square_sum, total_norm
 from swarm.train.engine.micro_batches import MicroBatch, Routed, micro_batches, num_masked
-from swarm.train.engine.optimizer import OwnedAdamW
+from swarm.train.engine.optimizer import OwnedOptimizer
 
 
 class ResidentEngine:
@@ -63,15 +63,15 @@ class ResidentEngine:
             pieces=pieces,
             stage=stage,
         )
-        self._optimizer = self._adamw(options)
+        self._optimizer = self._new_optimizer(options)
         self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
         self._guard = Guard(options.compute)
         self._owned, self._intact = self._model.owned, True
         self._wait: Callable[[], None] = lambda: None
 
-    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
+    def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
         """What updates the trained tensors."""
-        return OwnedAdamW(self._run.optimizer, options.moments)
+        return OwnedOptimizer(self._run.optimizer, options.moments)
 
     @property
     def owned(self) -> tuple[int, ...]:

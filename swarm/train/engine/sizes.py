@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from swarm.config import ModelConfig, RunConfig
-from swarm.experts import Shape, shared_shapes
+from swarm.experts import Shape, is_matrix, shared_shapes
 from swarm.model.cost import owned_per_peer, parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.moe import matrix_shapes
-from swarm.train.engine.adam_moments import MomentsFormat
+from swarm.train.engine import muon
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.mesh import Cut, cut_of
+from swarm.train.engine.moments import MOMENT_BYTES, MomentsFormat
+from swarm.train.engine.optimizer import PIECE, PIECE_GPU
 
 BUCKET = 2**22
 """Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
 """Bytes per element of a piece during its update, besides gradients: moments in fp32, and the
 memory for rounding them."""
+DIRECTION_BYTES = 2
+"""Of a matrix of Muon's, from the device that computes it to the host."""
 MASTER_BYTES = GRADIENT_BYTES = 4
 """Bytes of an fp32 master or gradient, per trained parameter."""
 
@@ -84,14 +88,6 @@ class Sizes:
         return self.layer_shared + self.layer_owned
 
 
-def is_cast(name: str) -> bool:
-    """Whether a tensor travels to the device in the compute type: its only use is a product.
-
-    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
-    """
-    return ".experts.owned." in name or (".self_attn." in name and name.endswith("_proj.weight"))
-
-
 @lru_cache(maxsize=256)
 def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
     """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
@@ -100,7 +96,7 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
     layers = model.num_hidden_layers
     per_layer = counted.per_expert // layers
     # Attention's matrices are cut over heads, and are all that is cast.
-    cast = num_elements({name: shape for name, shape in first.items() if is_cast(name)})
+    cast = num_elements({name: shape for name, shape in first.items() if is_matrix(name)})
     cut = cast
     if model.qk_norm == "projection":
         cut += (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -114,6 +110,63 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
         layer_heads=cut // tp if tp > 1 else 0,
         layer_elsewhere=elsewhere,
     )
+
+
+def moments_bytes(run: RunConfig, form: MomentsFormat, trained: int, matrices: int) -> float:
+    """Bytes of the moments of so many trained parameters, so many of them in matrices."""
+    ones = matrices if run.optimizer.kind == "muon" else 0
+    return MOMENT_BYTES[form] * (2 * trained - ones)
+
+
+def attention_matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """Shapes of the matrices of attention in a layer."""
+    first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
+    return [(shape[0], shape[1]) for name, shape in first.items() if is_matrix(name)]
+
+
+def update_bytes(run: RunConfig, options: EngineOptions) -> int:
+    """Bytes that the update of one piece takes on the device, besides gradients."""
+    table = run.model.vocab_size * run.model.hidden_size
+    piece = min(PIECE_GPU if options.device == "cuda" else PIECE, table)
+    found = UPDATE_BYTES[options.moments] * piece
+    return max(found, matrix_update_bytes(run, options, 2 if options.device == "cuda" else 4))
+
+
+def matrix_update_bytes(run: RunConfig, options: EngineOptions, itemsize: int) -> int:
+    """Bytes of Muon's update of the largest matrix, in products of elements of this size."""
+    if run.optimizer.kind != "muon":
+        return 0
+    shapes = [*attention_matrices(run.model), *matrix_shapes(run.model).values()]
+    rounding = UPDATE_BYTES[options.moments] // 2
+    return max(
+        muon.update_bytes(rows, columns, itemsize) + rounding * rows * columns
+        for rows, columns in shapes
+    )
+
+
+def muon_matrices(run: RunConfig, num_owned: int) -> int:
+    """Parameters of a peer that Muon updates."""
+    sizes = sizes_of(run.model, num_owned)
+    number = run.model.num_hidden_layers * (sizes.layer_cast + sizes.layer_owned)
+    return number if run.optimizer.kind == "muon" else 0
+
+
+def muon_bus_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
+    """Bytes that cross the bus each way in a step, at most, for Muon on a device that streams."""
+    return max(MOMENT_BYTES[options.moments], DIRECTION_BYTES) * muon_matrices(run, num_owned)
+
+
+def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
+    """Operations of Muon's updates on one of the ranks of a whole model."""
+    if run.optimizer.kind != "muon":
+        return 0.0
+    flops = muon.newton_schulz_flops
+    attention = sum(flops(*shape) for shape in attention_matrices(run.model))
+    expert = sum(flops(*shape) for shape in matrix_shapes(run.model).values())
+    shared_over, experts_over = options.alike
+    owned = -(-num_owned // options.ep)
+    layer = attention / shared_over + owned * expert / experts_over
+    return run.model.num_hidden_layers / options.pp * layer
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:

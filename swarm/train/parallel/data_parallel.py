@@ -18,6 +18,7 @@ from swarm.experts import (
     expert_of,
     expert_shapes,
     layer_of,
+    moments_of,
     owned_stack,
     selection_biases,
     shared_shapes,
@@ -28,12 +29,12 @@ from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.engine.adam_moments import SCALE, Moments, MomentsFormat
 from swarm.train.engine.engine import TERMS, Part, is_trained
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of
 from swarm.train.engine.mesh import Mesh, Move
 from swarm.train.engine.micro_batches import MicroBatch
+from swarm.train.engine.moments import SCALE, Moments, MomentsFormat
 from swarm.train.engine.rank_figures import RankFigures
 from swarm.train.engine.ranks import PIPELINE, STAGE, Ranks
 from swarm.train.engine.resident import ResidentEngine
@@ -51,22 +52,25 @@ def state_forms(run: RunConfig, owned: Sequence[int], form: MomentsFormat) -> di
     for name, shape in shapes.items():
         forms[f"master.{name}"] = (torch.float32, shape)
         if name not in biases:
-            forms |= _moment_forms(form, name, shape)
+            forms |= _moment_forms(run, form, name, shape)
     return forms
 
 
-def forms_in(layer: int, shapes: Mapping[str, Shape], form: MomentsFormat) -> dict[str, Form]:
+def forms_in(
+    layer: int, run: RunConfig, shapes: Mapping[str, Shape], form: MomentsFormat
+) -> dict[str, Form]:
     """Forms of the moments of one layer's tensors, by name."""
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         if layer_of(name) == layer:
-            forms |= _moment_forms(form, name, shape)
+            forms |= _moment_forms(run, form, name, shape)
     return forms
 
 
-def _moment_forms(form: MomentsFormat, name: str, shape: Shape) -> dict[str, Form]:
+def _moment_forms(run: RunConfig, form: MomentsFormat, name: str, shape: Shape) -> dict[str, Form]:
     """Forms of the moments of a tensor."""
-    parts = Moments.zeros(form, 1, math.prod(shape), torch.device("meta")).parts
+    kinds = moments_of(name, run.optimizer.kind)
+    parts = Moments.zeros(form, 1, math.prod(shape), torch.device("meta"), kinds).parts
     return {
         f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
         for kind, part in parts.items()
@@ -139,10 +143,12 @@ class RankEngine(ResidentEngine):
         """The shape of a tensor, wherever it is; raises BadBlob as `read`."""
         return self._model.shape(name)
 
-    def has_moments(self, name: str) -> bool:
-        """Whether a tensor is trained by gradients, here or on another rank."""
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """What the optimizer has of a tensor, here or on another rank; nothing of a frozen one."""
         self.shape(name)
-        return is_trained(name, self.owned) and name not in selection_biases(self._run.model)
+        if not is_trained(name, self.owned) or name in selection_biases(self._run.model):
+            return ()
+        return moments_of(name, self._run.optimizer.kind)
 
     def state_forms(self) -> dict[str, Form]:
         """Type and shape of every tensor of the private state, wherever it is."""
@@ -171,7 +177,9 @@ class RankEngine(ResidentEngine):
         found: dict[str, Tensor] = {}
         shapes = {move.expert: expert_shapes(self._run.model, move.expert) for move in moves}
         for layer in self._model.banks:
-            forms = {expert: forms_in(layer, of, self._form) for expert, of in shapes.items()}
+            forms = {
+                expert: forms_in(layer, self._run, of, self._form) for expert, of in shapes.items()
+            }
             found |= _moved_moments(self._group, moves, self._optimizer.state(), forms)
         super().own(wanted)
         self._optimizer.take(found)

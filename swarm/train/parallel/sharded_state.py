@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,21 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
-from swarm.experts import Slice, stacked_tensors
+from swarm.experts import MUON_MOMENTS, Slice, is_matrix, stacked_tensors
 from swarm.model.transformer import DTYPES
-from swarm.train.engine import adam_moments
 from swarm.train.engine.engine import StandIn, is_trained
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of, square_sum
+from swarm.train.engine.moments import (
+    BLOCK,
+    SCALE,
+    Moments,
+    MomentsFormat,
+    Piece,
+    Update,
+    seed_of,
+    update_matrix_of,
+    update_tensors,
+)
 from swarm.train.engine.optimizer import (
     PIECE,
     PIECE_GPU,
-    OwnedAdamW,
+    OwnedOptimizer,
     require_stored,
     stored_moments,
 )
 from swarm.train.engine.ranks import Ranks
-from swarm.train.engine.sizes import is_cast
 from swarm.train.engine.tensor_file import LazyTensors, forms_of
 from swarm.train.parallel.data_parallel import RankEngine
 
@@ -39,7 +49,7 @@ def is_compute_copy(name: str) -> bool:
     This is so for attention, experts and an untied head. A tied head is an embedding, whose fp32
     values enter the residual stream.
     """
-    return is_cast(name) or name == "lm_head.weight"
+    return is_matrix(name) or name == "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -50,16 +60,19 @@ class Cut:
         rows: experts of a stack, else 1.
         size: elements of a row.
         bounds: where each rank's run of the flattened parameter begins, and the end.
-        by_row: whether blocks of moments restart with each row.
+        by_row: whether each row has pieces of its own: moments lie in blocks that begin with each
+            row, or rows are matrices that Muon updates.
+        matrix: the shape of a row where Muon updates it; such rows are not cut.
     """
 
     rows: int
     size: int
     bounds: tuple[int, ...]
     by_row: bool
+    matrix: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, rows: int, size: int, ways: int, form: adam_moments.MomentsFormat) -> Cut:
+    def of(cls, rows: int, size: int, ways: int, form: MomentsFormat) -> Cut:
         """Cuts a parameter over so many ranks.
 
         Args:
@@ -69,7 +82,7 @@ class Cut:
             form: of the moments.
         """
         by_row = form == "int8"
-        step, unit = (adam_moments.BLOCK, size) if by_row else (STEP, rows * size)
+        step, unit = (BLOCK, size) if by_row else (STEP, rows * size)
 
         def begin(target: int) -> int:
             row, inner = divmod(target, unit)
@@ -77,6 +90,13 @@ class Cut:
 
         starts = [begin(rows * size * rank // ways) for rank in range(ways)]
         return cls(rows, size, (*starts, rows * size), by_row)
+
+    @classmethod
+    def of_matrices(cls, name: str, rows: int, shape: tuple[int, int], ways: int) -> Cut:
+        """Deals whole matrices out over so many ranks; one alone goes to a rank by its name."""
+        size, first = math.prod(shape), zlib.crc32(name.encode()) % ways
+        whole = [rows * rank // ways if rows > 1 else int(rank > first) for rank in range(ways)]
+        return cls(rows, size, (*(row * size for row in whole), rows * size), True, shape)
 
     def run(self, rank: int) -> slice:
         """The elements of a rank, of the flattened parameter."""
@@ -88,21 +108,19 @@ class Cut:
         start = min(max(run.start - first, 0), self.size)
         return slice(start, max(start, min(run.stop - first, self.size)))
 
-    def pieces(self, name: str, rank: int) -> Iterator[adam_moments.Piece]:
-        """A rank's run, split at rows if blocks restart there; else as one piece."""
+    def pieces(self, name: str, rank: int) -> Iterator[Piece]:
+        """A rank's run, split at rows that have pieces of their own; else as one piece."""
         if not self.by_row:
             run = self.run(rank)
             if run.stop > run.start:
-                yield adam_moments.Piece(name, 0, run.start, run.stop, 0)
+                yield Piece(name, 0, run.start, run.stop, 0)
             return
         for row in range(self.rows):
             part = self.in_row(rank, row)
             if part.stop > part.start:
-                yield adam_moments.Piece(name, row, part.start, part.stop, row * self.size)
+                yield Piece(name, row, part.start, part.stop, row * self.size, self.matrix)
 
-    def together(
-        self, piece: adam_moments.Piece, step: int
-    ) -> Iterator[tuple[adam_moments.Piece, adam_moments.Piece]]:
+    def together(self, piece: Piece, step: int) -> Iterator[tuple[Piece, Piece]]:
         """Splits a piece where an update of the whole parameter would.
 
         Args:
@@ -115,10 +133,10 @@ class Cut:
         end = self.size if self.by_row else self.rows * self.size
         for start in range(piece.start // step * step, piece.stop, step):
             stop = min(start + step, end)
-            part = adam_moments.Piece(
+            part = Piece(
                 piece.name, piece.row, max(start, piece.start), min(stop, piece.stop), piece.offset
             )
-            yield part, adam_moments.Piece(piece.name, piece.row, start, stop, piece.offset)
+            yield part, Piece(piece.name, piece.row, start, stop, piece.offset)
 
 
 MASTER = "master"
@@ -134,9 +152,9 @@ class Held:
         moments: of the piece, as one row.
     """
 
-    piece: adam_moments.Piece
+    piece: Piece
     master_x: Tensor
-    moments: adam_moments.Moments
+    moments: Moments
 
     def common(self, flat: slice) -> slice:
         """The piece's part of a run of the flattened parameter; may be empty."""
@@ -176,22 +194,22 @@ def take(held: Iterable[Held], cut: Cut, row: int, parts: Mapping[str, Tensor]) 
 
 def places(kind: str, elements: slice) -> slice:
     """The places of a row's elements in a kind of state. The elements begin with a block."""
-    if not kind.endswith(adam_moments.SCALE) or elements.stop <= elements.start:
+    if not kind.endswith(SCALE) or elements.stop <= elements.start:
         return elements
-    return slice(elements.start // adam_moments.BLOCK, -(-elements.stop // adam_moments.BLOCK))
+    return slice(elements.start // BLOCK, -(-elements.stop // BLOCK))
 
 
-class ShardedAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, for ranks that get the same calls. Reading a tensor is an operation."""
+class ShardedOptimizer(OwnedOptimizer):
+    """As `OwnedOptimizer`, for ranks that get the same calls. Reading a tensor is an operation."""
 
     def __init__(
         self,
         settings: OptimizerConfig,
-        form: adam_moments.MomentsFormat,
+        form: MomentsFormat,
         compute: torch.dtype,
         ranks_of: Callable[[str], Ranks],
     ) -> None:
-        """As `OwnedAdamW`.
+        """As `OwnedOptimizer`.
 
         Args:
             settings: betas, epsilon and weight decay.
@@ -208,7 +226,7 @@ class ShardedAdamW(OwnedAdamW):
     # ------------------------------------------------ who has what
 
     def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
-        """See `OwnedAdamW`; new parameters hold fp32 masters."""
+        """See `OwnedOptimizer`; new parameters hold fp32 masters."""
         before, old, was_owned = self._parameters, self._held, self._owned
         held, cuts = dict[str, list[Held]](), dict[str, Cut]()
         for name, parameter in sorted(parameters.items()):
@@ -216,9 +234,7 @@ class ShardedAdamW(OwnedAdamW):
                 held[name], cuts[name] = old[name], self._cuts[name]
                 continue
             rows = len(owned) if stacked_tensors(name, owned) else 1
-            cuts[name] = Cut.of(
-                rows, parameter.numel() // rows, self._ranks_of(name).size, self._form
-            )
+            cuts[name] = self._cut(name, parameter, rows)
             held[name] = self._new(name, parameter, cuts[name])
             for row, expert in enumerate(owned if name in old else ()):
                 if expert in was_owned:
@@ -229,6 +245,13 @@ class ShardedAdamW(OwnedAdamW):
         self._parameters, self._owned = dict(sorted(parameters.items())), tuple(owned)
         self._held, self._cuts = held, cuts
         self._rows_by_name = self._all_rows()
+
+    def _cut(self, name: str, parameter: nn.Parameter, rows: int) -> Cut:
+        ways = self._ranks_of(name).size
+        if self.kinds_of(name) == MUON_MOMENTS:
+            rows_of, columns = parameter.shape[-2:]
+            return Cut.of_matrices(name, rows, (rows_of, columns), ways)
+        return Cut.of(rows, parameter.numel() // rows, ways, self._form)
 
     def is_copy(self, name: str) -> bool:
         """Whether a parameter is a copy in the compute type, and no rank has its whole master."""
@@ -245,7 +268,7 @@ class ShardedAdamW(OwnedAdamW):
         flat_X, found = parameter.detach().view(-1), []
         for piece in cut.pieces(name, self._ranks_of(name).rank):
             master_x = flat_X[piece.in_whole]
-            moments = adam_moments.Moments.zeros(self._form, 1, len(master_x), parameter.device)
+            moments = self._zeros(name, len(master_x), parameter.device)
             found.append(Held(piece, master_x.clone() if self.is_copy(name) else master_x, moments))
         return found
 
@@ -314,30 +337,29 @@ class ShardedAdamW(OwnedAdamW):
         }
 
     def update(self, lr: float) -> None:
-        """See `OwnedAdamW`; afterwards every rank has all new values."""
+        """See `OwnedOptimizer`; afterwards every rank has all new values."""
         update = self.next_update(lr)
         pairs = [
             (held, _gradient(self._parameters[name])[held.piece.in_whole])
             for name, each in self._held.items()
             for held in each
         ]
-        if self._form != "fp32":
-            for held, gradient_x in pairs:
+        together: list[tuple[Held, Tensor]] = []
+        for held, gradient_x in pairs:
+            if held.piece.matrix is not None:
+                self._update_matrix(held, gradient_x, update)
+            elif self._form != "fp32":
                 self._update_rounded(held, gradient_x, update)
-        elif pairs:
-            masters = [held.master_x for held, _ in pairs]
-            moments = [
-                (
-                    h.moments.parts[adam_moments.KINDS[0]][0],
-                    h.moments.parts[adam_moments.KINDS[1]][0],
-                )
-                for h, _ in pairs
-            ]
-            adam_moments.update_tensors(
-                masters, [gradient_x for _, gradient_x in pairs], moments, update
-            )
+            else:
+                together.append((held, gradient_x))
+        if together:
+            moments = [[part[0] for part in held.moments.parts.values()] for held, _ in together]
+            masters, gradients = [held.master_x for held, _ in together], [g for _, g in together]
+            update_tensors(masters, gradients, moments, update)
+            gradients.clear()
         self.updates += 1
         pairs.clear()
+        together.clear()
         self.free_gradients()
         values = {name: each.detach().view(-1) for name, each in self._parameters.items()}
         for held in (each for found in self._held.values() for each in found):
@@ -345,17 +367,23 @@ class ShardedAdamW(OwnedAdamW):
                 values[held.piece.name][held.piece.in_whole] = held.master_x.to(self._compute)
         self._spread(values)
 
-    def _update_rounded(self, held: Held, gradient_x: Tensor, update: adam_moments.Update) -> None:
+    def _update_matrix(self, held: Held, gradient_x: Tensor, update: Update) -> None:
+        """Muon's update of a matrix, all of which this rank has."""
+        whole = slice(0, len(held.master_x))
+        (momentum_x,) = held.moments.load(0, whole)
+        update_matrix_of(held.piece, held.master_x, gradient_x, momentum_x, update)
+        if self._form != "fp32":
+            held.moments.store(0, whole, (momentum_x,), seed=seed_of(held.piece, update))
+
+    def _update_rounded(self, held: Held, gradient_x: Tensor, update: Update) -> None:
         """Updates in the whole parameter's pieces, with the same random numbers."""
         step = PIECE_GPU if gradient_x.is_cuda else PIECE
         for part, whole in self._cuts[held.piece.name].together(held.piece, step):
             here = slice(part.start - held.piece.start, part.stop - held.piece.start)
             values = held.moments.load(0, here)
-            adam_moments.update_tensors([held.master_x[here]], [gradient_x[here]], [values], update)
+            update_tensors([held.master_x[here]], [gradient_x[here]], [values], update)
             among = (part.start - whole.start, whole.stop - whole.start)
-            held.moments.store(
-                0, here, values, seed=adam_moments.seed_of(whole, update), among=among
-            )
+            held.moments.store(0, here, values, seed=seed_of(whole, update), among=among)
 
     # ------------------------------------------------ by tensor
 
@@ -377,20 +405,18 @@ class ShardedAdamW(OwnedAdamW):
         """A master or moment in the form of `state`, collected from the ranks."""
         row = self._rows_by_name[name]
         found = self._collected(row, kind)
-        return found if kind.endswith(adam_moments.SCALE) else found.view(row.shape)
+        return found if kind.endswith(SCALE) else found.view(row.shape)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of state of each tensor: master and moments."""
-        parts = adam_moments.Moments.zeros(self._form, 1, 1, torch.device("meta")).parts
-        return (MASTER, *parts)
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """The kinds of state of a tensor: master and moments."""
+        return (MASTER, *self._zeros(name, 1, torch.device("meta")).parts)
 
     def state(self) -> Mapping[str, Tensor]:
-        """See `OwnedAdamW`; each tensor is collected when it is looked up."""
+        """See `OwnedOptimizer`; each tensor is collected when it is looked up."""
         return _State(self)
 
     def take(self, stored: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; takes only this rank's parts."""
+        """See `OwnedOptimizer`; takes only this rank's parts."""
         rows = self._rows_by_name
         for name, tensor in stored.items():
             kind, _, of = name.partition(".")
@@ -398,39 +424,38 @@ class ShardedAdamW(OwnedAdamW):
             take(self._held[row.name], self._cuts[row.name], row.index, {kind: tensor.view(1, -1)})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`."""
+        """See `OwnedOptimizer`."""
         forms, views = forms_of(tensors), self.masters()
         for name, row in self._rows_by_name.items():
-            require_stored(forms, name, row.shape)
+            require_stored(forms, name, row.shape, self.kinds_of(name))
         for name, row in self._rows_by_name.items():
             master, cut = tensors[f"{MASTER}.{name}"], self._cuts[row.name]
             views[name].copy_(master)
             self.write(name, 0, master)
-            whole = self._zeros(cut.size, views[name].device)
+            whole = self._zeros(row.name, cut.size, views[name].device)
             whole.copy_row(0, stored_moments(tensors, forms, name), 0)
             take(self._held[row.name], cut, row.index, whole.parts)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `OwnedAdamW`."""
+        """See `OwnedOptimizer`."""
         found = {}
         for name, row in self._rows_by_name.items():
             if name in names:
                 whole = self._moments_of(row)
                 values = whole.load(0, slice(0, math.prod(row.shape)))
-                for kind, value in zip(adam_moments.KINDS, values, strict=True):
+                for kind, value in zip(whole.kinds, values, strict=True):
                     found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(row.shape)
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`."""
+        """See `OwnedOptimizer`."""
         for name, row in self._rows_by_name.items():
-            if f"{adam_moments.KINDS[0]}.{name}" in values:
+            kinds = self.kinds_of(name)
+            if f"{kinds[0]}.{name}" in values:
                 size, device = math.prod(row.shape), self._parameters[row.name].device
-                whole = self._zeros(size, device)
-                mean, square = (
-                    values[f"{k}.{name}"].reshape(-1).to(device) for k in adam_moments.KINDS
-                )
-                whole.store(0, slice(0, size), (mean, square), seed=0)
+                whole = self._zeros(row.name, size, device)
+                each = [values[f"{kind}.{name}"].reshape(-1).to(device) for kind in kinds]
+                whole.store(0, slice(0, size), each, seed=0)
                 take(self._held[row.name], self._cuts[row.name], row.index, whole.parts)
 
     def _all_rows(self) -> dict[str, Row]:
@@ -441,14 +466,12 @@ class ShardedAdamW(OwnedAdamW):
             rows |= {of: Row(name, index, shape) for index, of in enumerate(experts or (name,))}
         return rows
 
-    def _zeros(self, size: int, device: torch.device) -> adam_moments.Moments:
-        return adam_moments.Moments.zeros(self._form, 1, size, device)
+    def _zeros(self, name: str, size: int, device: torch.device) -> Moments:
+        return Moments.zeros(self._form, 1, size, device, self.kinds_of(name))
 
-    def _moments_of(self, row: Row) -> adam_moments.Moments:
-        kinds = self.kinds[1:]
-        return adam_moments.Moments(
-            self._form, {kind: self._collected(row, kind)[None] for kind in kinds}
-        )
+    def _moments_of(self, row: Row) -> Moments:
+        kinds = self.kinds(row.name)[1:]
+        return Moments(self._form, {kind: self._collected(row, kind)[None] for kind in kinds})
 
     def _collected(self, row: Row, kind: str) -> Tensor:
         """All elements of one kind of a row, flat, collected from the ranks that share it."""
@@ -459,7 +482,7 @@ class ShardedAdamW(OwnedAdamW):
         if kind == MASTER:
             found = torch.empty(cut.size, device=parameter.device)
         else:
-            like = self._zeros(cut.size, torch.device("meta")).parts[kind][0]
+            like = self._zeros(row.name, cut.size, torch.device("meta")).parts[kind][0]
             found = torch.empty_like(like, device=parameter.device)
         for held in self._held[row.name]:
             run = held.common(slice(first, first + cut.size))
@@ -482,7 +505,7 @@ class _Collected(LazyTensors):
 class _State(_Collected):
     """Masters and moments; a look-up collects one from the ranks."""
 
-    def __init__(self, optimizer: ShardedAdamW) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, name: str) -> Tensor:
@@ -490,11 +513,12 @@ class _State(_Collected):
         return self._optimizer.stored(kind, of)
 
     def __iter__(self) -> Iterator[str]:
-        kinds, names = self._optimizer.kinds, self._optimizer.masters()
-        return (f"{kind}.{name}" for kind in kinds for name in names)
+        kinds = {name: self._optimizer.kinds(name) for name in self._optimizer.masters()}
+        every = dict.fromkeys(kind for of_name in kinds.values() for kind in of_name)
+        return (f"{kind}.{name}" for kind in every for name in kinds if kind in kinds[name])
 
     def __len__(self) -> int:
-        return len(self._optimizer.kinds) * len(self._optimizer.masters())
+        return sum(1 for _ in self)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -509,11 +533,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 class ShardedEngine(RankEngine):
     """As `RankEngine`. Reading a trained tensor is an operation of all ranks that hold it."""
 
-    _optimizer: ShardedAdamW
+    _optimizer: ShardedOptimizer
 
-    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
+    def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
         compute = DTYPES[options.compute]
-        return ShardedAdamW(self._run.optimizer, options.moments, compute, self._alike)
+        return ShardedOptimizer(self._run.optimizer, options.moments, compute, self._alike)
 
     def _alike(self, name: str) -> Ranks:
         """The ranks that hold the same parameter."""

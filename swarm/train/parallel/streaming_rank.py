@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.experts import selection_biases
+from swarm.experts import moments_of, selection_biases
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
 from swarm.train.engine.engine import Part, is_trained
@@ -64,9 +64,11 @@ class StreamingRank(StreamingEngine):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._store.shape(name)
 
-    def has_moments(self, name: str) -> bool:
+    def moments_of(self, name: str) -> tuple[str, ...]:
         self.shape(name)
-        return is_trained(name, self.owned) and name not in selection_biases(self._run.model)
+        if not is_trained(name, self.owned) or name in selection_biases(self._run.model):
+            return ()
+        return moments_of(name, self._run.optimizer.kind)
 
     def state_forms(self) -> dict[str, Form]:
         return forms_of(self._store.state())

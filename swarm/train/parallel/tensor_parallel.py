@@ -20,11 +20,12 @@ from swarm.model.moe import Pieces, Recall, Routing
 from swarm.model.similarity import Pair, similarity
 from swarm.model.stage import Stage
 from swarm.model.swiglu import mix_experts, plan_rows
-from swarm.train.engine.adam_moments import KINDS, SCALE, MomentsFormat
 from swarm.train.engine.engine import StandIn
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of, square_sum
-from swarm.train.engine.optimizer import OwnedAdamW, is_coded, stored_moments
+from swarm.train.engine.moments import SCALE, MomentsFormat, Piece, Update, seed_of
+from swarm.train.engine.muon import direction, move, nesterov, require_finite
+from swarm.train.engine.optimizer import OwnedOptimizer, is_coded, stored_kinds, stored_moments
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import Form, LazyTensors, forms_of
 from swarm.train.parallel.data_parallel import RankEngine
@@ -136,8 +137,8 @@ class AttentionHeads:
         return dict(zip(gradients, self.group.united(table).sum(1).unbind(), strict=True))
 
 
-class HeadsAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, for tensors that are cut here. Callers see whole ones.
+class HeadsOptimizer(OwnedOptimizer):
+    """As `OwnedOptimizer`, for tensors that are cut here. Callers see whole ones.
 
     Int8 moments cannot be cut: their blocks would not be those of whole tensors.
     """
@@ -150,18 +151,46 @@ class HeadsAdamW(OwnedAdamW):
         super().__init__(settings, form)
         self._heads = heads
 
+    def update_piece(
+        self,
+        piece: Piece,
+        gradient_x: Tensor,
+        update: Update,
+        *,
+        direction_RC: Tensor | None = None,
+    ) -> None:
+        """See `OwnedOptimizer`; an operation of the ranks for a matrix of Muon's that is cut."""
+        name, shape = piece.name, piece.matrix
+        if shape is None or not self._heads.cuts(name):
+            super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
+            return
+        moments = self._moments[name]
+        (momentum_x,) = moments.load(piece.row, piece.in_row)
+        ahead = self._heads.whole(name, nesterov(gradient_x, momentum_x).view(shape))
+        whole = direction(ahead.contiguous())
+        require_finite(whole, name)
+        move(
+            self._parameters[name].detach(),
+            self._heads.part(name, whole),
+            lr=update.matrix_lr,
+            weight_decay=update.settings.weight_decay,
+            longest_side=max(whole.shape),
+        )
+        if moments.form != "fp32":
+            moments.store(piece.row, piece.in_row, (momentum_x,), seed=seed_of(piece, update))
+
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `OwnedAdamW`; an operation of the ranks for each cut tensor."""
+        """See `OwnedOptimizer`; an operation of the ranks for each cut tensor."""
         found = super().read_moments(names)
         return {stored: self._heads.whole(_base(stored), part) for stored, part in found.items()}
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; takes only this rank's parts."""
+        """See `OwnedOptimizer`; takes only this rank's parts."""
         parts = {stored: self._heads.part(_base(stored), each) for stored, each in values.items()}
         super().write_moments(parts)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`; takes only this rank's parts."""
+        """See `OwnedOptimizer`; takes only this rank's parts."""
         super().load(_Parts(self._heads, tensors))
 
 
@@ -188,12 +217,13 @@ class _Parts(LazyTensors):
             return self._tensors[name]
         if kind.endswith(SCALE):
             raise KeyError(name)
-        if kind not in KINDS or not is_coded(self._whole, base):
+        kinds = stored_kinds(self._whole, base)
+        if kind not in kinds or not is_coded(self._whole, base):
             return self._heads.part(base, self._tensors[name])
         shape = self._whole[name][1]
         moments = stored_moments(self._tensors, self._whole, base)
         values = moments.load(0, slice(0, math.prod(shape)))
-        return self._heads.part(base, values[KINDS.index(kind)].view(shape))
+        return self._heads.part(base, values[kinds.index(kind)].view(shape))
 
     def __iter__(self) -> Iterator[str]:
         for name in self._whole:
@@ -470,8 +500,8 @@ class HeadsEngine(RankEngine):
             SharedTokens(self._group),
         )
 
-    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
-        return HeadsAdamW(self._run.optimizer, options.moments, self._heads)
+    def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
+        return HeadsOptimizer(self._run.optimizer, options.moments, self._heads)
 
     # ------------------------------------------------ who holds what
 

@@ -10,15 +10,18 @@ from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
 from swarm.model.moe import matrix_shapes
 from swarm.model.stage import Stage
 from swarm.model.transformer import DTYPES
-from swarm.train.engine.adam_moments import MOMENT_BYTES
 from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.engine.sizes import (
     BUCKET,
+    DIRECTION_BYTES,
     GRADIENT_BYTES,
     MASTER_BYTES,
     Need,
     Sizes,
     frozen_layer_bytes,
+    matrix_update_bytes,
+    moments_bytes,
+    muon_matrices,
     pipeline_cut,
     sizes_of,
 )
@@ -187,12 +190,19 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     layer = micro.kept_again() + micro.checkpoint()
     layer += compute * (sizes.layer_cast + sizes.layer_owned)
     layer += micro.backward(sizes.layer_owned, frozen)
+    # After the backward pass of a layer.
+    on_gpu = options.device != "cpu"
+    orthogonalising = matrix_update_bytes(run, options, 2) if on_gpu else 0
     # A bucket of gradients, the other workers' parts of it, and its sums.
     bucket = min(BUCKET, max(sizes.table, sizes.layer))
     adding = GRADIENT_BYTES * bucket * (2 + 1 / workers) if workers > 1 else 0.0
-    activations = kept + max(micro.head(sizes.table), layer, adding)
+    activations = kept + max(micro.head(sizes.table), layer, adding, orthogonalising)
     activations = max(activations, evaluation_bytes(run, num_owned, options, workers))
-    host = (MASTER_BYTES + MOMENT_BYTES[options.moments]) * sizes.trained
+    matrices = layers * (sizes.layer_cast + sizes.layer_owned)
+    host: float = MASTER_BYTES * sizes.trained
+    host += moments_bytes(run, options.moments, sizes.trained, matrices)
+    host += DIRECTION_BYTES * muon_matrices(run, num_owned) if on_gpu else 0
+    host += 0 if on_gpu else options.host_threads * matrix_update_bytes(run, options, 4)
     host += layers * _wire(sizes, options) if compute < 4 else 0
     shared = options.gradient_buffers
     host += GRADIENT_BYTES * (2 * sizes.table + sizes.layer * (shared or layers))

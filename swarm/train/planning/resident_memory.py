@@ -10,20 +10,19 @@ from typing import NamedTuple
 from swarm.config import ModelConfig, RunConfig
 from swarm.model.stage import Stage
 from swarm.model.transformer import DTYPES
-from swarm.train.engine.adam_moments import MOMENT_BYTES
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.mesh import flows_of
-from swarm.train.engine.optimizer import PIECE, PIECE_GPU
 from swarm.train.engine.sizes import (
     BUCKET,
     GRADIENT_BYTES,
     MASTER_BYTES,
-    UPDATE_BYTES,
     Need,
     Sizes,
     frozen_layer_bytes,
+    moments_bytes,
     pipeline_cut,
     sizes_of,
+    update_bytes,
 )
 from swarm.train.planning.activations import MicroBatchBytes, Rows
 
@@ -244,8 +243,7 @@ def resident_need(
         GRADIENT_BYTES * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
         for number, workers in ((trained - own, held.sharers), (own, alike))
     )
-    piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
-    after = GRADIENT_BYTES * trained + max(adding, UPDATE_BYTES[options.moments] * piece)
+    after = GRADIENT_BYTES * trained + max(adding, update_bytes(run, options))
     return Need(state + held.buffers(micro), max(peak, after), 0.0, 0.0)
 
 
@@ -277,15 +275,17 @@ def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: 
 
 def _trained_state(run: RunConfig, sizes: Sizes, held: Held, options: EngineOptions) -> float:
     """Bytes of masters and moments on a rank, and of copies in the compute type."""
-    moments, ways = MOMENT_BYTES[options.moments], options.alike
+    ways = options.alike
     trained, experts = held.trained(run.model, sizes), held.layers * sizes.layer_owned
     shared_cast = held.layers * sizes.layer_cast + held.head(run.model, sizes)
     state = 0.0
-    for count, over, cast in (
-        (trained - experts, ways[0], shared_cast),
-        (experts, ways[1], experts),
+    attention = held.layers * sizes.layer_cast
+    for count, over, cast, matrices in (
+        (trained - experts, ways[0], shared_cast, attention),
+        (experts, ways[1], experts, experts),
     ):
         copies = cast if over > 1 and DTYPES[options.compute].itemsize < 4 else 0
-        state += MASTER_BYTES * (count - copies) + moments * count / over
+        moments = moments_bytes(run, options.moments, count, matrices)
+        state += MASTER_BYTES * (count - copies) + moments / over
         state += copies * (DTYPES[options.compute].itemsize + MASTER_BYTES / over)
     return state

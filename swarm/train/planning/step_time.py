@@ -13,6 +13,8 @@ from swarm.train.engine.hardware import Machine
 from swarm.train.engine.mesh import Mesh, flows_of
 from swarm.train.engine.sizes import (
     frozen_layer_bytes,
+    muon_bus_bytes,
+    orthogonalising_flops,
     pipeline_cut,
     sizes_of,
 )
@@ -108,7 +110,8 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
         outputs=travelling_s if mesh.tp > 1 else 0.0,
         stream=slots * _stream_s(run, options, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
-        updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
+        updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9)
+        + orthogonalising_flops(run, num_owned, options) / (machine.tflops * 1e12),
     )
 
 
@@ -180,6 +183,10 @@ def _streaming(
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
     updates_s = share / (machine.updates_g_s * 1e9)
+    # The device orthogonalises what its ranks share: momentum comes, directions in bf16 go.
+    orthogonal_s = orthogonalising_flops(run, num_owned, options) / (machine.tflops * 1e12)
+    products_s += orthogonal_s / len(ranks)
+    bus_s += muon_bus_bytes(run, num_owned, options) / len(ranks) / (machine.bus_gb_s * 1e9)
     busy_s = products_s * most * len(ranks) / micro_batches
     leaving = passes * 4 * (sizes.trained - share)
     return StepTime(

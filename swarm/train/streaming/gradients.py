@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from swarm.background import SupervisedThread
-from swarm.train.engine.adam_moments import Piece, Update
 from swarm.train.engine.guard import norm_of, square_sum
 from swarm.train.engine.host_memory import Arena, HostMemory, Packing
+from swarm.train.engine.moments import Piece, Update
 from swarm.train.engine.ranks import Ranks
 from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.host_model import HostUnit
@@ -228,11 +228,8 @@ class Accumulator:
             self.views[name].copy_(gradient)
             self._written.add(name)
 
-    def send(self, target: Tensor, squares: Tensor) -> Mark:
-        """Sends this process's share of the gradients, and the sums of their squares, to the host.
-
-        Returns:
-            A mark that is reached once they are there.
+    def add_up(self) -> None:
+        """Adds up, over the processes, the share of each.
 
         Raises:
             Disconnected: another rank has ended.
@@ -244,6 +241,14 @@ class Accumulator:
         flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
         runs = [slice(run.start // 4, run.stop // 4) for run in self._runs]
         self._ranks.add_up_shares([[flat[run]] for run in runs])
+
+    def send(self, target: Tensor, squares: Tensor) -> Mark:
+        """Sends this process's share of the gradients, and the sums of their squares, to the host.
+
+        Returns:
+            A mark that is reached once they are there.
+        """
+        flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
         found = [square_sum(flat[part]) for part in _parts(self.packing, self._run)]
         self._squares[: len(found)] = torch.stack(found)
         done = self._bus.mark()
@@ -292,10 +297,20 @@ class Buffers:
         """Bytes of host memory."""
         return sum(buffer.num_bytes for buffer in [*self._own.values(), *self._ring])
 
-    def offload(self, name: str, gradients: Accumulator) -> GradientOffload:
+    def offload(
+        self, name: str, gradients: Accumulator, scale: float | None = None
+    ) -> GradientOffload:
         """Starts the transfer of a unit's gradients.
 
         Waits until the buffer's previous update is done, and raises the error of that update.
+
+        Args:
+            name: of the unit.
+            gradients: its sums.
+            scale: of the loss, where the device computes Muon's directions; else None.
+
+        Raises:
+            Disconnected: another rank has ended.
         """
         buffer = self._own.get(name)
         if buffer is None:
@@ -306,6 +321,9 @@ class Buffers:
             busy.result()
         place, unit = self._units[name]
         squares = self._squares_of[name]
+        gradients.add_up()
+        if scale is not None:
+            unit.orthogonalise(gradients.views, scale)
         arrived = gradients.send(buffer.bytes_for(unit.packing), squares)
         return GradientOffload(unit, place, buffer, squares, arrived)
 

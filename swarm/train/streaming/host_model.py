@@ -17,6 +17,7 @@ from swarm.experts import (
     Slice,
     all_shapes,
     expert_tensor,
+    is_matrix,
     misfit,
     owned_stack,
     selection_biases,
@@ -26,12 +27,11 @@ from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of,
 from swarm.model.moe import PROJECTIONS, Storage, matrix_shapes
 from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
-from swarm.train.engine.adam_moments import Moments, MomentsFormat, Piece, Update
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import unit_of
 from swarm.train.engine.host_memory import Arena, HostMemory, Packing
-from swarm.train.engine.optimizer import OwnedAdamW
-from swarm.train.engine.sizes import is_cast
+from swarm.train.engine.moments import Moments, MomentsFormat, Piece, Update
+from swarm.train.engine.optimizer import OwnedOptimizer
 
 
 def begin_of(piece: Piece, packing: Packing) -> int:
@@ -57,18 +57,18 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
     return tuple(slice(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
-class HostAdamW(OwnedAdamW):
-    """As `OwnedAdamW`, for processes that make the same calls; one of them writes the values."""
+class CommonOptimizer(OwnedOptimizer):
+    """As `OwnedOptimizer`, for processes that make the same calls; one of them writes the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
-        """As `OwnedAdamW`; moments are taken from `memory`."""
+        """As `OwnedOptimizer`; moments are taken from `memory`."""
         super().__init__(settings, form)
         self._memory = memory
 
-    def _new_moments(self, rows: int, size: int, device: torch.device) -> Moments:
+    def _new_moments(self, name: str, rows: int, size: int, device: torch.device) -> Moments:
         if self._memory.size == 1:
-            return super()._new_moments(rows, size, device)
-        like = Moments.zeros(self._form, rows, size, torch.device("meta")).parts
+            return super()._new_moments(name, rows, size, device)
+        like = super()._new_moments(name, rows, size, torch.device("meta")).parts
         packing = Packing.of((kind, tuple(part.shape), part.dtype) for kind, part in like.items())
         # Shared memory is zero when it is allocated.
         return Moments(self._form, packing.views(self._memory.take(packing.num_bytes).buffer))
@@ -78,12 +78,12 @@ class HostAdamW(OwnedAdamW):
             super()._keep_row(new, row, old, old_row)
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`."""
+        """See `OwnedOptimizer`."""
         if self._memory.writes:
             super().write_moments(values)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW`."""
+        """See `OwnedOptimizer`."""
         if self._memory.writes:
             super().load(tensors)
 
@@ -141,11 +141,13 @@ class HostUnit:
         """
         self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
         self._memory, self._finished_R, self._decided = memory, finished_R, 0
-        self.optimizer = HostAdamW(run.optimizer, form, memory)
+        self.optimizer = CommonOptimizer(run.optimizer, form, memory)
         self.masters: dict[str, nn.Parameter] = {}
         self.version = 0
         self.pending: Future[bool] | None = None
         self._arenas: list[Arena] = []
+        self._directions: dict[Piece, Tensor] = {}
+        """Where Muon moves matrices in the update to come; those not here it computes itself."""
 
     @property
     def layer(self) -> int | None:
@@ -156,7 +158,7 @@ class HostUnit:
     def hold(self, shapes: Mapping[str, Shape], values: Mapping[str, Tensor]) -> None:
         """Allocates these tensors; `values` has the values of some of them."""
         old = self._arenas
-        dtypes = {name: self._compute if is_cast(name) else torch.float32 for name in shapes}
+        dtypes = {name: self._compute if is_matrix(name) else torch.float32 for name in shapes}
         self.packing = Packing.of((name, shape, torch.float32) for name, shape in shapes.items())
         self.wire_packing = self.packing.as_type(dtypes)
         same = all(dtype is torch.float32 for dtype in dtypes.values())
@@ -227,10 +229,26 @@ class HostUnit:
         gradient_x = gradient.view(-1)[piece.in_whole]
         if factor != 1:
             gradient_x.mul_(factor)
-        self.optimizer.update_piece(piece, gradient_x, update)
+        direction_RC = self._directions.pop(piece, None)
+        self.optimizer.update_piece(piece, gradient_x, update, direction_RC=direction_RC)
         if self.wire_buffer is not self.master_buffer:
             master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
+
+    def orthogonalise(self, gradients: Mapping[str, Tensor], scale: float) -> None:
+        """Computes where Muon moves the matrices of this process, for the update that follows.
+
+        Args:
+            gradients: of all parameters of the unit, on the device that computes.
+            scale: by which they are multiplied.
+        """
+        self.settle()
+        self._directions.clear()  # of a step that was skipped
+        for piece in self.own_pieces():
+            if piece.matrix is not None:
+                gradient_x = gradients[piece.name].view(-1)[piece.in_whole]
+                gradient_x = gradient_x if scale == 1 else gradient_x / scale
+                self._directions[piece] = self.optimizer.direction_of(piece, gradient_x).cpu()
 
     def decide(self, done: Future[bool]) -> None:
         """Announces one more update of all processes; this one's is made when `done` completes."""
@@ -563,20 +581,20 @@ class HostStore:
                 raise BadBlob("shape", why)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `OwnedAdamW.read_moments`."""
+        """See `OwnedOptimizer.read_moments`."""
         found: dict[str, Tensor] = {}
         for unit in self.units.values():
             found |= unit.optimizer.read_moments(names)
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """See `OwnedAdamW.write_moments`."""
+        """See `OwnedOptimizer.write_moments`."""
         with self.memory.writing():
             for unit in self.units.values():
                 unit.optimizer.write_moments(values)
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments of everything trained; see `OwnedAdamW.state`."""
+        """Masters and moments of everything trained; see `OwnedOptimizer.state`."""
         state: dict[str, Tensor] = {}
         for unit in self.units.values():
             state |= unit.optimizer.state()

@@ -17,11 +17,11 @@ from swarm.model.attention import Positions, rotary_tables
 from swarm.model.losses import Losses, output_losses
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import engine
-from swarm.train.engine.adam_moments import Update
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.guard import Guard, clip_factors, total_norm, unit_factor
+from swarm.train.engine.guard import Guard, clip_factors, total_norm, unit_factors
 from swarm.train.engine.host_memory import HostMemory
 from swarm.train.engine.micro_batches import MicroBatch, Routed, micro_batches, num_masked
+from swarm.train.engine.moments import Update
 from swarm.train.engine.ranks import Ranks
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator, GradientOffload, HostOptimizer, tell
@@ -120,6 +120,8 @@ class StreamingEngine:
         self._host = HostOptimizer(options.host_threads, self._device.bus.enter)
         self._guard = Guard(options.compute)
         self._updates = 0
+        self.orthogonalises = options.device == "cuda"
+        """Whether the device computes Muon's directions; else the host's threads do."""
         self._early, self._whole = run.optimizer.clip == "unit", True
         self._wait: Callable[[], None] = lambda: None
 
@@ -257,7 +259,7 @@ class StreamingEngine:
             each = [controls.part(k) for k in here]
             one = self._begin([parts[k] for k in here], each, len(parts), gone)
             last = first + together >= most
-            gone = self._go(one, update if last and self._early else None)
+            gone = self._go(one, update if last and self._early else None, last=last)
             found += one.losses
         if not self._early:
             tell(self._ranks, list(gone.values()))
@@ -289,7 +291,9 @@ class StreamingEngine:
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`; gradients are sent to the host and then ignored."""
         gone = self._go(
-            self._begin([MicroBatch(tokens_BT1)], [RoutingControls().part(0)], 1, {}), None
+            self._begin([MicroBatch(tokens_BT1)], [RoutingControls().part(0)], 1, {}),
+            None,
+            last=False,
         )
         for offload in gone.values():
             offload.arrived.wait()
@@ -315,13 +319,17 @@ class StreamingEngine:
             before=before,
         )
 
-    def _go(self, one: Pass, update: Update | None) -> dict[str, GradientOffload]:
-        """Runs one pass; with `update`, a unit is updated as soon as its gradients have arrived."""
+    def _go(self, one: Pass, update: Update | None, *, last: bool) -> dict[str, GradientOffload]:
+        """Runs one pass; with `update`, a unit is updated as soon as its gradients have arrived.
+
+        `last`: whether its gradients are those of the whole step.
+        """
         device, gone, scale = self._device, {}, self._guard.scale.value
+        is_here = last and self._run.optimizer.kind == "muon" and self.orthogonalises
 
         def offload(name: str, gradients: Accumulator) -> None:
             assert device.buffers is not None
-            gone[name] = device.buffers.offload(name, gradients)
+            gone[name] = device.buffers.offload(name, gradients, scale if is_here else None)
             if update is not None:
                 tell(self._ranks, [gone[name]])
                 self._whole = False
@@ -347,10 +355,10 @@ class StreamingEngine:
         """
         num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}
-        factor = unit_factor(scaled, self._run.optimizer, num_units)
         if not total_norm(scaled).isfinite():
             return None
-        return dict.fromkeys(norms, factor / scale)
+        factors = unit_factors(scaled, self._run.optimizer, num_units)
+        return {name: factor / scale for name, factor in factors.items()}
 
     def evaluate(
         self,

@@ -30,7 +30,6 @@ from swarm.background import SYSTEM, Joinable
 from swarm.config import RunConfig
 from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
-from swarm.train.engine.adam_moments import KINDS
 from swarm.train.engine.engine import EngineState
 from swarm.train.engine.engine_options import EngineKind, EngineOptions
 from swarm.train.engine.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
@@ -376,9 +375,7 @@ class Worker:
 
     def _read_moments(self, message: exchange.Message, out: TensorFile) -> None:
         for name in message["names"]:
-            if not self._engine.has_moments(name):
-                continue
-            for kind in KINDS:
+            for kind in self._engine.moments_of(name):
                 out.leave_room(f"{kind}.{name}", torch.float32, self._engine.shape(name))
             if self._engine.takes_part(name):
                 for stored, tensor in self._engine.read_moments([name]).items():

@@ -9,7 +9,7 @@ from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_tensor, owned_stack
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.optimizer import OwnedAdamW
+from swarm.train.engine.optimizer import OwnedOptimizer
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import JoinedFiles, TensorFile
 from swarm.train.parallel.sharded_state import ShardedEngine
@@ -33,7 +33,7 @@ def give_gradients(optimizer, seed):
 
 
 def trained(owned, updates=3):
-    optimizer = OwnedAdamW(SETTINGS)
+    optimizer = OwnedOptimizer(SETTINGS)
     named = parameters(owned)
     optimizer.follow(named, owned)
     for seed in range(updates):
@@ -54,7 +54,7 @@ def gate(expert):
 
 
 def test_an_update_is_adamw_as_published():
-    optimizer, named = OwnedAdamW(SETTINGS), parameters((1, 2))
+    optimizer, named = OwnedOptimizer(SETTINGS), parameters((1, 2))
     optimizer.follow(named, (1, 2))
     value = named[NORM].detach().double().clone()
     mean = square = torch.zeros(4, dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_a_missing_gradient_is_our_bug():
 
 
 def test_decay_reaches_norms_and_experts_without_gradient():
-    optimizer, named = OwnedAdamW(SETTINGS), parameters((1, 2))
+    optimizer, named = OwnedOptimizer(SETTINGS), parameters((1, 2))
     optimizer.follow(named, (1, 2))
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     for parameter in named.values():
@@ -154,7 +154,7 @@ def test_the_first_update_of_a_new_expert_is_about_half_of_lr():
 
 
 def test_a_joiner_counts_from_the_runs_step():
-    optimizer, named = OwnedAdamW(SETTINGS), parameters((1,))
+    optimizer, named = OwnedOptimizer(SETTINGS), parameters((1,))
     optimizer.follow(named, (1,))
     optimizer.count_from(10_000)
     before = named[NORM].detach().clone()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from swarm.model.initial_weights import initial_tensors
-from swarm.train.engine.adam_moments import BLOCK
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of
+from swarm.train.engine.moments import BLOCK
 from swarm.train.parallel.sharded_state import STEP, Cut, ShardedEngine
 from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
@@ -33,6 +33,7 @@ from tests.train.workers.test_parallel import (
     train,
 )
 
+MUON = {"optimizer": {"kind": "muon", "clip_norm": 0.1}}
 ALONE = {"micro_batch_sequences": 1}
 SLOW = pytest.mark.exhaustive
 BF16_ALONE = {**CLIPPED, "train": {**BF16["train"], **ALONE}}
@@ -106,6 +107,9 @@ TWO, IDLE = (BF16, 2), (BF16, 4)
         pytest.param({**CLIPPED, "train": ALONE}, 4, "fp32", id="four in fp32", marks=SLOW),
         pytest.param(*IDLE, "fp32", id="four, of which two are idle", marks=SLOW),
         pytest.param(*IDLE, "int8", id="two idle, int8 moments"),
+        pytest.param({**BF16, **MUON}, 2, "fp32", id="Muon, bf16"),
+        pytest.param({**MUON, "train": ALONE}, 4, "int8", id="Muon, four, int8 moments"),
+        pytest.param({**BF16, **MUON}, 2, "bf16", id="Muon, bf16 moments", marks=SLOW),
     ],
 )
 def test_five_steps_equal_those_of_one_process_in_every_bit(sections, size, moments):

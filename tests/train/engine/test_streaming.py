@@ -16,6 +16,7 @@ from tests.train.runs import all_names, batch, bits, new_engine, new_streaming, 
 
 OWNED = [1, 3]
 BF16 = {"train": {"compute": "bf16", "frozen": "bf16"}}
+MUON = {"optimizer": {"kind": "muon", "clip_norm": 0.1}}
 BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
 
 
@@ -56,12 +57,46 @@ def assert_equal_for_steps(run, left, right, steps=5):
             {"pass_micro_batches": 3, "resident_layers": 1},
             id="uneven passes",
         ),
+        pytest.param(MUON, {}, {"host_threads": 3}, id="Muon"),
+        pytest.param(
+            {"optimizer": {**MUON["optimizer"], "clip": "unit"}, **BF16},
+            {"moments": "int8"},
+            {"gradient_buffers": 1},
+            id="Muon by unit, int8 moments",
+        ),
+        pytest.param(MUON, {"compute": "fp16", "moments": "bf16"}, {}, id="Muon, fp16"),
     ],
 )
 def test_streaming_equals_resident_in_every_bit(engines, sections, common, only):
     run = tiny_run(**sections)
     resident = new_engine(run, OWNED, **common)
     assert_equal_for_steps(run, resident, engines(run, OWNED, **common, **only))
+
+
+@pytest.mark.parametrize(
+    "sections, common, only",
+    [
+        pytest.param(MUON, {"moments": "bf16"}, {}, id="all at once"),
+        pytest.param(
+            {"optimizer": {**MUON["optimizer"], "clip": "unit"}, **BF16},
+            {"moments": "int8"},
+            {"gradient_buffers": 1, "resident_layers": 1},
+            id="by unit, int8 moments",
+        ),
+        pytest.param(
+            {**MUON, "train": {"micro_batch_sequences": 1}},
+            {"compute": "fp16"},
+            {"pass_micro_batches": 2},
+            id="fp16, two passes",
+        ),
+    ],
+)
+def test_a_device_that_orthogonalises_changes_no_bit(engines, sections, common, only):
+    """As a GPU does, whose products are bf16 then; here they are those of the host."""
+    run = tiny_run(**sections)
+    streaming = engines(run, OWNED, **common, **only)
+    streaming.orthogonalises = True
+    assert_equal_for_steps(run, new_engine(run, OWNED, **common), streaming)
 
 
 def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):

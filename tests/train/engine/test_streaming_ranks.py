@@ -17,9 +17,9 @@ import torch
 from swarm.errors import ConfigError, CorruptState
 from swarm.experts import expert_of
 from swarm.model.initial_weights import initial_tensors
-from swarm.train.engine.adam_moments import BLOCK
 from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.engine.host_memory import LiveBytes, SharedMemory
+from swarm.train.engine.moments import BLOCK
 from swarm.train.engine.ranks import Ranks
 from swarm.train.parallel.streaming_rank import StreamingRank
 from swarm.train.planning.memory import need_of, sizes_of
@@ -166,11 +166,11 @@ def test_several_passes_of_a_rank_are_added_up_on_the_host(cut_tensors):
 class SkipsIdle(StreamingRank):
     """Leaves out the sums of gradients in a step where it has no micro-batch."""
 
-    def _go(self, one, update):
+    def _go(self, one, update, *, last):
         place = {"rank": self._ranks.rank, "size": self._ranks.size}
         for each in self._device._accumulators if not one.micro_batches else ():
             each._ranks = SimpleNamespace(**place, add_up_shares=lambda _: None)
-        return super()._go(one, update)
+        return super()._go(one, update, last=last)
 
 
 def test_an_idle_rank_that_skips_an_operation_is_noticed():

@@ -11,7 +11,7 @@ from swarm.protocol.rounds.policies.rules import Rules
 from swarm.protocol.rounds.policies.update_bounds import update_bound
 from swarm.protocol.values.layout import layout_of
 from swarm.train.engine.local_steps import learning_rate, schedule_step
-from swarm.train.engine.optimizer import OwnedAdamW
+from swarm.train.engine.optimizer import OwnedOptimizer
 from tests.protocol.round_pump import found
 from tests.train.runs import tiny_run
 
@@ -69,7 +69,7 @@ def test_honest_steps_are_within_the_bound(place, pattern, form, timed):
     tip = tip_at(PLACES[place], rules)
     value = nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(1)))
     base = value.detach().clone()
-    adamw = OwnedAdamW(run.optimizer, form)
+    adamw = OwnedOptimizer(run.optimizer, form)
     adamw.follow({"model.norm.weight": value}, ())
     adamw.count_from(tip.step)
     gradients = pulls(pattern, torch.Generator().manual_seed(2))
@@ -81,6 +81,33 @@ def test_honest_steps_are_within_the_bound(place, pattern, form, timed):
     moved = (value.detach() - base).abs()
     limit = bound.absolute + bound.relative * base.abs()
     assert bool((moved <= limit).all()), float((moved / limit).max())
+
+
+@pytest.mark.parametrize("pattern", ["noise", "steady", "rare", "growing"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_honest_steps_of_muon_are_within_the_bound(pattern, form):
+    run = tiny_run(
+        run={"rounds": ROUNDS},
+        round={"local_steps": STEPS},
+        optimizer={"kind": "muon", "matrix_lr": 0.02, "warmup_steps": 30},
+    )
+    rules = rules_of(run)
+    tip = tip_at(6, rules)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    value = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))
+    base = value.detach().clone()
+    optimizer = OwnedOptimizer(run.optimizer, form)
+    optimizer.follow({name: value}, ())
+    gradients = pulls(pattern, torch.Generator().manual_seed(2))
+    for local_step in range(STEPS):
+        value.grad = next(gradients)[:256].view(16, 16).clone()
+        optimizer.update(learning_rate(schedule_step(tip.step, local_step, run), run))
+    bound = update_bound(SHARED, ["A"], {"A": STEPS * run.train.batch_tokens}, tip, rules)
+    assert bound is not None
+    limit = bound.absolute + bound.relative * base.abs()
+    moved = (value.detach() - base).abs()
+    assert bool((moved <= limit).all()), float((moved / limit).max())
+    assert bool((moved * 100 > limit).any()), "the bound would let anything pass"
 
 
 def test_the_bound_follows_the_schedule_and_is_two_to_twenty_times_tighter_than_at_its_peak():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.experts import (
+    ADAMW_MOMENTS,
     PROJECTIONS,
     expert_of,
     expert_shapes,
@@ -18,7 +19,6 @@ from swarm.experts import (
 from swarm.model.initial_weights import initial_tensors
 from swarm.model.moe import Pieces, Recall, SparseMLP, Storage
 from swarm.model.routing import RoutingControls
-from swarm.train.engine.adam_moments import KINDS
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.parallel.data_parallel import RankEngine
 from swarm.train.parallel.dispatch import DealtBank, crossing_bytes
@@ -256,7 +256,7 @@ def test_an_expert_that_changes_its_rank_takes_master_and_moments_along(moments)
     before, after = ({**one, **other} for one, other in zip(first[:2], second[:2], strict=True))
     came = {name for name in second[1] if name not in second[0]}
     assert {expert_of(name.partition(".")[2]) for name in came} == {1}
-    assert len(came) == 6 * len(KINDS) * (2 if moments == "int8" else 1) + 6
+    assert len(came) == 6 * len(ADAMW_MOMENTS) * (2 if moments == "int8" else 1) + 6
     assert same(after, {name: before[name] for name in after})
     assert {name: (each.dtype, tuple(each.shape)) for name, each in after.items()} == first[2]
 

@@ -62,6 +62,7 @@ from tests.train.workers.test_parallel import (
 
 SLOW = pytest.mark.exhaustive
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+MUON = {"optimizer": {"kind": "muon", "clip_norm": 0.1}}
 ALONE = {"train": {"micro_batch_sequences": 1}}
 ONE_NORM = {"model": {"qk_norm": "projection", "head_dim": None}}
 Q, K, V, OUT = (f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qkvo")
@@ -169,6 +170,8 @@ def test_no_more_ranks_share_the_heads_than_there_are_experts():
         pytest.param(RUN, {"workers": 4, "ep": 4, "tp": 4}, id="four", marks=SLOW),
         pytest.param(run_of(**ALONE), {"workers": 4}, id="two by two", marks=SLOW),
         pytest.param(run_of(**ALONE), {"workers": 4, "pp": 2}, id="in two stages"),
+        pytest.param(run_of(**MUON), {}, id="two, Muon"),
+        pytest.param(run_of(**MUON, **ALONE), {"workers": 4, "pp": 2}, id="Muon", marks=SLOW),
         pytest.param(INFLUENCES, {"workers": 4, "pp": 2}, id="stages, all", marks=SLOW),
         pytest.param(
             run_of(layers=4, run=SEEDED, **ALONE),

@@ -45,6 +45,7 @@ END = 256
 
 def sized(train, *, layers=3, length=128, vocab=600, hidden=64, attention="window", **model):
     return tiny_run(
+        optimizer=model.pop("optimizer", {}),
         model={
             "vocab_size": vocab,
             "hidden_size": hidden,
@@ -129,6 +130,7 @@ def test_state_between_steps_is_the_formula_to_a_hundredth_of_a_percent(frozen):
 
 RESIDENT, STREAMING = EngineKind.RESIDENT, EngineKind.STREAMING
 WIDE = {"vocab": 260, "moe_intermediate_size": 256, "num_experts_per_tok": 8}
+MUON = {"optimizer": {"kind": "muon"}}
 NO_QK_NORM = {"qk_norm": "none", "norm_topk_prob": True}
 slow = pytest.mark.exhaustive
 
@@ -146,6 +148,9 @@ slow = pytest.mark.exhaustive
             {},
         ),
         (RESIDENT, {}, BF16, NO_QK_NORM),
+        (RESIDENT, {}, {}, MUON),
+        (STREAMING, {"moments": "bf16"}, BF16, MUON),
+        pytest.param(RESIDENT, {"moments": "int8"}, BF16, MUON, marks=slow),
         (RESIDENT, {}, {}, {"attention": "document"}),
         (RESIDENT, {"recompute": "routing"}, {"batch_tokens": 256}, {"layers": 5}),
         pytest.param(STREAMING, {}, BF16, NO_QK_NORM, marks=slow),

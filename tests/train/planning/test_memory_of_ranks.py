@@ -18,7 +18,7 @@ from swarm.train.engine.sizes import GRADIENT_BYTES, MASTER_BYTES, pipeline_cut,
 from swarm.train.planning.memory import need_of, trained_by_stage
 from swarm.train.planning.resident_memory import CROWDING
 from tests.train.loads import measured, on_processes, on_threads
-from tests.train.planning.test_memory import BF16, OWNED, sized
+from tests.train.planning.test_memory import BF16, MUON, OWNED, sized
 
 SLOW = pytest.mark.exhaustive
 AGAIN = {"recompute": "routing"}
@@ -60,6 +60,8 @@ def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: 
 
 def run_for(size, train, **sizes):
     """Two micro-batches for each of so many ranks, and so four for a pipeline of two stages."""
+    train = dict(train)
+    sizes["optimizer"] = train.pop("optimizer", {})
     return sized({**train, "batch_tokens": MICRO_BATCHES * size * 2 * 128}, **sizes)
 
 
@@ -79,7 +81,9 @@ def assert_as_predicted(run, options, found):
         if options.shards > 1:
             bytes_moved = sum(mine.traffic[kind][1] for kind in ("sums", "values"))
             planned = step_traffic(run, len(OWNED), options, stage)
-            assert bytes_moved == pytest.approx(planned, rel=0.02)
+            # Muon's matrices are dealt out whole, some ranks have more of them.
+            evenly = 0.02 if run.optimizer.kind == "adamw" else 0.06
+            assert bytes_moved == pytest.approx(planned, rel=evenly)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,8 @@ def assert_as_predicted(run, options, found):
         pytest.param(2, {**HEADS, **ROUNDED}, {}, id="heads, rounded moments", marks=SLOW),
         pytest.param(2, {"shards": 2}, BF16, id="cut"),
         pytest.param(4, {"shards": 4}, {}, id="cut over four", marks=SLOW),
+        pytest.param(2, {"shards": 2}, MUON, id="cut, Muon"),
+        pytest.param(2, HEADS, MUON, id="heads, Muon", marks=SLOW),
         pytest.param(2, {"shards": 2, "ep": 2, **FRUGAL}, BF16, id="cut, dealt out, int8"),
         pytest.param(
             4, {"shards": 4, "ep": 2, **FRUGAL}, BF16, id="cut, two by two, int8", marks=SLOW

@@ -66,6 +66,7 @@ SLOW = pytest.mark.exhaustive
     [
         pytest.param(CLIPPED, 2, 2, id="two"),
         pytest.param({**EVERYTHING, **CLIPPED}, 2, 2, id="two, every influence on routing"),
+        pytest.param({"optimizer": {"kind": "muon", "clip_norm": 0.1}}, 2, 2, id="two, Muon"),
         pytest.param({**MASKED, **CLIPPED}, 2, 2, id="two, documents and padding", marks=SLOW),
         pytest.param(CLIPPED, 4, 4, id="four, of which two are idle", marks=SLOW),
         pytest.param({**EVERYTHING, **CLIPPED}, 4, 2, id="two by two, two idle", marks=SLOW),

@@ -1,4 +1,6 @@
-"""AdamW's two moments of one parameter, in fp32, bf16 or int8, and one update of a piece of it.
+"""The moments of one parameter, in fp32, bf16 or int8, and one update of a piece of it.
+
+AdamW has two moments of each element, Muon has one of each element of a matrix.
 
 Each machine chooses its own format. Moments that are handed to another peer travel in fp32.
 
@@ -18,21 +20,25 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from swarm.config import OptimizerConfig
+from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS
+from swarm.train.engine import muon
 
 MomentsFormat = Literal["fp32", "bf16", "int8"]
 BLOCK = 256
 """Elements that share one scale in int8."""
-MOMENT_BYTES: dict[MomentsFormat, float] = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / BLOCK}
-"""Bytes per parameter of both moments together."""
-KINDS = ("exp_avg", "exp_avg_sq")
+MOMENT_BYTES: dict[MomentsFormat, float] = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}
+"""Bytes per parameter of one moment."""
 SCALE = "_scale"
+_SQUARE = ADAMW_MOMENTS[1]
 
 
 @dataclass(frozen=True)
 class Piece:
     """A run of elements of one row of a parameter: [start, stop).
 
-    `offset` is where the row begins in the flattened parameter.
+    Attributes:
+        offset: where the row begins in the flattened parameter.
+        matrix: the shape of the row, which is all of the piece, where Muon updates it.
     """
 
     name: str
@@ -40,6 +46,7 @@ class Piece:
     start: int
     stop: int
     offset: int
+    matrix: tuple[int, int] | None = None
 
     @property
     def in_row(self) -> slice:
@@ -54,38 +61,57 @@ class Piece:
 
 @dataclass(frozen=True)
 class Moments:
-    """Both moments of a parameter, as they are stored.
+    """The moments of a parameter, as they are stored.
 
     Attributes:
         form: their format.
-        parts: storage by name: "exp_avg" and "exp_avg_sq" [R, X]; in int8 also their scales,
-            "exp_avg_scale" and "exp_avg_sq_scale" [R, blocks].
+        parts: storage by name: "exp_avg" and "exp_avg_sq", or "momentum" [R, X]; in int8 also
+            their scales, as "exp_avg_scale" [R, blocks].
     """
 
     form: MomentsFormat
     parts: dict[str, Tensor]
 
     @classmethod
-    def zeros(cls, form: MomentsFormat, rows: int, size: int, device: torch.device) -> Moments:
+    def zeros(
+        cls,
+        form: MomentsFormat,
+        rows: int,
+        size: int,
+        device: torch.device,
+        kinds: Sequence[str] = ADAMW_MOMENTS,
+    ) -> Moments:
         """Moments of a parameter that was never updated."""
         if form != "int8":
             dtype = torch.float32 if form == "fp32" else torch.bfloat16
             return cls(
-                form, {k: torch.zeros(rows, size, dtype=dtype, device=device) for k in KINDS}
+                form, {k: torch.zeros(rows, size, dtype=dtype, device=device) for k in kinds}
             )
         parts = {}
-        for kind, dtype in zip(KINDS, (torch.int8, torch.uint8), strict=True):
+        for kind in kinds:
+            dtype = torch.uint8 if kind == _SQUARE else torch.int8
             parts[kind] = torch.zeros(rows, size, dtype=dtype, device=device)
             parts[kind + SCALE] = torch.zeros(rows, -(-size // BLOCK), device=device)
         return cls(form, parts)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which moments: `ADAMW_MOMENTS` or `MUON_MOMENTS`."""
+        return MUON_MOMENTS if MUON_MOMENTS[0] in self.parts else ADAMW_MOMENTS
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R and X."""
+        rows, size = self.parts[self.kinds[0]].shape
+        return rows, size
+
     def flat(self) -> Moments:
-        """The same memory as one row, where no scales belong to rows.
+        """The same memory as one row, where neither scales nor matrices belong to rows.
 
         Cut anywhere else than at multiples of a vector register's width, the fused kernel would
         round its last elements otherwise than it does in the middle of a whole parameter.
         """
-        if self.form == "int8":
+        if self.form == "int8" or self.kinds == MUON_MOMENTS:
             return self
         return Moments(self.form, {name: part.view(1, -1) for name, part in self.parts.items()})
 
@@ -95,22 +121,25 @@ class Moments:
             for name, part in self.parts.items():
                 part[row] = old.parts[name][old_row]
             return
-        size = self.parts["exp_avg"].shape[1]
+        size = self.shape[1]
         self.store(row, slice(0, size), old.load(old_row, slice(0, size)), seed=0)
 
-    def load(self, row: int, part: slice) -> tuple[Tensor, Tensor]:
-        """A piece of both moments in fp32 [x]: views in fp32, else copies."""
-        mean, square = (self.parts[kind][row, part] for kind in KINDS)
+    def load(self, row: int, part: slice) -> tuple[Tensor, ...]:
+        """A piece of each moment in fp32 [x]: views in fp32, else copies."""
         if self.form != "int8":
-            return mean.float(), square.float()
-        scales = [self.parts[kind + SCALE][row, _blocks(part)] for kind in KINDS]
-        return _decode_mean(mean, scales[0]), _decode_square(square, scales[1])
+            return tuple(self.parts[kind][row, part].float() for kind in self.kinds)
+        found = []
+        for kind in self.kinds:
+            scale_b = self.parts[kind + SCALE][row, _blocks(part)]
+            decode = _decode_square if kind == _SQUARE else _decode_mean
+            found.append(decode(self.parts[kind][row, part], scale_b))
+        return tuple(found)
 
     def store(
         self,
         row: int,
         part: slice,
-        values: tuple[Tensor, Tensor],
+        values: Sequence[Tensor],
         *,
         seed: int,
         among: tuple[int, int] | None = None,
@@ -120,34 +149,31 @@ class Moments:
         Args:
             row: of the piece.
             part: of the row.
-            values: of the piece, both fp32 [x].
+            values: of the piece, each fp32 [x].
             seed: draws the directions in bf16.
             among: where the piece begins in a longer one, whose directions are drawn, and the
                 length of that; None for a piece of its own.
         """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
-            values = (
-                round_up_or_down(values[0], generator, among),
-                round_up_or_down(values[1], generator, among),
-            )
+            values = [round_up_or_down(value, generator, among) for value in values]
         if self.form != "int8":
-            for kind, value in zip(KINDS, values, strict=True):
+            for kind, value in zip(self.kinds, values, strict=True):
                 self.parts[kind][row, part] = value
             return
-        for kind, value, encode in zip(KINDS, values, (_encode_mean, _encode_square), strict=True):
-            codes, scale = encode(value)
+        for kind, value in zip(self.kinds, values, strict=True):
+            codes, scale = (_encode_square if kind == _SQUARE else _encode_mean)(value)
             self.parts[kind][row, part] = codes
             self.parts[kind + SCALE][row, _blocks(part)] = scale
 
 
 @dataclass(frozen=True)
 class Update:
-    """One AdamW update.
+    """One update.
 
     Attributes:
-        settings: betas, epsilon and weight decay.
-        lr: the learning rate.
+        settings: of the optimizer.
+        lr: the learning rate of AdamW's tensors.
         count: updates including this one, for bias correction.
     """
 
@@ -155,11 +181,17 @@ class Update:
     lr: float
     count: int
 
+    @property
+    def matrix_lr(self) -> float:
+        """The learning rate of Muon's matrices."""
+        settings = self.settings
+        return self.lr if settings.matrix_lr is None else self.lr * settings.matrix_lr / settings.lr
+
 
 def update_tensors(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    moments: Sequence[tuple[Tensor, Tensor]],
+    moments: Sequence[Sequence[Tensor]],
     update: Update,
 ) -> None:
     """Fused AdamW on fp32 tensors, in place.
@@ -172,8 +204,8 @@ def update_tensors(
     adamw(
         list(parameters),
         list(gradients),
-        [mean for mean, _ in moments],
-        [square for _, square in moments],
+        [each[0] for each in moments],
+        [each[1] for each in moments],
         [],
         list(counts.unbind()),
         fused=True,
@@ -188,9 +220,17 @@ def update_tensors(
 
 
 def update_piece(
-    master_x: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
+    master_x: Tensor,
+    gradient_x: Tensor,
+    moments: Moments,
+    piece: Piece,
+    update: Update,
+    *,
+    direction_RC: Tensor | None = None,
 ) -> None:
-    """AdamW on a piece of a row, whatever the moments' format; uses about 8 bytes per element.
+    """AdamW or Muon on a piece of a row, whatever the moments' format.
+
+    AdamW uses about 8 bytes per element, Muon as `update_matrix`.
 
     Args:
         master_x: the piece of the parameter.
@@ -198,11 +238,61 @@ def update_piece(
         moments: of the parameter; see `Moments.flat`.
         piece: where; `start` is a multiple of `BLOCK`.
         update: lr and count.
+        direction_RC: see `direction_of`; None: it is computed here.
+
+    Raises:
+        TrainingDiverged: see `update_matrix`.
     """
     values = moments.load(piece.row, piece.in_row)
-    update_tensors([master_x], [gradient_x], [values], update)
+    if piece.matrix is None:
+        update_tensors([master_x], [gradient_x], [values], update)
+    elif direction_RC is not None:
+        muon.require_finite(direction_RC, piece.name)
+        muon.advance(values[0], gradient_x)
+        lr, decay = update.matrix_lr, update.settings.weight_decay
+        master_RC = master_x.view(piece.matrix)
+        muon.move(
+            master_RC, direction_RC, lr=lr, weight_decay=decay, longest_side=max(piece.matrix)
+        )
+    else:
+        update_matrix_of(piece, master_x, gradient_x, values[0], update)
     if moments.form != "fp32":
         moments.store(piece.row, piece.in_row, values, seed=seed_of(piece, update))
+
+
+def update_matrix_of(
+    piece: Piece, master_x: Tensor, gradient_x: Tensor, momentum_x: Tensor, update: Update
+) -> None:
+    """Muon's update of a piece that is a matrix, on fp32 values in place.
+
+    Raises:
+        TrainingDiverged: see `update_matrix`.
+    """
+    assert piece.matrix is not None, piece
+    muon.update_matrix(
+        master_x.view(piece.matrix),
+        gradient_x.view(piece.matrix),
+        momentum_x.view(piece.matrix),
+        lr=update.matrix_lr,
+        weight_decay=update.settings.weight_decay,
+        name=piece.name,
+    )
+
+
+def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
+    """Where Muon moves a matrix, computed where its gradient is; changes nothing.
+
+    Args:
+        piece: the matrix.
+        gradient_x: its gradient, on any device.
+        moments: of the parameter, perhaps on another device.
+    """
+    assert piece.matrix is not None, piece
+    there = gradient_x.device
+    parts = {kind: part[piece.row, None].to(there) for kind, part in moments.parts.items()}
+    (momentum_x,) = Moments(moments.form, parts).load(0, piece.in_row)
+    ahead_x = muon.nesterov(gradient_x, momentum_x.clone() if there.type == "cpu" else momentum_x)
+    return muon.direction(ahead_x.view(piece.matrix))
 
 
 def seed_of(piece: Piece, update: Update) -> int:

@@ -1,0 +1,119 @@
+"""Muon: the update of a matrix is its momentum, with all singular values brought near 1.
+
+Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and for the
+scale of the update, with which AdamW's learning rates carry over, Liu et al., arXiv 2502.16982.
+
+Shapes: R rows and C columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from swarm.config import OptimizerConfig
+from swarm.errors import TrainingDiverged
+from swarm.experts import is_matrix
+from swarm.protocol.values.updates import MUON_SCALE
+
+MOMENTUM_DECAY = 0.95
+"""Of the running mean of gradients."""
+NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial that a step applies to each singular value."""
+SMALLEST_NORM = 1e-7
+
+
+def takes_muon(name: str, settings: OptimizerConfig) -> bool:
+    """Whether Muon updates a parameter; AdamW updates embeddings, head, norms and routers."""
+    return settings.kind == "muon" and is_matrix(name)
+
+
+def update_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """Bytes that `update_matrix` takes besides what it is given.
+
+    Args:
+        rows: R.
+        columns: C.
+        itemsize: of an element in the products: 4 on a CPU, 2 on a GPU.
+    """
+    side = min(rows, columns)
+    return 4 * rows * columns + itemsize * (2 * rows * columns + 2 * side * side)
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Operations of `orthogonalised`."""
+    short, long = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * 2 * short * short * (2 * long + short)
+
+
+def update_matrix(
+    master_RC: Tensor,
+    gradient_RC: Tensor,
+    momentum_RC: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    name: str,
+) -> None:
+    """One update, in place; all of it is fp32 but the products on a GPU.
+
+    Raises:
+        TrainingDiverged: the momentum is not finite; the matrix is as before.
+    """
+    update_RC = direction(nesterov(gradient_RC, momentum_RC))
+    require_finite(update_RC, name)
+    move(master_RC, update_RC, lr=lr, weight_decay=weight_decay, longest_side=max(master_RC.shape))
+
+
+def nesterov(gradient_RC: Tensor, momentum_RC: Tensor) -> Tensor:
+    """Adds a gradient to the momentum in place; returns the momentum one step ahead, fp32."""
+    advance(momentum_RC, gradient_RC)
+    return gradient_RC.lerp(momentum_RC, MOMENTUM_DECAY)
+
+
+def advance(momentum: Tensor, gradient: Tensor) -> None:
+    """Adds a gradient to the momentum, in place; both fp32 of one shape."""
+    momentum.lerp_(gradient, 1 - MOMENTUM_DECAY)
+
+
+def direction(momentum_RC: Tensor) -> Tensor:
+    """The momentum of a whole matrix, orthogonalised; overwrites it. Zeros stay zeros."""
+    norm = torch.linalg.vector_norm(momentum_RC)
+    momentum_RC.div_(norm.clamp_(min=SMALLEST_NORM))
+    return orthogonalised(momentum_RC.bfloat16() if momentum_RC.is_cuda else momentum_RC)
+
+
+def require_finite(update_RC: Tensor, name: str) -> None:
+    """Raises TrainingDiverged if a direction is not finite, as that of a finite momentum is."""
+    if not update_RC.sum().isfinite():
+        raise TrainingDiverged(
+            f"the momentum of {name} is not finite; nothing of this step was offered to the swarm",
+            hint="start this peer again without its private state",
+        )
+
+
+def move(
+    master_RC: Tensor, update_RC: Tensor, *, lr: float, weight_decay: float, longest_side: int
+) -> None:
+    """Moves a matrix, or a part of one, by a direction; `longest_side` is of the whole matrix."""
+    master_RC.mul_(1 - lr * weight_decay)
+    master_RC.sub_(update_RC, alpha=lr * MUON_SCALE * math.sqrt(longest_side))
+
+
+def orthogonalised(matrix_RC: Tensor) -> Tensor:
+    """The matrix with singular values s of at most 1 brought to about 1, those of 0 apart.
+
+    They end between 0.68 and 1.13 if s is at least 0.003.
+
+    Cost: `newton_schulz_flops`; as much memory as two copies and two squares of the shorter side.
+    """
+    is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
+    x = matrix_RC.mT if is_tall else matrix_RC
+    first, third, fifth = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.mT if is_tall else x
