@@ -58,7 +58,7 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
 
 class CommonOptimizer(OwnedOptimizer):
-    """As `OwnedOptimizer`, for processes that make the same calls; one of them writes the values."""
+    """As `OwnedOptimizer`, for processes that make the same calls; one writes the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
         """As `OwnedOptimizer`; moments are taken from `memory`."""
