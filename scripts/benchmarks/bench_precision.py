@@ -35,6 +35,7 @@ from swarm.train.planning.memory import need_of
 
 TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
+ADAMW = ("optimizer.kind=adamw", "optimizer.lr=2e-3")
 OWNED = 4
 
 
@@ -69,7 +70,7 @@ ROWS = (
 
 def run_of(row: Row, seed: int, steps: int) -> RunConfig:
     """The demo with this seed and length."""
-    overrides = [f"run.seed={seed}", f"optimizer.schedule_steps={steps}"]
+    overrides = [f"run.seed={seed}", *ADAMW, f"optimizer.schedule_steps={steps}"]
     overrides += [
         f'optimizer.clip="{row.clip}"',
         'train.frozen="fp32"',

@@ -47,6 +47,7 @@ from swarm.train.engine.resident import ResidentEngine
 
 TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
+ADAMW = ("optimizer.kind=adamw", "optimizer.lr=2e-3")
 SMALL = (
     "train.batch_tokens=256",
     "train.micro_batch_sequences=4",
@@ -125,7 +126,12 @@ GROUPS = {"balance": balance_settings, "others": other_settings, "peers": peer_s
 
 
 def run_of(setting: Setting, seed: int, steps: int) -> RunConfig:
-    overrides = [f"run.seed={seed}", f"optimizer.schedule_steps={steps}", *setting.overrides]
+    overrides = [
+        f"run.seed={seed}",
+        *ADAMW,
+        f"optimizer.schedule_steps={steps}",
+        *setting.overrides,
+    ]
     overrides += ['train.frozen="fp32"', 'wire.experts="fp32"', *SMALL]
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 

@@ -134,6 +134,7 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
         f"train.batch_tokens={sequences * scale.length}",
         f"train.micro_batch_sequences={min(4, sequences)}",
         'train.frozen="fp32"',
+        'optimizer.kind="adamw"',
         f"optimizer.lr={scale.lr * variant.lr}",
         f"optimizer.warmup_steps={scale.steps // 20}",
         f"optimizer.schedule_steps={scale.steps}",
