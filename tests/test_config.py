@@ -70,7 +70,8 @@ def test_a_run_for_home_links_is_the_exact_one_at_a_sixteenth_of_dilocos_bytes(p
     )
     ours, theirs = home.model_dump(), exact.model_dump()
     differ = {name for name in ours if ours[name] != theirs[name]}
-    assert differ == {"run", "round", "wire", "phases"}
+    assert differ == {"run", "round", "wire", "phases", "optimizer"}
+    assert {**theirs["optimizer"], "kind": "muon"} == ours["optimizer"]
     assert {key for key in ours["run"] if ours["run"][key] != theirs["run"][key]} == {
         "name",
         "rounds",

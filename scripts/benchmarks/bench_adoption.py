@@ -51,7 +51,8 @@ SETTINGS = (
     "model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8",
     "model.num_key_value_heads=4", "model.num_experts=16", "model.moe_intermediate_size=416",
     f"run.rounds={BEFORE + MEASURED[-1] // STEPS}", f"round.local_steps={STEPS}",
-    "optimizer.kind=adamw", "optimizer.lr=1e-3", "merging.alpha=0.0", "wire.experts='fp32'", "train.frozen='fp32'",
+    "optimizer.kind=adamw", "optimizer.lr=1e-3", "merging.alpha=0.0",
+    "wire.experts='fp32'", "train.frozen='fp32'",
     "data.sequence_length=128", "data.validation_bytes=8192", "train.micro_batch_sequences=4",
 )  # fmt: skip
 LARGE = ("model.hidden_size=512", "model.moe_intermediate_size=1024")

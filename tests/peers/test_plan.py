@@ -319,7 +319,7 @@ def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> N
     of_one, of_unit = (plan("spes_7b_home", *asked, *more) for more in ((), by_unit))
     assert of_one["engine"] == of_unit["engine"] == "streaming"
     eight = (*asked[:4], *EIGHT, "--bus", "nvlink")
-    of_eight = plan("spes_7b_home", *eight)
+    of_eight = plan("spes_7b_home", *eight, "--set", "compute.shard=none")
     of_cut = plan("spes_7b_home", *eight, "--set", "compute.shard=state")
     each = (of_one, of_eight, of_unit, of_cut)
     one, many, unit, cut = (found["link"]["run"]["utilisation"] for found in each)
