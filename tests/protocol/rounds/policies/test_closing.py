@@ -57,7 +57,10 @@ def test_a_silent_peer_whose_machine_refuses_messages_is_waited_for_half_as_long
     gone = replace(BUSY, is_gone=True)
     assert why_close(replace(ROSTER, absent=(replace(gone, silent_s=2.9),)), TIMERS) is None
     why = why_close(replace(ROSTER, absent=(replace(gone, silent_s=3.0),)), TIMERS)
-    assert why == "roster closed with 3 of 4 offers: peer D refuses messages, silent for 3.0 s (limit 3.0)"
+    assert (
+        why
+        == "roster closed with 3 of 4 offers: peer D refuses messages, silent for 3.0 s (limit 3.0)"
+    )
 
 
 @pytest.mark.parametrize(("remaining_s", "waits"), [(0.0, True), (3.3, True), (3.4, False)])
