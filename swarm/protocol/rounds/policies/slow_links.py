@@ -121,9 +121,9 @@ def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
 
 
 UNEQUAL, LEAST_S = 3, 3.0
-"""A peer is left out only if its link needs this many times as long as the links that stay, and this
-many seconds more. Uplinks that peers measure while others send, too, are sometimes off by a factor
-of two."""
+"""A peer is left out only if its link needs this many times as long as the links that stay, and
+this many seconds more. Uplinks that peers measure while others send, too, are sometimes off by a
+factor of two."""
 
 
 @dataclass(frozen=True)
