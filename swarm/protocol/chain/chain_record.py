@@ -180,12 +180,12 @@ def regained(
 ) -> Regained | None:
     """Where a peer that abstains votes again once it has applied a manifest.
 
-    It does so in the manifest's generation, one height later, if the manifest contains an offer
-    that the peer made since it came back. Let v be the height of its last vote before the loss. Its
-    present offer cannot be in a manifest below v, which was decided earlier. So the height of that
-    manifest is at least v, and at least v + 1 if the offer is an old one that the private state had
-    kept. Both are behind the peer then. A generation that branches off at or beyond that height
-    began later than the loss.
+    It does so in the manifest's generation, after one more height, if the manifest contains an
+    offer that the peer made since it came back. Let v be the height of its last vote before the
+    loss. Its present offer cannot be in a manifest below v, which was decided earlier. So the
+    height of that manifest is at least v, and at least v + 1 if the offer is an old one that the
+    private state had kept. Both are behind the peer then. A generation that branches off at or
+    beyond that height began later than the loss.
 
     Of any other generation the peer knows nothing. It may have voted there, and may come back to
     that generation when the parts of a swarm meet again [F1].
