@@ -39,7 +39,7 @@ from swarm.protocol.values.manifest import Code, Digest, Head, Kind, PeerId, is_
 
 Sound = Callable[[Certificate, Digest], Certificate]
 RECENT = 64
-"""The newest links of a chain, all of which stay; the search for a reaching link covers as many."""
+"""So many newest links of a chain all stay; the search for a reaching link covers as many."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:

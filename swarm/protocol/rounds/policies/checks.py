@@ -1,4 +1,4 @@
-"""Checks whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
+"""Checks a manifest from another peer: may it belong to the chain [H1b, M5]? Pure.
 
 A proposed manifest comes with its evidence, and is recomputed from it. A decided one comes without,
 since its quorum has judged it. So only its consistency with its parent is checked here.
