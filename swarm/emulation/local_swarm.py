@@ -189,7 +189,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
 
     `tokens_lost` counts tokens of local steps whose shared result entered no manifest of the
     winning chain. `bytes_sent_per_peer_per_round` is the mean of the blob bytes sent between
-    founding and end; what a life sent after its last round counts only if it ended politely.
+    founding and end. Bytes that a life sent after its last round count only if it ended politely.
     """
     histories = [events for peer in swarm.peers if (events := peer.events())]
     last = [applied(events)[-1] for events in histories if applied(events)]

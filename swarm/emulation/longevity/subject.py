@@ -1,7 +1,7 @@
 """The peer under test, put together as `peer.peer` does, without engine and agreement.
 
-Its node, direct streams, downloads, transfers and their pace, blob store on disk, status, record,
-publisher with presence and clock, measurements of its line and its quota are the shipped classes.
+These are the shipped classes: its node, direct streams, downloads, transfers and their pace, blob
+store on disk, status, record, publisher with presence and clock, line measurements and quota.
 A scenario takes the part of the agreement: it names blobs to fetch and manifests to apply.
 """
 

@@ -33,8 +33,8 @@ class Progress:
         Args:
             spared: peers that must have rounds; empty: nothing is judged.
             founding: manifest 0.
-            limit_s: longest time between two rounds of more than half of them, and longest time for
-                which one of them lacks a tip that more than half have.
+            limit_s: longest time between two rounds of more than half of them. It is also the
+                longest time for which one of them may lack a tip that more than half have.
             excused_s: seconds between two moments that do not count.
         """
         self._limit_s, self._excused_s = limit_s, excused_s

@@ -183,8 +183,8 @@ def regained(
     It does so in the manifest's generation, after one more height, if the manifest contains an
     offer that the peer made since it came back. Let v be the height of its last vote before the
     loss. Its present offer cannot be in a manifest below v, which was decided earlier. So the
-    height of that manifest is at least v, and at least v + 1 if the offer is an old one that the
-    private state had kept. Both are behind the peer then. A generation that branches off at or
+    height of that manifest is at least v. If the offer is an old one from the private state, the
+    height is at least v + 1. Both are behind the peer then. A generation that branches off at or
     beyond that height began later than the loss.
 
     Of any other generation the peer knows nothing. It may have voted there, and may come back to

@@ -20,7 +20,7 @@ A reform is made because a quorum is lost, so no number of signatures shows that
 Peers with a tip of their own take a reform only when they hear no quorum either [F2]. Then one
 signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard nobody.
 It asks for the signature of the founder, or of more than half of the parent's anchors
-(`is_vouched_for`), or for a head that a person vouches for.
+(`is_vouched_for`). A head that a person vouches for is also enough.
 """
 
 from __future__ import annotations

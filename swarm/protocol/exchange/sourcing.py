@@ -238,7 +238,7 @@ class Sourcing(Generic[Key]):
         At most `most` jobs are assigned, if it is given: ask again for the others.
 
         The least loaded peer chooses first. It takes its oldest job whose preferred sources are all
-        busy, so a source further down the list helps as soon as those before it are full.
+        busy. So a source further down the list helps as soon as those before it are full.
         """
         self._wake(now)
         assignments = _Turn(self, now, _SCAN).assign(most)

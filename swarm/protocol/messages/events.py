@@ -1,7 +1,7 @@
 """The events that go into the round machine, and the effects that come out of it.
 
-The shell hands events in one at a time and carries the returned effects out in order, each
-finished before the next begins (so a `Persist` is durable before the `Send` after it leaves).
+The shell hands events in one at a time and carries the returned effects out in order. Each is
+finished before the next begins, so a `Persist` is durable before the `Send` after it leaves.
 Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
 back as an event. Nothing here knows a clock, a disk or a socket.
 """
@@ -283,9 +283,9 @@ class Rebuild:
 class Reduce:
     """Average these values in the given order, store the result, report `UnitReduced`.
 
-    With a `base` the inputs are deltas: add the remainders of earlier means (`Remainders`), make
-    the mean a delta, and make the value from the base and that delta. Both are durable before the
-    report [W5].
+    With a `base` the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
+    and the mean becomes a delta. The value is the base plus that delta. Both are durable before
+    the report [W5].
     """
 
     roster_id: Digest

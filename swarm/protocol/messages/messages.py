@@ -187,7 +187,7 @@ class Certificate(schemas.OnWire):
     """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's voters.
 
     For a reform: those of its parent's electors that have left for it, under the ballot 0 of its
-    author; with a quorum, no reform would have been needed.
+    author. With a quorum, no reform would have been needed.
     """
 
     ballot: PossibleBallot

@@ -99,9 +99,9 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
 def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
     """All peers that may take part in a round that this peer hears of, and the trainees of these.
 
-    They are the members of the tip, of its parent, which may still be the tip of some, and of the
-    manifest that this peer voted for, which others may have applied. Trainees vote in none of
-    these.
+    They are the members of three manifests: the tip, its parent, and the one that this peer voted
+    for. The parent may still be the tip of some peers, and others may have applied the third.
+    Trainees vote in none of them.
     """
     manifests = _plausible(record)
     members = frozenset(peer for manifest in manifests for peer in manifest.members)
@@ -135,9 +135,9 @@ def verified(
     is not, the receiver knows whom to blame.
 
     Raises:
-        HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign; a wish to leave that
-            its peer did not sign; or a credential of another peer. Wishes and credentials may be in
-            a READY or in a manifest that is to be voted for.
+        HostileInput: an ACCEPT, READY or REDUCED without its sender's signature; a wish to leave
+            without its peer's signature; or a credential of another peer. Wishes and credentials
+            may be in a READY or in a manifest that is to be voted for.
     """
     for peer, credential in _credentials(message, source):
         if problem := credential_problem(credential, peer, holds):

@@ -14,8 +14,8 @@ def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
     r"""The text without characters that would act on a terminal or end a line.
 
     All characters that Unicode does not count as printable are shown as escapes, such as `\x1b`
-    and `\u202e`: control characters, line and paragraph ends, marks that turn the direction of
-    writing or take no room, spaces but the usual one, and halves of surrogate pairs.
+    and `\u202e`. These are control characters, line and paragraph ends, marks that turn the
+    direction of writing or take no room, all spaces but the usual one, and halves of surrogates.
 
     At most `limit` characters are shown, and then the number of those that follow.
     """

@@ -175,8 +175,8 @@ MAX_SCORES = 24
 """Most scores that one peer publishes at a time."""
 NUM_SHARDS = 16
 FEW_SHARDS = 4
-"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys:
-`NUM_SHARDS` for presence, `FEW_SHARDS` for each of the other kinds, which fewer read."""
+"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys.
+Presence has `NUM_SHARDS` keys. Each other kind, which fewer peers read, has `FEW_SHARDS`."""
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S

@@ -2,8 +2,8 @@
 
 Shared tensors restart from the result of a round, whether this peer was in it or not. Its offer
 contained all its progress, since it trains on only once the round is over. Parts that were not due
-are another matter [U3]: their progress is kept and offered when they are due, as long as their
-agreed value is still the one that this progress started from.
+are another matter [U3]: their progress is kept, and offered when they are due. This holds as long
+as their agreed value is still the one that this progress started from.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
@@ -16,7 +16,7 @@ in each round. After a late offer, which is trained on, it also contains the ste
 offer had. With fp32 on the wire the offer of a finished round lacks nothing, so its owner restarts
 from the mean, in its bits.
 
-Where deltas are averaged [W5, W8], a trained value x never jumps to the agreed one: it becomes
+Where deltas are averaged [W5, W8], a trained value x never jumps to the agreed one. It becomes
 x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always exactly the
 progress that the swarm does not have yet. This is what the coding of its delta lost, later steps,
 which exist while rounds overlap, and the steps of a round that left it out. The next delta is

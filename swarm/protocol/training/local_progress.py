@@ -1,7 +1,7 @@
 """Local progress that the tip does not count yet.
 
-The samples that a peer reads in a round, its early offers [V1, V6], and what is left of a private
-state after a crash [P6, M10, S1].
+It has the samples that a peer reads in a round, its early offers [V1, V6], and the rest of a
+private state that is still valid after a crash [P6, M10, S1].
 """
 
 from __future__ import annotations

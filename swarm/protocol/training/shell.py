@@ -152,8 +152,8 @@ class TrainingShell(Protocol):
             tip: the tip that they start from.
             task: the samples to be read.
             before: steps since the last offer that were done already; the result contains these.
-            left: asked before each step how many steps are left, given all steps done, the mean
-                seconds of a step and the seconds since the round began.
+            left: asked before each step for the steps that are left. It is given all steps done,
+                the mean seconds of a step and the seconds since the round began.
         """
 
     def store(

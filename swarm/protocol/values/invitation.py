@@ -5,8 +5,8 @@ pair that is made for this one invitation. The guest is given the private half, 
 and its own peer id with it. READY and manifest carry this *possession* with the invitation. A copy
 of both is worth nothing to any other peer. For a peer that is known already, the key is its own.
 
-An invitation expires with a *round*, not with a time: clocks differ, and every acceptor of a
-manifest must come to the same answer, now and when it is shown the manifest a year later.
+An invitation expires with a *round*, not with a time, as clocks differ. Every acceptor of a
+manifest must come to the same answer, even if it is shown the manifest a year later.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How far local steps can move a value [U1]. Pure.
 
-AdamW divides each element's mean gradient by the root of its mean square, so a step moves an
-element by at most rho times the learning rate, whatever the gradients are, plus the weight decay.
-With the gradients' weights a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i the inequality of Cauchy and
-Schwarz gives rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), which needs
-b1^2 < b2; for a first step rho is 1. Kingma and Ba (arXiv 1412.6980, section 2.1) give the same
+AdamW divides each element's mean gradient by the root of its mean square. So a step moves an
+element by at most rho times the learning rate, plus the weight decay, for any gradients. The
+gradients have the weights a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i. The inequality of Cauchy and
+Schwarz then gives rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)). This needs
+b1^2 < b2. For a first step rho is 1. Kingma and Ba (arXiv 1412.6980, section 2.1) give the same
 bound. All of this is in the run's configuration, so everybody computes the same bound, in the first
 round too.
 

@@ -1,9 +1,10 @@
 """Checks whether a round's manifest follows from signed statements [A6]. Pure.
 
 A convener names the contributions, the peers that join or leave, and the reducers' results. For all
-of this it shows signed declarations and results. Every acceptor recomputes the manifest from them:
-the offers from the declarations and the manifest's `sources` and `work`, without fetching any; then
-the roster from the offers; then the manifest, by the same `compose_round` as the convener.
+of this it shows signed declarations and results. Every acceptor recomputes the manifest from them.
+The offers follow from the declarations and the manifest's `sources` and `work`, so none is fetched.
+The roster follows from the offers. The manifest follows by the same `compose_round` as the
+convener's.
 
 Two things stay the convener's word: which peers it did not hear, and whose offers it left out.
 """

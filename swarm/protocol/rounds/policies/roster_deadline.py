@@ -1,8 +1,8 @@
 """When a convener stops waiting for offers [C3]. Pure.
 
 No local step may be thrown away without a reason, so every live peer is held to its own word on
-when it will be ready. Nothing here is learned from how long earlier rounds took: a wait would
-lengthen the next one, and a peer that convenes for the first time, or restarts, knows none.
+when it will be ready. The durations of earlier rounds do not count: a wait would lengthen the next
+one. A peer that convenes for the first time, or restarts, knows no earlier round.
 
 Once a quorum has offered, a peer is also waited for no longer than that pays. Each second of
 waiting costs one second of every voter that has offered. Leaving a late peer out costs the time

@@ -137,8 +137,8 @@ def assign_reducers(
     """Assigns a reducer to each unit with more than one source, or with averaged deltas [D3, W5].
 
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
-    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in
-    seconds. Each unit, largest first, goes to the source that would have sent all of its own the
+    in and N - 1 out. Summed over a round this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced
+    in seconds. Each unit, largest first, goes to the source that would have sent all of its own the
     soonest, unless that has had MOST_SHARES already. A unit with one source, which is taken
     verbatim, counts as its peer's burden.
 

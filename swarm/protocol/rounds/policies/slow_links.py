@@ -212,8 +212,8 @@ class RosterLinks:
     Attributes:
         slowest_first: the senders; those with unmeasured links come last.
         num_waiting: how many of them wait.
-        gaps: numbers of senders after which the next one needs so much less that those before it
-            may be too slow, each with the time that the next one needs.
+        gaps: numbers of senders, each with the time that the next one needs. The next one needs so
+            much less that those before it may be too slow.
     """
 
     def __init__(self, senders: Iterable[Sender]) -> None:
