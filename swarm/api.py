@@ -111,7 +111,7 @@ def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> 
         weights: by Hugging Face name, as `load_export` gives; None for those of the run's seed.
 
     Raises:
-        BadBlob: the weights are not those of this model: a tensor is missing, is no tensor of the
+        BadBlob: the weights are not those of this model: a tensor is missing, is not one of the
             model, or has another shape.
     """
     if weights is None:

@@ -180,7 +180,7 @@ class BadMessage(HostileInput):
 
 
 class BadManifest(HostileInput):
-    """A manifest without certificate, or that is no successor of its parent."""
+    """A manifest without certificate, or that is not a successor of its parent."""
 
 
 class TooCostly(HostileInput):

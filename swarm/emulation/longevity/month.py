@@ -237,7 +237,7 @@ def world(seed: int) -> Iterator[World]:
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
     gc.collect()
-    gc.freeze()  # imported modules are no garbage of a month, and a look at them takes 0.5 s
+    gc.freeze()  # imported modules are not garbage of a month, and a look at them takes 0.5 s
     try:
         with tempfile.TemporaryDirectory(prefix="longevity-", dir=place) as folder:
             yield World(Path(folder), seed)

@@ -134,7 +134,7 @@ def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
 
     The peers that showed the tip may be far behind this peer's last vote, so no height is high
     enough. They may also be on a chain that leaves this peer out, while another chain counts it. A
-    peer that is no member of the tip, and no voter on the way to it, is a newcomer. If every
+    peer that is not a member of the tip, nor a voter on the way to it, is a newcomer. If every
     newcomer with an old key abstained, a few that are invited together would leave no quorum.
 
     Args:

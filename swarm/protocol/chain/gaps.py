@@ -69,7 +69,7 @@ class Filling:
             sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Raises:
-            BadMessage: reason `false_heads`: the links are no steps from the newest one here.
+            BadMessage: reason `false_heads`: the links are not steps from the newest one here.
         """
         if not page:
             raise BadMessage("false_heads", "there are no heads")

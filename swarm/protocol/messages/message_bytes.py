@@ -186,7 +186,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
     """A manifest with valid names and a valid book; cached, since the same come again and again.
 
     Raises:
-        BadManifest: it is no manifest, a name in it is invalid, or its samples are in no order.
+        BadManifest: it is not a manifest, a name in it is invalid, or its samples are out of order.
     """
     manifest = decode_manifest(encoded)
     wrong = schemas.wrong_name(

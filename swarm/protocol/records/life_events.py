@@ -251,7 +251,7 @@ class EventReader:
         """Kind, time and fields of a whole line.
 
         Raises:
-            ValueError: the line is no event of this version; the error names the field.
+            ValueError: the line is not an event of this version; the error names the field.
         """
         found = self.read(line)
         kind, time = found.pop("event", None), found.pop("time", None)

@@ -160,7 +160,7 @@ class Acceptor(Role):
                 self.standing.persist_promise(ballot)
             self.out.post(source, self.contributor.ready(ballot))
         elif self.standing.is_member:
-            # A member that abstains, or has no vote, contributes; attempt 0 is no promise.
+            # A member that abstains, or has no vote, contributes; attempt 0 is not a promise.
             self.out.post(source, self.contributor.ready(messages.Ballot(0, self.tip.order[0])))
 
     def on_propose(self, source: PeerId, propose: messages.Propose) -> None:

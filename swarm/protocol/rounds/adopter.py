@@ -117,7 +117,7 @@ class Adopter(Role):
             tuple(dict.fromkeys([source, *signers])),
             moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
-            # A newer target is no progress: only blobs are [X2].
+            # Only blobs are progress [X2]; a newer target is not.
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
             began_at=replaced.began_at if replaced else self.now,

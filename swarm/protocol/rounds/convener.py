@@ -229,7 +229,7 @@ class Convener(Role):
     def _relieve(self, campaign: Campaign) -> bool:
         """Reassigns the units of reducers that are alive but stuck, once per campaign [C4].
 
-        Two peers that cannot reach each other are no reason to drop the work of either: others
+        Two peers that cannot reach each other are not a reason to drop the work of either: others
         reach both.
         """
         stuck = self.averaging.late_reducers(campaign.roster)

@@ -50,7 +50,7 @@ class Invitation(Strict):
     uses: Annotated[int, Field(ge=1, le=MAX_USES)]
     """How many peers may join with it; a peer that comes back does not count again."""
     invites: Annotated[int, Field(ge=0, le=MAX_INVITES)]
-    """How many peers each guest may invite in turn; with 0 it is no anchor."""
+    """How many peers each guest may invite in turn; with 0 it is not an anchor."""
     last_round: _Round
     """The last round whose manifest may take somebody in with it."""
     inviter: _Peer
@@ -119,7 +119,7 @@ def invitation_problem(
         run: id of the run.
         number: training round of the manifest that is to take it in.
         uses: uses in the manifest before, and by guests of the same round.
-        left: peers that the inviter may still let in; 0 where it is no anchor.
+        left: peers that the inviter may still let in; 0 where it is not an anchor.
     """
     if invitation.run != run and invitation.run.startswith(GATHERING):
         return "the invitation was for the peers with which a run begins, and this run has begun"
@@ -127,8 +127,8 @@ def invitation_problem(
         return f"the invitation is for another run, {invitation.run}"
     if left <= 0:
         return (
-            f"the invitation is from {invitation.inviter}, which is no anchor of this run or has "
-            "let in as many as it may"
+            f"the invitation is from {invitation.inviter}, which is not an anchor of this run, or "
+            "has let in as many as it may"
         )
     if number > invitation.last_round:
         return (
@@ -183,12 +183,12 @@ def from_text(text: str) -> PrivateInvitation:
     """Reads an invitation that somebody has sent.
 
     Raises:
-        InvitationError: the text is no invitation, or is damaged.
+        InvitationError: the text is not an invitation, or is damaged.
     """
     body = text.strip()
     if len(body) > MAX_TEXT or not body.startswith(_PREFIX):
         raise InvitationError(
-            f"{body[:40]!r} is no invitation: one begins with {_PREFIX}",
+            f"{body[:40]!r} is not an invitation: one begins with {_PREFIX}",
             hint="pass on the whole line that swarm-invite printed",
         )
     try:

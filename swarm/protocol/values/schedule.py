@@ -43,7 +43,7 @@ class Schedule:
         shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
         stagger: whether units of one kind have different slots, and are exchanged later if missed.
             Otherwise all experts are due in the same rounds: the multiples of their period.
-        rounds: training rounds of the run; the last one is no slice, so that it exchanges all work.
+        rounds: training rounds of the run; the last one is not a slice, so it exchanges all work.
     """
 
     experts_every: int = 1

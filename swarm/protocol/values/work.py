@@ -160,7 +160,7 @@ def reformed_book(book: Book, quotas: Counts) -> Book:
 
 
 def book_problem(book: Book) -> str | None:
-    """Why this is no valid book, whatever book was before it; None if it is one.
+    """Why this is not a valid book, after whichever book; None if it is.
 
     Every sample before the cursor is in at most one stretch, and none is at or after it.
     """

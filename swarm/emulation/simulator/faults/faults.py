@@ -36,7 +36,7 @@ class Mix:
     most_owners: int | None = None
     """Largest number of owners of an expert; None: as many as there are peers."""
     strangers: float = 0.2
-    """Chance that a peer is no founder but joins later."""
+    """Chance that a peer does not found the run but joins later."""
     minority_only: bool = False
     """Whether a strict majority is spared from every fault."""
     majority_dies: bool = False
@@ -194,7 +194,7 @@ class Draw:
         return replace(setup, known=frozenset(known), credentials=guests.at_once)
 
     def _newcomers(self) -> list[PeerId]:
-        """Peers that are no founders."""
+        """Peers that do not found the run."""
         return self.strangers
 
     def scenario(self) -> Scenario:

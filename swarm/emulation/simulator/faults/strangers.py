@@ -25,7 +25,7 @@ Forgery = Callable[[World], Forged]
 
 
 def forge(world: World, forgery: Forgery) -> None:
-    """Sends forged messages of strangers, which are no peers here, to the peers."""
+    """Sends forged messages of strangers, which are not peers here, to the peers."""
     for source, (header, message) in forgery(world):
         left = world.door.let_in(source, header, message)
         for node in list(world.nodes.values()):

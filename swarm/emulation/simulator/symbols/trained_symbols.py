@@ -408,8 +408,8 @@ class Model:
     def _rebase(self, expert: int, choice: ExpertDecision) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         base, value = self.progress[expert]
-        # The difference is nothing if my offer was merged. It is unknown if the merge is so old that
-        # the value before it need not be kept any more.
+        # The difference is nothing if my offer was merged. It is unknown if the merge is old enough
+        # that the value before it need not be kept.
         if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return

@@ -338,7 +338,7 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
 
 
 def _trust(member: Member | None) -> tuple[bool, int, int, int]:
-    """What anchors have said of a member; for a peer that is no member, the default."""
+    """What anchors have said of a member; the default for any other peer."""
     if member is None:
         return False, 0, 0, 1
     return member.vouched, member.invites, member.given, member.weight

@@ -129,7 +129,7 @@ def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
 
 
 def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
-    """Tokens of each contributor, in peer-id order; late offers are no contributions [W2]."""
+    """Tokens of each contributor, in peer-id order; late offers are not contributions [W2]."""
     return {peer: offers[peer].tokens for peer in sorted(offers) if not offers[peer].is_late}
 
 
