@@ -138,7 +138,7 @@ class SupervisedThread:
 
 
 class _Work:
-    """The queue and the threads of a pool. It does not refer to the pool, so threads keep none."""
+    """The queue and threads of a pool. Threads refer only to this, so they keep no pool alive."""
 
     def __init__(self, name: str, begin: Callable[[], object] | None) -> None:
         self.name, self.begin = name, begin

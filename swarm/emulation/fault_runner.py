@@ -298,7 +298,7 @@ class FaultRunner:
         self.swarm.environment = {**self.swarm.environment, **variable}
 
     def begin(self, run_s: float = LONGEST_S) -> None:
-        """Starts the plan's clock after the swarm's start; timed faults end after `run_s`."""
+        """Starts the plan's clock after the swarm's start; no timed fault comes after `run_s`."""
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:
