@@ -133,11 +133,9 @@ def production_timers(
 
     T_red and T_vote are three times the time of the bytes at the measured rate, and of making
     values from deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
-    T_reform is no shorter than T_att, and at least 10 minutes, unless the run fixes it. A fetch may
-    bring the whole model [X2].
-
-    No timer follows the length of rounds: timers and rounds would lengthen each other. A peer that
-    starts again knows of no rounds, and live peers are heard every few seconds.
+    T_reform is at least T_att and 10 minutes, unless the run fixes it. A fetch may bring the whole
+    model [X2]. No timer follows the length of rounds: both would lengthen each other. A peer that
+    starts again knows no rounds, and live peers are heard every few seconds.
 
     Args:
         measured: sizes and rate.
