@@ -141,7 +141,7 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("merging.interval_steps=70", "70 is not a multiple of the local steps 50"),
         ("round.shared_every=2", "round.shared_every: needs round.stagger = true, or most rounds"),
         ("round.shared_every=65", "round.shared_every = 65: input should be less than or equal"),
-        ("merging.top_k=8", "8 must be below model.num_experts 8, since an expert is no donor"),
+        ("merging.top_k=8", "8 must be below model.num_experts 8, since an expert does not"),
         ("train.batch_tokens=100", "100 is not a multiple of a micro-batch of 8 x 64 tokens"),
         ("routing.bias_update_rate=0.01", "needs model.scoring_func = sigmoid; no decoder of"),
         ("routing.capacity_factor=0", "routing.capacity_factor = 0: input should be greater"),

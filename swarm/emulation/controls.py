@@ -1,8 +1,8 @@
-"""How a drill reaches into a peer process: files in a folder that both know.
+"""How a drill controls a peer process: files in a folder that both know.
 
-A *trap* stops the first peer that comes to its phase in its role. Whoever comes takes the file
-away by renaming it, so that one trap catches one peer, then stops itself: what happens next, and
-exactly there, is the drill's to decide. `Controls` are what a running peer looks up now and then.
+A *trap* stops the first peer that comes to its phase in its role. That peer renames the trap's
+file, so that one trap catches one peer, and then stops itself. The drill decides what happens next,
+at exactly that place. `Controls` are settings that a running peer looks up now and then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Trap:
         phase: see `fault_plan.FaultPhase`.
         round: the round being worked on is at least this.
         peer: number of the peer; None for any.
-        role: what it must be at that moment; None for anything.
+        role: of the peer at that moment; None for any.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Caught:
 
 @dataclass(frozen=True)
 class Controls:
-    """What a running peer is told.
+    """Settings of a running peer.
 
     Attributes:
         step_s: a local step takes at least so long: compute as a timed wait.
-        slow: and so many times longer.
+        slow: a local step takes so many times longer.
         skew_s: the wall clock is ahead by so much.
     """
 
@@ -90,7 +90,7 @@ class ControlFolder:
         _write(self.path / "armed" / trap.name, asdict(trap))
 
     def disarm(self, name: str) -> None:
-        """Takes a trap away that caught nobody."""
+        """Takes away a trap that caught no peer."""
         (self.path / "armed" / name).unlink(missing_ok=True)
 
     def armed(self) -> list[Trap]:
@@ -100,7 +100,7 @@ class ControlFolder:
         return [Trap(**values) for values in found if values]
 
     def take(self, trap: Trap, caught: Caught) -> bool:
-        """Says that a peer stands in a trap; False when another was faster."""
+        """Notes that a peer stands in a trap; False when another was faster."""
         taken = self.path / "armed" / f"{trap.name}.taken"
         try:
             os.rename(self.path / "armed" / trap.name, taken)
@@ -111,25 +111,25 @@ class ControlFolder:
         return True
 
     def caught(self, name: str) -> Caught | None:
-        """Who stands in a trap, or stood there."""
+        """The peer that stands in a trap, or stood there."""
         values = _read(self.path / "caught" / name)
         return Caught(**values) if values else None
 
     def forget(self, name: str) -> None:
-        """Who stood in a trap died there: it may be set again."""
+        """The peer in a trap died there: the trap may be set again."""
         (self.path / "caught" / name).unlink(missing_ok=True)
 
     def controls(self, peer: int) -> Controls:
-        """What a peer is told now."""
+        """The settings that a peer has now."""
         values = _read(self.path / "controls" / str(peer)) or _read(self.path / "controls" / "all")
         return Controls(**values) if values else Controls()
 
     def tell_all(self, controls: Controls) -> None:
-        """What every peer is told that was told nothing else."""
+        """Gives settings to all peers that have none of their own."""
         _write(self.path / "controls" / "all", asdict(controls))
 
     def tell(self, peer: int, **changed: float) -> None:
-        """Changes what a peer is told."""
+        """Changes some settings of a peer."""
         told = replace(self.controls(peer), **changed)
         _write(self.path / "controls" / str(peer), asdict(told))
 

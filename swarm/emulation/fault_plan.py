@@ -49,11 +49,11 @@ FaultPhase = Literal[
 ]
 """Where in a round a peer is; `peers/emulated.py` says at which place of the program."""
 Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
-"""What a peer is at that moment; `bootstrap` is the peer that founded the run."""
+"""The role of a peer at that moment; `bootstrap` is the peer that founded the run."""
 Victim = section.NonNegative | Role | Literal["random", "any"]
-"""A number, who has a role, one drawn at random, or who comes first to the fault's phase."""
+"""A number, the peer that has a role, one at random, or the first that comes to the phase."""
 Seconds = section.PositiveReal | tuple[section.PositiveReal, section.PositiveReal]
-"""A duration, or two between which it is drawn."""
+"""A duration, or two between which one is drawn."""
 
 ROLES: tuple[str, ...] = get_args(Role)
 
@@ -64,7 +64,7 @@ class At(section.Section):
     round: section.Positive | None = None
     """The round, counted from 1."""
     phase: FaultPhase | None = None
-    """Phase of that round, or of the first later one that has it; without it the fault comes as
+    """Phase of that round, or of the first later one that has it. Without it the fault comes as
     soon as the round begins."""
     after_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds after all peers have started."""
@@ -103,11 +103,11 @@ class Kill(_OfOnePeer):
 
     kind: Literal["kill"]
     for_s: Seconds | None = None
-    """Started again on its state after so long; without it, it stays dead."""
+    """Started again on its state after so long; without it the peer stays dead."""
 
 
 class Restart(_OfOnePeer):
-    """Starts a peer that is down; one that runs is killed before."""
+    """Starts a peer that is down. One that runs is killed before."""
 
     kind: Literal["restart"]
 
@@ -157,7 +157,7 @@ class Cut(section.Section):
     kind: Literal["cut"]
     peer: Victim
     to: section.NonNegative | Literal["random"] | None = None
-    """Number of the other peer; without it all others."""
+    """Number of the other peer. Without it the cut is from all others."""
     one_way: bool = False
     """Only what `peer` sends is lost."""
     for_s: Seconds | None = None
@@ -206,7 +206,7 @@ class FaultPlan(section.Section):
 
     @property
     def needs_links(self) -> bool:
-        """Whether anything in it cuts links."""
+        """Whether a fault in it cuts links."""
         return any(isinstance(fault, NEEDS_LINKS) for fault in self.fault)
 
 
@@ -236,11 +236,11 @@ def parse_plan(text: str, *, source: str) -> FaultPlan:
 
 def _explain(error: ValidationError) -> str:
     problem = section.first_problem(error)
-    # The tag of the chosen kind is part of the location; people wrote no such key.
+    # The tag of the chosen kind is part of the location, but no key that people wrote.
     is_kind = len(problem["loc"]) > 2 and problem["loc"][0] == "fault"
     kind = KINDS.get(str(problem["loc"][2])) if is_kind else None
     where = (*problem["loc"][:2], *problem["loc"][3:]) if is_kind else problem["loc"]
-    # Of a union the location names the tried types as well.
+    # The location also names the tried types of a union.
     is_unknown = problem["type"] == "extra_forbidden"
     key = section.key_of(
         part for part in where if isinstance(part, int) or part in KEYS or is_unknown
@@ -259,12 +259,12 @@ def _explain(error: ValidationError) -> str:
 
 
 def drawn_s(span: Seconds, draw: random.Random) -> float:
-    """A duration from what a plan says of it."""
+    """A duration as a plan gives it."""
     return draw.uniform(*span) if isinstance(span, tuple) else float(span)
 
 
 def moments(at: At, draw: random.Random, until_s: float) -> list[float]:
-    """Seconds from the start to `until_s` at which a timed fault is due; empty for a round's."""
+    """Seconds from the start to `until_s` at which a timed fault is due; none for a round's."""
     if at.after_s is not None:
         return [at.after_s] if at.after_s <= until_s else []
     if at.every_s is None:

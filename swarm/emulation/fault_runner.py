@@ -1,4 +1,4 @@
-"""Carries out a fault plan on a local swarm: what each kind of fault does, and its end."""
+"""Carries out a fault plan on a local swarm: the effect of each kind of fault, and its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import ConfigError, SwarmError
 
 RETRY_S = 1.0
-"""A peer that is to be started again but still leaves is looked at so often."""
+"""Interval of retries: of a restart while its peer still leaves, of a fault with too many away."""
 OLD_ADDRESS_SHARE = 0.25
-"""So many restarts are given the founder's first address, whether it lives or not."""
+"""So many restarts are given the founder's first address, even if the founder is dead."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class FaultActions:
     """Carries faults out, and takes them back when their time is over.
 
     Attributes:
-        swarm: whom they meet.
+        swarm: whose peers the faults meet.
         folder: carries commands to the peers.
         draw: of durations, other ends and addresses.
         happened: faults carried out so far.
@@ -84,7 +84,7 @@ class FaultActions:
         self.away[peer.index] = None
 
         def return_it() -> None:
-            # An emptied entry means that it went away for good meanwhile.
+            # An emptied entry means that the peer left for good meanwhile.
             if peer.index in self.away:
                 self.away[peer.index] = time.time()
             undo()
@@ -94,11 +94,11 @@ class FaultActions:
     # ------------------------------------------------ faults
 
     def carry_out(self, fault: fault_plan.Fault, peer: LocalPeer | None) -> Happened:
-        """Does it; returns what is noted of it.
+        """Carries a fault out; returns its note.
 
         Args:
             fault: of a plan.
-            peer: whom it meets; None for the kinds that meet nobody in particular.
+            peer: whom the fault meets; None for kinds that meet no single peer.
         """
         wanted = getattr(fault, "peer", None)
         noted = Happened(
@@ -205,7 +205,7 @@ class FaultActions:
         self.swarm.restart(peer, ["--initial-peers", self._address()])
 
     def _address(self) -> str:
-        """Of a living peer or, now and then, the founder's, whether it lives or not."""
+        """Of a living peer or, now and then, the founder's, even if the founder is dead."""
         there = [p for p in self.swarm.peers if p.alive and p.index not in self.gone]
         known = [p.last_address for p in there if p.last_address]
         first = self.swarm.peers[0].last_address
@@ -217,8 +217,7 @@ class FaultActions:
 
 
 PROGRAM = "peers.emulated"
-"""What the peers of a swarm under faults run."""
-"""A random fault that finds too many peers away is tried again so soon."""
+"""The program of peers in a swarm under faults."""
 POLL_S = 0.1
 LONGEST_S = 30 * 86400.0
 
@@ -228,16 +227,16 @@ class Bounds:
     """What counts as a hang, in seconds."""
 
     manifest_s: float = 180.0
-    """Longest wait for the next manifest, whatever happened."""
+    """Longest wait for the next manifest, after any fault."""
     return_s: float = 300.0
-    """Longest wait until a peer that is there again contributes."""
+    """Longest wait until a peer that is back contributes."""
     trap_s: float = 300.0
     """Longest wait until a peer comes to the place where a fault is to meet it."""
 
 
 @dataclass
 class FaultRunner:
-    """Carries out what a plan says, when it says so; see `poll`.
+    """Carries out a plan at its times; see `poll`.
 
     Attributes:
         swarm: its peers run `PROGRAM`; not yet started.
@@ -266,7 +265,7 @@ class FaultRunner:
         """Checks plan and swarm against each other.
 
         Raises:
-            ConfigError: the plan names a peer that does not exist, or cuts links that it may not.
+            ConfigError: the plan names a peer that does not exist, or needs links that can be cut.
         """
         self.folder = ControlFolder(self.swarm.folder / "emulation")
         self.draw = random.Random(self.plan.seed)
@@ -290,7 +289,7 @@ class FaultRunner:
         return self.actions.happened
 
     def prepare(self) -> None:
-        """Makes the swarm's peers ones that obey; call it before the swarm starts."""
+        """Makes the swarm's peers obey a drill; call it before the swarm starts."""
         self._seen = (-1, time.monotonic())
         self.folder.create()
         self.folder.tell_all(Controls(step_s=self.plan.step_s))
@@ -299,7 +298,7 @@ class FaultRunner:
         self.swarm.environment = {**self.swarm.environment, **variable}
 
     def begin(self, run_s: float = LONGEST_S) -> None:
-        """Starts the plan's clock once the swarm has; no timed fault comes later than `run_s`."""
+        """Starts the plan's clock after the swarm's start; no timed fault comes after `run_s`."""
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:
@@ -332,17 +331,17 @@ class FaultRunner:
         return True
 
     def stop_faults(self) -> None:
-        """No new faults; those under way are still taken back when their time comes."""
+        """No new faults begin; those under way are still taken back in time."""
         for name in self._trapped:
             self.folder.disarm(name)
         self._trapped, self._by_round, self._is_stopped = {}, [], True
 
     def all_back(self) -> bool:
-        """Whether everybody who is to come back contributes again."""
+        """Whether all peers that are to come back contribute again."""
         return not self.actions.away
 
     def all_done(self) -> bool:
-        """Whether all faults of rounds have happened and everybody is back."""
+        """Whether all faults of rounds have happened and all peers are back."""
         return not self._by_round and not self._trapped and self.all_back()
 
     # ------------------------------------------------ when
@@ -352,7 +351,7 @@ class FaultRunner:
         return self.plan.max_down or max((self.swarm.num_peers - 1) // 2, 1)
 
     def _begin_rounds(self) -> None:
-        """Faults of rounds that have begun: now, or as soon as a peer comes to their phase."""
+        """Begins faults of rounds that have begun: now, or once a peer comes to their phase."""
         began = self._round() + 1
         for number in list(self._by_round):
             fault = self.plan.fault[number]
@@ -361,7 +360,7 @@ class FaultRunner:
             if self.plan.in_order and (is_away or busy >= self._most_down):
                 return
             if fault.at.phase:
-                # Set at once, however far away its round is: peers count better than this does.
+                # Set at once, even if its round is far away: peers count better than this does.
                 self._by_round.remove(number)
                 self._arm(number, fault)
             elif (fault.at.round or 0) <= began:
@@ -392,7 +391,7 @@ class FaultRunner:
             peer.resume()
 
     def _meet(self, fault: fault_plan.Fault) -> None:
-        """A fault without a trap is due; a random one waits while too many are away."""
+        """A fault without a trap is due. A random one waits while too many peers are away."""
         wanted = getattr(fault, "peer", None)
         if self._is_stopped:
             return
@@ -450,7 +449,7 @@ class FaultRunner:
 
 
 def _trap_of(name: str, fault: fault_plan.Fault, draw: random.Random, num_peers: int) -> Trap:
-    """Where a fault is to meet its peer."""
+    """The trap in which a fault is to meet its peer."""
     assert fault.at.phase and fault.at.round
     wanted = getattr(fault, "peer", None)
     peer = wanted if isinstance(wanted, int) else None

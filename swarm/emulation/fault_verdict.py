@@ -13,9 +13,9 @@ from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import applied
 
 Histories = Sequence[Sequence[Event]]
-"""Of the peers, by their number; empty for one that never was in the run."""
+"""Of the peers, by their number; empty for a peer that was never in the run."""
 AWAY = ("kill", "pause", "cut", "partition")
-"""Faults after which a peer has to come back."""
+"""Kinds of faults after which a peer has to come back."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Round:
         number: of the round.
         ended_s: seconds since 1970 at which the first peer applied it.
         seconds: since the round before; a merge between the two is included.
-        tokens: that it counted.
-        contributors: ids of the peers whose work it has.
+        tokens: that the round counted.
+        contributors: ids of the peers whose work is in the round.
     """
 
     number: int
@@ -90,8 +90,8 @@ def ids_of(histories: Histories) -> dict[int, str]:
 def rounds_hit(fault: Happened, histories: Histories) -> list[Round]:
     """Rounds from the one in which a fault fell to the first with its peers again.
 
-    Of one that nobody comes back from, and of the kinds that take nobody away, the round in which
-    it fell.
+    If no peer comes back from the fault, or its kind takes none away, this is only the round in
+    which it fell.
     """
     after = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
     back_s = fault.until_s if fault.kind in AWAY else None
@@ -106,7 +106,7 @@ def rounds_hit(fault: Happened, histories: Histories) -> list[Round]:
 
 
 def quiet_rounds(faults: Sequence[Happened], histories: Histories) -> list[Round]:
-    """Rounds that no fault had anything to do with."""
+    """Rounds that no fault touched."""
     hit = {found.number for fault in faults for found in rounds_hit(fault, histories)}
     return [found for found in rounds_of(histories) if found.number not in hit]
 
@@ -114,10 +114,10 @@ def quiet_rounds(faults: Sequence[Happened], histories: Histories) -> list[Round
 def fault_reports(
     faults: Sequence[Happened], histories: Histories, started_s: float
 ) -> list[dict[str, Any]]:
-    """What each fault was and cost, for a verdict.
+    """Each fault and its cost, for a verdict.
 
-    `seconds_lost` is by how much the rounds of `rounds_hit` were longer than the median of the
-    quiet ones; where faults overlap, each is charged with all of it.
+    `seconds_lost` is how much longer the rounds of `rounds_hit` were than the median of the quiet
+    ones. Where faults overlap, each is charged with all of it.
 
     Times are counted from `started_s`, in seconds since 1970.
     """
@@ -146,10 +146,10 @@ def fault_reports(
 
 
 def rounds_without_owner(fault: Happened, histories: Histories) -> int:
-    """Rounds after a fault in which experts of its victims belonged to nobody who was there.
+    """Rounds after a fault in which no peer that was there owned some of its victims' experts.
 
-    A victim is there again once it applies a manifest before the next round ends. All others are
-    taken to be there: what an adopter is met by itself is another fault's matter.
+    A victim is there again once it applies a manifest before the next round ends. All others count
+    as there: a fault that meets an adopter is counted by itself.
     """
     lost: set[int] = set()
     for peer in fault.peers:
@@ -171,7 +171,7 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
 
 
 def _of_round(events: Sequence[Event], found: Round) -> list[Event]:
-    """Its manifest and perhaps its merge, which who comes back may find at once."""
+    """Its manifest and perhaps its merge: a peer that comes back may find both at once."""
     return [event for event in applied(events) if event["round"] == found.number]
 
 
@@ -180,9 +180,9 @@ def living_s(
 ) -> float:
     """Seconds of a span in which a peer could have trained.
 
-    It lives from each `started` of its history to the next kill, or to its end; pauses are left
-    out, and the time in which a process loads its libraries. Being cut off, late, or without the
-    newest model is no excuse.
+    It lives from each `started` of its history to the next kill, or to its end. Pauses are left
+    out, and so is the time in which a process loads its libraries. A peer that is cut off, late, or
+    without the newest model counts as living.
     """
     from_s, to_s = span
     mine = [fault for fault in faults if peer in fault.peers]
@@ -208,9 +208,9 @@ class Goodput:
     Attributes:
         committed_tokens: in the rounds of the span.
         possible_tokens: `tokens_per_s` x the sum of `living_s` over the peers.
-        tokens_per_s: of one peer in an undisturbed round, waiting for the others included: the
-            median over rounds before the span of tokens / contributors / seconds, or what a peer
-            trains that never waits if that is less.
+        tokens_per_s: of one peer in an undisturbed round, including its waits for the others. It is
+            the median of tokens / contributors / seconds over rounds before the span, or the pace
+            of a peer that never waits if that is less.
     """
 
     committed_tokens: int
@@ -219,7 +219,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Committed over possible tokens; None where the pace of a peer was never seen."""
+        """Committed over possible tokens; None if no pace of a peer was seen."""
         return self.committed_tokens / self.possible_tokens if self.possible_tokens else None
 
 
@@ -236,7 +236,7 @@ def goodput(
         histories: of all peers.
         warm_up_rounds: so many rounds ended before the first fault; they set the pace.
         most_tokens_per_s: of one peer that only takes local steps. Rounds that overlap with steps
-            can end closer together than these last, as those after a late start do.
+            can end closer together than the steps last, as after a late start.
     """
     rounds = rounds_of(histories)
     calm, rest = rounds[:warm_up_rounds], rounds[warm_up_rounds:]

@@ -1,7 +1,7 @@
-"""Link conditions, and what an emulated network can do; how packets pass is computed here.
+"""Link conditions, and the faults of an emulated network. Computes when packets arrive.
 
-The link of a peer lies between it and the middle of the network, as an access line does: what two
-peers see of each other is the line up of one, the line down of the other, and the delay of both.
+The link of a peer lies between it and the middle of the network, as an access line does. Two peers
+are connected by the line up of one, the line down of the other, and the delay of both.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 MOST_QUEUED_S = 0.25
-"""A line queues so much before it drops packets: what home routers do."""
+"""A line queues packets for so long before it drops more, as home routers do."""
 
 
 @dataclass(frozen=True)
 class Bursts:
     """Losses in bursts: the chain of Gilbert and Elliott, as netem's `loss gemodel p r 1-h 1-k`.
 
-    Before each packet the line may change its state, and a packet is lost by the state before that.
+    Before each packet the line may change its state. The state before that decides on the loss.
 
     Attributes:
-        p_pct: good lines that turn bad, percent of packets.
-        r_pct: bad lines that turn good; bad stretches are 100 / r_pct packets long in the mean.
-        lost_bad_pct: of the packets on a bad line, netem's 1-h.
-        lost_good_pct: of those on a good one, netem's 1-k.
+        p_pct: chance that a good line turns bad at a packet, percent.
+        r_pct: chance that a bad line turns good; bad stretches have 100 / r_pct packets on average.
+        lost_bad_pct: share of packets lost on a bad line, netem's 1-h.
+        lost_good_pct: share of packets lost on a good line, netem's 1-k.
     """
 
     p_pct: float
@@ -49,7 +49,7 @@ class Link:
         up_mbit, down_mbit: rates in Mbit/s from and to the peer.
         rtt_ms: round-trip time between two peers that both have this link.
         loss_pct: packets lost at random each way between two such peers, percent.
-        bursts: packets lost in bursts, in its place.
+        bursts: packets lost in bursts, in place of `loss_pct`.
     """
 
     up_mbit: float
@@ -65,7 +65,7 @@ class Link:
 
 
 def one_way_s(source: Link, target: Link) -> float:
-    """Delay between two peers: half of what a round trip takes, to which each has a half."""
+    """Delay between two peers: half a round trip, to which each link adds a half."""
     return (source.rtt_ms + target.rtt_ms) / 4000
 
 
@@ -73,7 +73,7 @@ class Links(Protocol):
     """An emulated network whose links can be cut; peers are named by their number."""
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
-        """What a peer's command begins with, and its arguments that say where it listens."""
+        """The beginning of a peer's command, and the arguments that say where it listens."""
 
     def cut(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Loses everything from the first to the second of each pair."""
@@ -82,7 +82,7 @@ class Links(Protocol):
         """Ends cuts of these pairs; a partition stays."""
 
     def partition(self, groups: Sequence[Sequence[int]]) -> None:
-        """Loses everything between different groups; whoever is in none reaches nobody."""
+        """Loses everything between different groups; a peer in no group reaches nobody."""
 
     def heal(self) -> None:
         """Ends all cuts and partitions."""
@@ -93,14 +93,14 @@ class Links(Protocol):
 
 @dataclass
 class Cuts:
-    """Who does not reach whom."""
+    """Which peers do not reach which others."""
 
     pairs: set[tuple[int, int]] = field(default_factory=set)
     group_of: dict[int, int] | None = None
     """None without a partition."""
 
     def loses(self, source: int, target: int) -> bool:
-        """Whether nothing gets from one peer to another."""
+        """Whether no packet gets from one peer to another."""
         if (source, target) in self.pairs:
             return True
         if self.group_of is None:
@@ -113,7 +113,7 @@ class Cuts:
         self.group_of = {peer: i for i, group in enumerate(groups) for peer in group}
 
     def heal(self) -> None:
-        """Everybody reaches everybody."""
+        """All peers reach each other."""
         self.pairs, self.group_of = set(), None
 
 
@@ -160,7 +160,7 @@ class Losses:
 
 @dataclass
 class Access:
-    """The two lines of a peer's link, and what is lost before them."""
+    """The two lines of a peer's link, and the losses before them."""
 
     link: Link
     losses: Losses
@@ -172,15 +172,15 @@ class Shaper:
     """Packets on their way between peers; knows nothing of sockets or clocks.
 
     A packet takes the receiver's line only when it has left the sender's: while it queues there,
-    the packets of others pass. Moments are seconds, and each call's is none before the last's.
+    the packets of others pass. Moments are seconds. No call's moment is before the last call's.
 
     Attributes:
-        cuts: who does not reach whom.
-        packets: what became of packets -> how many.
+        cuts: which peers do not reach which others.
+        packets: fate of packets -> how many.
     """
 
     def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
-        """Nothing is on its way yet; peers have several links in turn, `seed` is of losses."""
+        """Starts without packets. Peers get the links in turn; `seed` is of losses."""
         self._links = (link,) if isinstance(link, Link) else tuple(link)
         self.cuts = Cuts()
         self.packets: dict[str, int] = {}
@@ -196,7 +196,7 @@ class Shaper:
         return self._links[peer % len(self._links)]
 
     def access_of(self, peer: int) -> Access:
-        """A peer's lines, which all that it sends and gets shares."""
+        """A peer's lines, which everything that it sends and gets shares."""
         access = self._accesses.get(peer)
         if access is None:
             link = self.link_of(peer)
@@ -206,11 +206,11 @@ class Shaper:
 
     @property
     def next_s(self) -> float | None:
-        """When `arrived` has something to do again; None: nothing is on its way."""
+        """When `arrived` has work again; None: nothing is on its way."""
         return self._on_way[0][0] if self._on_way else None
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
-        """Takes a packet on its way, unless it is lost or the queue before the line up is full."""
+        """Sends a packet, unless it is lost or the queue before the line up is full."""
         access = self.access_of(source)
         if self.cuts.loses(source, target):
             self._count("cut")
@@ -264,8 +264,8 @@ PATCHBAY_RATES = "iroh's n0-computer/patchbay 2920b8c, docs/reference/patterns.m
 STARLINK_MS = "50 ms to anchors in Europe (median, UCLouvain; APNIC blog, 28 November 2022)"
 HANDOVERS = (
     "1 % in all as the preset of patchbay; half of the packets (Kassem et al., IMC 2022: up to "
-    "50 % at handovers) for 0.3 s of each 15 s (arXiv 2310.09242: links are chosen anew every 15 "
-    "s), at 833 packets a second; the 0.3 s follow from the 1 %"
+    "50 % at handovers) for 0.3 s of each 15 s (arXiv 2310.09242: links are chosen every 15 s), at "
+    "833 packets a second; the 0.3 s follow from the 1 %"
 )
 IN_FLIGHT = (
     "within what was measured in aeroplanes (Rula et al., WWW 2018, as F. Michel's QUIC-FEC, IFIP "
@@ -273,7 +273,7 @@ IN_FLIGHT = (
 )
 FEW_BURSTS = (
     "0.1 % in all as home-100-20-loss, in bursts of 3 packets: r = 33 %, of the middle of what "
-    "in-flight cites; that it fits a line on the ground is ours"
+    "in-flight cites; only we say that it fits a line on the ground"
 )
 
 
@@ -283,9 +283,9 @@ class Profile:
 
     Attributes:
         link: its figures.
-        rates: where its rates come from.
-        rtt: where its round trip does.
-        loss: where its losses do; "" of a link without any.
+        rates: source of its rates.
+        rtt: source of its round trip.
+        loss: source of its losses; "" for a link without any.
     """
 
     link: Link
@@ -334,6 +334,6 @@ PROFILES = {
         f"{IN_FLIGHT}; 0.3 to 10 Mbit/s", f"{IN_FLIGHT}; 100 to 400 ms one way", IN_FLIGHT,
     ),
 }  # fmt: skip
-"""By name. Six of a kind that loses packets: at random, or in bursts."""
+"""By name. Six of them lose packets, at random or in bursts."""
 LINKS = {name: profile.link for name, profile in PROFILES.items()}
 """By the name that `--link` takes."""

@@ -40,7 +40,7 @@ class LocalPeer:
         arguments: for the next start; they may be replaced while it does not run.
         environment: added to this process's own.
         program: module that is run.
-        prefix: what the command begins with, as to run in a network namespace.
+        prefix: the beginning of the command, as to run in a network namespace.
         process: the present or the last life.
     """
 
@@ -52,12 +52,12 @@ class LocalPeer:
     prefix: Sequence[str] = ()
     process: Popen[bytes] | None = None
     _sent: set[int] = field(default_factory=set)
-    """Signals that its present or last life was sent from here."""
+    """Signals that were sent from here to its present or last life."""
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
     _reader: EventReader = field(default_factory=EventReader)
     _events_read: tuple[Path, int] | None = None
-    """Whose first bytes are in `_events`."""
+    """The file whose first bytes are in `_events`, and their number."""
 
     @property
     def log_path(self) -> Path:
@@ -86,9 +86,9 @@ class LocalPeer:
 
     @property
     def own_end(self) -> int | None:
-        """The same of a life that was not ended by a signal from here; None of one that was.
+        """The exit code of a life that no signal from here ended; None otherwise.
 
-        A negative one is the signal of a crash, or of the system when memory is short.
+        A negative code is the signal of a crash, or of the system when memory is short.
         """
         code = self.exit_code
         return None if code is None or -code in self._sent else code
@@ -103,7 +103,7 @@ class LocalPeer:
 
     @property
     def last_address(self) -> str | None:
-        """The newest address that any life printed, if one has."""
+        """The newest address that any life printed; None if none did."""
         if not self.log_path.exists():
             return None
         found = JOIN_LINE.findall(self.log_path.read_text(errors="replace"))
@@ -116,7 +116,7 @@ class LocalPeer:
     def join_options(self, deadline_s: float = START_DEADLINE_S) -> list[str]:
         """The options of the line that the present life printed for others.
 
-        While it founds a run, they contain the invitation with which it counts its peers.
+        While it founds a run, they contain the invitation with which its peers are counted.
 
         Raises:
             SwarmError: it ended, or printed none in time.
@@ -150,7 +150,7 @@ class LocalPeer:
             _signal(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """They go on."""
+        """Lets them run again."""
         for pid in reversed(self._pids()):
             _signal(pid, signal.SIGCONT)
 
@@ -161,7 +161,7 @@ class LocalPeer:
         return [self.process.pid, *children_of(self.process.pid)]
 
     def kill(self) -> None:
-        """Kill -9, and waits until it has ended; nothing happens to one that never ran."""
+        """Kill -9, and waits for the end; does nothing to a peer that never ran."""
         self.send(signal.SIGKILL)
         if self.process:
             self.wait(10.0)
@@ -181,8 +181,8 @@ class LocalPeer:
     def events(self) -> list[Event]:
         """The peer's history of its present run over all its lives, oldest first.
 
-        Only what was added since the last call is read. A line being written, or torn by a kill,
-        is left out.
+        Only the events added since the last call are read. A line that is being written, or was
+        torn by a kill, is left out.
         """
         current = self.folder / "current_run"
         if not current.exists():
@@ -193,7 +193,7 @@ class LocalPeer:
         if self._events_read is None or self._events_read[0] != path:
             self._events, self._events_read = [], (path, 0)
             self._reader = EventReader()
-        if path.stat().st_size < self._events_read[1]:  # the file before became too large
+        if path.stat().st_size < self._events_read[1]:  # the earlier file became too large
             self._events_read = (path, 0)
         with path.open("rb") as file:
             file.seek(self._events_read[1])
@@ -216,7 +216,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def children_of(parent: int, program: str = "") -> list[int]:
-    """Processes that a process started and that still run; if a program is named, only its own."""
+    """Running children of a process; if a program is named, only that program's."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -68,7 +68,7 @@ class LocalSwarm:
             self.add(join)
 
     def add(self, arguments: Sequence[str]) -> LocalPeer:
-        """Starts one more peer with these arguments beside the common ones."""
+        """Starts one more peer with these arguments and the common ones."""
         index = len(self.peers)
         environment = {**self.environment, INDEX_VARIABLE: str(index)}
         peer = LocalPeer(index, self.folder / f"peer-{index}", [], environment, self.program)
@@ -77,7 +77,7 @@ class LocalSwarm:
         return peer
 
     def restart(self, peer: LocalPeer, arguments: Sequence[str]) -> None:
-        """Starts a peer on its old state with these arguments beside the common ones."""
+        """Starts a peer on its old state with these arguments and the common ones."""
         listen = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
         if self.links:
             peer.prefix, listen = self.links.place(peer.index)
@@ -117,7 +117,7 @@ class LocalSwarm:
         """Waits until a condition holds.
 
         Raises:
-            SwarmError: it does not hold in time, or a peer ended on its own with an error and the
+            SwarmError: it does not hold in time. Or a peer ended on its own with an error, and the
                 condition does not hold then.
         """
         end_s = time.monotonic() + timeout_s
@@ -157,7 +157,7 @@ def applied(events: Sequence[Event], *kinds: str) -> list[Event]:
 
 
 def tokens_lost(events: Sequence[Event]) -> int:
-    """Tokens whose shared result entered no manifest; a peer counts anew in each of its lives."""
+    """Tokens whose shared result entered no manifest; each life of a peer counts from zero."""
     lost, counted = 0, 0
     for event in events:
         if event["event"] == "started":
@@ -181,7 +181,7 @@ def bytes_sent(events: Sequence[Event]) -> int:
 
 
 def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[str, Any]:
-    """What a script wants to know of a finished swarm; call it after `stop`.
+    """The facts of a finished swarm that scripts use; call it after `stop`.
 
     Args:
         swarm: whose peers have ended.
@@ -189,7 +189,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
 
     `tokens_lost` counts tokens of local steps whose shared result entered no manifest of the
     winning chain. `bytes_sent_per_peer_per_round` is the mean of the blob bytes sent between
-    founding and end; what a life sent after its last round counts only if it ended politely.
+    founding and end. Bytes that a life sent after its last round count only if it ended politely.
     """
     histories = [events for peer in swarm.peers if (events := peer.events())]
     last = [applied(events)[-1] for events in histories if applied(events)]

@@ -1,4 +1,4 @@
-"""Emulated networks: namespaces where this user may make them, else TCP proxies of this process."""
+"""Emulated networks: namespaces if this user may make them, else TCP proxies of this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_PEERS = 250
 MTU_BYTES = 1500
 FAST_MBIT = 200.0
 FAST_MTU_BYTES = 9000
-"""Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
+"""Above FAST_MBIT packets are larger, as this process would be the bottleneck otherwise."""
 COMMAND_S = 10.0
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 ALLOWED = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
@@ -41,7 +41,7 @@ IDLE_S = 0.2
 def why_not_here() -> str | None:
     """Why this machine or user cannot have such a network; None if it can.
 
-    Tried once a process: root in a container may lack the capabilities, which nothing else tells.
+    Tried once a process: root in a container may lack the capabilities, which only a try shows.
     """
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -143,7 +143,7 @@ class NamespaceLinks:
             self._hidden |= set(peers)
 
     def close(self) -> None:
-        """Ends the thread and removes the namespaces; the peers in them have ended by now."""
+        """Ends the thread and removes the namespaces. The peers in them must have ended before."""
         self._thread.stop(5.0)
         for peer, handle in self._devices.items():
             os.close(handle)
@@ -155,7 +155,7 @@ class NamespaceLinks:
 
     @property
     def packets(self) -> dict[str, int]:
-        """What became of packets -> how many."""
+        """Fate of packets -> how many."""
         return self._shaper.packets
 
     def _forward(self) -> None:
@@ -169,7 +169,7 @@ class NamespaceLinks:
                 _write(self._devices[target], packet)
 
     def _send(self, packet: bytes, handle: int) -> None:
-        # IPv4 only: the destination is in bytes 16 to 19; the third says which peer.
+        # IPv4 only: the destination is in bytes 16 to 19; the third of them is the peer.
         if packet[0] >> 4 != 4:
             return
         with self._lock:
@@ -207,7 +207,7 @@ def _try_one() -> None:
 
 
 def _furnish(handle: int, peer: int, mtu_bytes: int) -> None:
-    """Makes the namespace of a peer, with the device whose other end is an open TUN."""
+    """Makes the namespace of a peer, with a device whose other end is an open TUN."""
     name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
     fcntl.ioctl(handle, TUNSETIFF, struct.pack("16sH22s", device.encode(), IFF_TUN_NO_PI, b""))
     _ip("netns", "add", name)
@@ -229,7 +229,7 @@ def _read_all(handle: int, mtu_bytes: int) -> list[bytes]:
 
 
 def _opens(packet: bytes) -> bool:
-    """Whether an IPv4 packet begins a TCP connection, or is of a protocol without any."""
+    """Whether an IPv4 packet opens a TCP connection, or is of a protocol without connections."""
     header_bytes = (packet[0] & 0x0F) * 4
     is_tcp = packet[9] == TCP and len(packet) > header_bytes + 13
     return not is_tcp or packet[header_bytes + 13] & (SYN | ACK) == SYN
@@ -251,7 +251,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _set_congestion(name: str, congestion: str) -> None:
-    """Inside a namespace the kernel takes only those that the machine allows to everybody."""
+    """A namespace may use only the congestion controls that the machine allows to everybody."""
     try:
         _ip("netns", "exec", name, "sh", "-c", f"echo {congestion} >{CONGESTION}")
     except SwarmError as error:
@@ -268,7 +268,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Namespaces of programs that were killed before they could take theirs down."""
+    """Removes namespaces of programs that were killed before they could do so."""
     for path in sorted(Path("/run/netns").glob("swarm-*-*")):
         pid = path.name.split("-")[1]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
@@ -277,12 +277,12 @@ def _remove_leftovers() -> None:
 
 CHUNK_BYTES = 16 * 1024
 MOST_CHUNKS = 256
-"""Of one direction of a connection on a line, and as many on their way."""
+"""Of one direction of a connection on a line, and as many in flight."""
 CUT_POLL_S = 0.1
 STOP_S = 5.0
 HOST = "127.0.0.1"
 Chunks = asyncio.Queue[tuple[float, bytes]]
-"""Each with the moment when it leaves, seconds of the monotonic clock; an empty one is the end."""
+"""Each chunk with the moment when it leaves, seconds of the monotonic clock. An empty one ends."""
 
 
 class ProxyLinks:
@@ -400,7 +400,7 @@ class ProxyLinks:
     ) -> None:
         up, down = self._shape.access_of(source).up, self._shape.access_of(target).down
         while chunk := await reader.read(CHUNK_BYTES):
-            while down.is_full(time.monotonic()):  # as TCP, which sends no more then
+            while down.is_full(time.monotonic()):  # as TCP, which then sends no more
                 await asyncio.sleep(CUT_POLL_S)
             while (left_s := up.leaves_at(time.monotonic(), len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
@@ -414,7 +414,7 @@ class ProxyLinks:
             left_s, chunk = await climbing.get()
             await _sleep_until(left_s)
             await self._while_cut(source, target)
-            # It may be late as of a busy machine, not by how long a cut or a reader held it back.
+            # It may be late because the machine is busy, but not because a cut or a reader held it.
             left_s = max(left_s, time.monotonic() - CUT_POLL_S)
             while (through_s := down.leaves_at(left_s, len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
@@ -479,7 +479,7 @@ def open_links(names: Sequence[str], say: Callable[[str], None], seed: int = 0) 
 
     Args:
         names: of links, see `LINKS`; the peers have them in turn.
-        say: told when it is not the real thing, and why.
+        say: called with the reason if the network is made of proxies.
         seed: of lost packets.
     """
     links = [LINKS[name] for name in names]

@@ -1,7 +1,7 @@
-"""What must hold after a month as on the first day: sizes, files, timers, threads, rates.
+"""The same must hold after a month as on the first day: sizes, files, timers, threads, rates.
 
-Sizes are sampled through the month. The last quarter is compared with the second one: what is
-bounded has reached its bound by then, and what grows with time has doubled.
+Sizes are sampled through the month. The last quarter is compared with the second one. A bounded
+size has reached its bound by then, and a size that grows with time has doubled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.emulation.longevity.month import DAY_S, World
 GROWTH = 1.25
 """A bounded size in the last quarter is at most so many times that in the second."""
 SLACK = 24
-"""Entries that a container may have more all the same: what is under way differs."""
+"""Entries by which a container may grow all the same, as the work under way differs."""
 SLACK_BYTES = 256 * 1024
 """Likewise of memory."""
 SLACK_BLOCKS = 20_000
@@ -32,19 +32,19 @@ SLACK_FILE_BYTES = 16 * 1024
 """Likewise of files of one kind."""
 SAMPLES = 48
 FAILED = "%s failed; it begins again in %g s"
-"""What `swarm.background` says of supervised work."""
+"""The text that `swarm.background` logs of supervised work."""
 MAX_DEPTH = 14
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Growth that is meant.
+    """Growth that is intended.
 
     Attributes:
         pattern: part of the name of a size.
-        per_day: how much of it a day may bring.
-        why: it is meant.
-        most: how large it may become in the end; inf for growth without end.
+        per_day: growth that a day may bring.
+        why: the growth is intended.
+        most: the largest final size; inf for growth without end.
     """
 
     pattern: str
@@ -65,7 +65,7 @@ class Rate:
 
 
 class Broken(Exception):
-    """The month has shown a fault; the text names all of them."""
+    """The month has shown faults; the text names all of them."""
 
 
 @dataclass
@@ -73,9 +73,10 @@ class Audit:
     """Samples a world and judges it.
 
     Attributes:
-        roots: long-lived objects by name; all that they reach through classes of ours is measured.
+        roots: long-lived objects by name. Everything that they reach through our classes is
+            measured.
         folders: of files, by name.
-        allowed: growth that is meant.
+        allowed: growth that is intended.
         quiet: moments (from, to) in which rates do not count, as during outages.
     """
 
@@ -87,9 +88,9 @@ class Audit:
     quiet: list[tuple[float, float]] = field(default_factory=list)
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     failures: int = 0
-    """Of supervised work, that the scenario causes."""
+    """Of supervised work, as the scenario causes them."""
     facts: list[str] = field(default_factory=list)
-    """Faults that a scenario itself has found."""
+    """Faults that the scenario itself has found."""
 
     def rate(self, name: str, every_s: float, count: Callable[[], float]) -> None:
         """Demands that a count rises by one within `every_s`, on average of each sample."""
@@ -124,11 +125,11 @@ class Audit:
             rate.seen.append((now_s, rate.count()))
 
     def _own_bytes(self) -> float:
-        """About what these samples take themselves."""
+        """About the bytes of these samples themselves."""
         return sum(100 * len(sizes) for _, sizes in self.samples)
 
     def problems(self) -> list[str]:
-        """Everything that was not as it has to be."""
+        """Everything that was not as required."""
         return [
             *self.facts,
             *self._growing(),
@@ -139,7 +140,7 @@ class Audit:
         ]
 
     def require_sound(self) -> None:
-        """Raises Broken if something was not as it has to be."""
+        """Raises Broken if something was not as required."""
         if problems := self.problems():
             raise Broken("; ".join(problems))
 
@@ -207,8 +208,8 @@ def files(folder: Path) -> Iterator[tuple[str, float]]:
 def lengths(root: object) -> Iterator[tuple[str, float]]:
     """Lengths of all containers that an object reaches through our own classes.
 
-    A container is named after the class that has it and the attribute, so that its name does not
-    depend on the way to it.
+    A container is named after its class and attribute, so its name does not depend on the path
+    that leads there.
     """
     seen: set[int] = set()
     stack: list[tuple[object, str]] = [(root, "")]
@@ -280,7 +281,7 @@ class Scale:
 
 
 def sampler(world: World, scale: Scale, audit: Audit) -> Callable[[], None]:
-    """Samples when that is due; to be called often."""
+    """A function that samples when a sample is due; call it often."""
     due = count(1)
     next_s = [scale.seconds / SAMPLES]
 

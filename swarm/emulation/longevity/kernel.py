@@ -1,11 +1,11 @@
 """Virtual time: one event loop that jumps to the next timer, and threads that it schedules.
 
-A virtual thread is a greenlet. It gives way only where production would wait: in `sleep`, in
-`Event.wait`, in `Thread.join` and in `LoopThread.run`. So the order of everything is determined by
-the timers, and a month of waiting takes no time.
+A virtual thread is a greenlet. It yields only where production would wait: in `sleep`, in
+`Event.wait`, in `Thread.join` and in `LoopThread.run`. So the timers determine the order of all
+events, and a month of waiting takes no time.
 """
 
-# What stands in for others takes the arguments that they take.
+# Stand-ins take the arguments of the originals.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Item = TypeVar("Item")
 EPOCH_S = 1_790_000_000.0
 """Wall time (seconds since 1970) at which every month begins."""
 BOOT_S = 1000.0
-"""What the monotonic clock says then."""
+"""The monotonic clock at that moment."""
 
 
 class Stuck(Exception):
-    """Nothing can ever happen again: every thread and task waits for another one."""
+    """Nothing can happen any more: every thread and task waits for another one."""
 
 
 class _Jump:
-    """Takes the place of a selector: instead of waiting, time passes."""
+    """Takes the place of a selector: time passes where a selector would wait."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = 0.0
         self._selector = _Jump(self)
         self.failures: list[str] = []
-        """What asyncio would have written to the log: exceptions that nobody has seen."""
+        """What asyncio would have logged: exceptions that no code has seen."""
         self.set_exception_handler(self._noted)
         self.helpers = 0
         """Calls of `run_in_executor` that have not returned."""
@@ -86,7 +86,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         assert not event_list
 
     def _write_to_self(self) -> None:
-        """Nothing sleeps that could be woken."""
+        """Nothing sleeps, so nothing has to be woken."""
 
     def _noted(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -96,7 +96,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Runs a function in a virtual thread: of the executor, or without one of its own."""
+        """Runs a function in a virtual thread of the executor, or in one of its own."""
         if executor is not None:
             return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         future: asyncio.Future[Result] = self.create_future()
@@ -141,7 +141,7 @@ class Threads:
         self.loop = loop
         self.living: set[VirtualThread] = set()
         self.crashed: list[tuple[str, BaseException]] = []
-        """Threads that an exception ended, and with what."""
+        """Threads that an exception ended, and that exception."""
         self._hub = getcurrent()
         self._waiting: set[greenlet] = set()
 
@@ -154,20 +154,20 @@ class Threads:
         return found
 
     def forget(self) -> None:
-        """Ends with the loop; threads that still wait do so for good.
+        """Ends with the loop. Threads that still wait then wait for ever.
 
-        They are kept, since a greenlet that is let go runs its handlers of exceptions once more.
+        They are kept, since a greenlet that is dropped runs its handlers of exceptions once more.
         """
         self._of.pop(self.loop, None)
         _graveyard.extend(self._waiting)
 
     @property
     def is_inside(self) -> bool:
-        """Whether a virtual thread runs, not a callback of the loop."""
+        """Whether a virtual thread runs, and not a callback of the loop."""
         return getcurrent() is not self._hub
 
     def spawn(self, work: Callable[[], None]) -> greenlet:
-        """Has a function run in a new greenlet, soon."""
+        """Soon runs a function in a new greenlet."""
         fresh = greenlet(work, self._hub)
         fresh.gr_context = contextvars.copy_context()  # the machine on which it runs
         self.loop.call_soon(self._switch, fresh, context=contextvars.Context())
@@ -182,7 +182,7 @@ class Threads:
             events._set_running_loop(running)
 
     def park(self, timeout_s: float | None) -> Parked:
-        """What the running thread waits in; somebody else wakes it, or the time does."""
+        """A wait of the running thread, which another one or a time-out ends."""
         if not self.is_inside:
             raise AssertionError("a callback of the event loop would block the whole peer")
         self._waiting.add(getcurrent())
@@ -192,11 +192,11 @@ class Threads:
         """As `time.sleep`."""
         if self.is_inside:
             self.park(seconds).wait()
-        else:  # a callback that sleeps holds everything up
+        else:  # a callback that sleeps delays everything
             self.loop.pass_time(seconds)
 
     def resume(self, parked: Parked, *, woken: bool) -> None:
-        """Has a thread that waits run again, once."""
+        """Lets a waiting thread run again, once."""
         if parked.is_over or self.loop.is_closed():
             return
         parked.is_over = True
@@ -205,7 +205,7 @@ class Threads:
         self.loop.call_soon(self._switch, parked.greenlet, woken, context=contextvars.Context())
 
     def switch_to_hub(self) -> Any:
-        """Gives way; returns what `resume` was given."""
+        """Yields; returns the value that `resume` was given."""
         return self._hub.switch()
 
 
@@ -228,7 +228,7 @@ class Parked:
         self.threads.resume(self, woken=True)
 
     def wait(self) -> bool:
-        """Waits; returns whether it was woken, not timed out."""
+        """Waits; returns whether it was woken, so not timed out."""
         try:
             return bool(self.threads.switch_to_hub())
         finally:
@@ -256,13 +256,13 @@ class VirtualThread:
         self._has_ended = False
 
     def start(self) -> None:
-        """Begins to run, soon."""
+        """Begins to run soon."""
         self._threads = Threads.of(running_world())
         self._threads.living.add(self)
         self.ident = id(self._threads.spawn(self._run))
 
     def run(self) -> None:
-        """What the thread does."""
+        """Calls the target."""
         if self._target:
             self._target(*self._args, **self._kwargs)
 
@@ -284,7 +284,7 @@ class VirtualThread:
                 parked.wake()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until it has ended, or so long."""
+        """Waits until the thread has ended, or for so long."""
         if self._has_ended or self._threads is None or not _world:
             return
         parked = self._threads.park(timeout)
@@ -293,7 +293,7 @@ class VirtualThread:
         self._joining.remove(parked)
 
     def is_alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._threads is not None and not self._has_ended
 
 
@@ -305,21 +305,21 @@ class VirtualEvent:
         self._waiting: list[Parked] = []
 
     def is_set(self) -> bool:
-        """Whether it is."""
+        """Whether the event is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Wakes everybody."""
+        """Wakes all that wait."""
         self._is_set = True
         for parked in self._waiting:
             parked.wake()
 
     def clear(self) -> None:
-        """Nobody is woken by what was."""
+        """Later waits do not see the event as set."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is set, or so long; returns whether it is."""
+        """Waits until the event is set, or for so long; returns whether it is set."""
         if self._is_set or (timeout is not None and timeout <= 0):
             return self._is_set
         parked = Threads.of(running_world()).park(timeout)
@@ -337,7 +337,7 @@ class VirtualCondition:
         self._waiting: list[Parked] = []
 
     def __enter__(self) -> bool:
-        return True  # one thread runs at a time, and gives way in `wait` alone
+        return True  # one thread runs at a time, and yields only in `wait`
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -347,10 +347,10 @@ class VirtualCondition:
         return True
 
     def release(self) -> None:
-        """Nobody waits for it."""
+        """No thread waits for it."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits to be notified, or so long."""
+        """Waits for a notification, or for so long."""
         parked = Threads.of(running_world()).park(timeout)
         self._waiting.append(parked)
         woken = parked.wait()
@@ -359,8 +359,8 @@ class VirtualCondition:
         return woken
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits until a condition holds, or so long."""
-        if not _world:  # it is over; what was left hanging ends with the process
+        """Waits until a condition holds, or for so long."""
+        if not _world:  # the month is over; threads that still hang end with the process
             return predicate()
         loop = running_world()
         end_s = None if timeout is None else loop.time() + timeout
@@ -372,13 +372,13 @@ class VirtualCondition:
         return True
 
     def notify(self, n: int = 1) -> None:
-        """Wakes some."""
+        """Wakes so many."""
         for parked in self._waiting[:n]:
             parked.wake()
         del self._waiting[:n]
 
     def notify_all(self) -> None:
-        """Wakes everybody."""
+        """Wakes all that wait."""
         self.notify(len(self._waiting))
 
 
@@ -389,14 +389,14 @@ class VirtualSemaphore:
         self._value, self._changed = value, VirtualCondition()
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Takes one, once there is one."""
+        """Takes a unit, once there is one."""
         if not self._changed.wait_for(lambda: self._value > 0, timeout if blocking else 0.0):
             return False
         self._value -= 1
         return True
 
     def release(self, n: int = 1) -> None:
-        """Gives some back."""
+        """Gives units back."""
         self._value += n
         self._changed.notify(n)
 
@@ -439,11 +439,11 @@ class VirtualQueue(Generic[Item]):
         return self.get(block=False)
 
     def empty(self) -> bool:
-        """Whether nothing is in it."""
+        """Whether it has no items."""
         return not self._items
 
     def qsize(self) -> int:
-        """How many items are."""
+        """The number of items."""
         return len(self._items)
 
 
@@ -455,7 +455,7 @@ class VirtualTimer(VirtualThread):
         self._interval, self._finished = interval, VirtualEvent()
 
     def cancel(self) -> None:
-        """Does nothing once it is due."""
+        """Stops the timer; does nothing once the time is over."""
         self._finished.set()
 
     def run(self) -> None:
@@ -465,7 +465,7 @@ class VirtualTimer(VirtualThread):
 
 
 class VirtualFuture(concurrent.futures.Future[Any]):
-    """As `concurrent.futures.Future`, waited for in virtual time."""
+    """As `concurrent.futures.Future`, but waits pass in virtual time."""
 
     def result(self, timeout: float | None = None) -> Any:
         """The result, once it is there.
@@ -507,7 +507,7 @@ def wait(
 
 
 class VirtualExecutor(Executor):
-    """As `ThreadPoolExecutor`: so many virtual threads do what is submitted, in its order."""
+    """As `ThreadPoolExecutor`: so many virtual threads do the submitted work in its order."""
 
     def __init__(self, max_workers: int = 1, thread_name_prefix: str = "", **_: Any) -> None:
         self._most, self._name = max_workers, thread_name_prefix
@@ -516,7 +516,7 @@ class VirtualExecutor(Executor):
         self._arrived, self._is_closed = VirtualCondition(), False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Has a function called by the next worker that is free."""
+        """Lets the next free worker call a function."""
         if self._is_closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future = VirtualFuture()
@@ -544,7 +544,7 @@ class VirtualExecutor(Executor):
                 future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the workers once they are done; waits for that, unless told otherwise."""
+        """Ends the workers once they are done; waits for that if `wait` is set."""
         self._is_closed = True
         if cancel_futures:
             for future, _ in self._todo:
@@ -580,7 +580,7 @@ class VirtualLoopThread:
         return task.result()
 
     def stop(self, timeout_s: float) -> None:
-        """The world's loop goes on for others."""
+        """Marks this thread as stopped; the world's loop still runs for others."""
         self.is_stopped = True
 
 
@@ -618,18 +618,18 @@ def get_ident() -> int:
 
 
 class Clock:
-    """What the machine's clocks say, apart from the truth: `VirtualLoop.now_s`.
+    """The clocks of a machine, which may differ from the true time `VirtualLoop.now_s`.
 
     Attributes:
-        drift: how much faster the machine's oscillator runs than time, such as 60e-6.
-        stepped_s: how far the wall clock was set forward since the start, less what drift added.
+        drift: how much faster than true time the machine's oscillator runs, such as 60e-6.
+        stepped_s: how far the wall clock was set forward since the start, without the drift.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop, self.drift, self.stepped_s = loop, 0.0, 0.0
 
     def monotonic(self) -> float:
-        """As `time.monotonic`; the loop's timers go by the same."""
+        """As `time.monotonic`; the loop's timers use the same clock."""
         return self.loop.time()
 
     def boot(self) -> float:
@@ -641,7 +641,7 @@ class Clock:
         return EPOCH_S + self.loop.now_s * (1 + self.drift) + self.stepped_s
 
     def true_wall(self) -> float:
-        """What a right clock says."""
+        """The time of a correct clock."""
         return EPOCH_S + self.loop.now_s
 
     def set_right(self) -> None:

@@ -40,14 +40,14 @@ from swarm.network.wire.streams import Handlers
 
 DAY_S = 86_400.0
 HEAL_LOOK_EVERY_S = 30.0
-"""In place of 2 s: what a look decides goes by its own intervals, of 30 s and more."""
+"""In place of 2 s: the decisions of a look have intervals of their own, of 30 s and more."""
 
 
 class Said(logging.Handler):
-    """Counts what was logged, by level and text, so that a month can be judged by its log.
+    """Counts logged messages by level and text, so that a month can be judged by its log.
 
     Attributes:
-        counts: by level and message without its arguments, at most `MOST` of them.
+        counts: by level and message without its arguments; at most `MOST` of them.
         recent: the newest messages in full.
     """
 
@@ -74,7 +74,7 @@ class World:
         folder: of all files.
         loop: in which everything happens.
         threads: the virtual ones.
-        said: the log.
+        said: counts of the log.
         disk: of the peer under test.
     """
 
@@ -93,17 +93,17 @@ class World:
         return self.loop.now_s
 
     def set(self, module: ModuleType, name: str, value: object) -> None:
-        """Gives a constant of a module another value for as long as this world lasts."""
+        """Gives a constant of a module another value while this world lasts."""
         before = getattr(module, name)
         self._undo.append(lambda: setattr(module, name, before))
         setattr(module, name, value)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Has something done when this world ends, in whatever way."""
+        """Calls something when this world ends, in whatever way."""
         self._undo.append(call)
 
     def machine(self, line: Line | None = None, *, is_reachable: bool = True) -> Machine:
-        """Another host."""
+        """Adds another host."""
         self._hosts += 1
         host = f"10.0.{self._hosts // 250}.{self._hosts % 250 + 1}"
         machine = Machine(host, Clock(self.loop), line or Line(), is_reachable=is_reachable)
@@ -127,7 +127,7 @@ class World:
         name: str = "",
         **network: Any,
     ) -> Node:
-        """A real node that serves a store and answers probes; in a virtual thread."""
+        """A real node that serves a store and answers probes; it runs in virtual threads."""
         folder = self.folder / (name or machine.host)
         folder.mkdir(exist_ok=True)
         path = folder / "identity.key"
@@ -160,10 +160,10 @@ class World:
         return node
 
     def run(self, main: Callable[[], None]) -> None:
-        """Runs a virtual thread to its end, and with it the world.
+        """Runs a virtual thread to its end, and ends the world with it.
 
         Raises:
-            Exception: whatever `main` raised.
+            Exception: the one that `main` raised.
         """
         failed: list[BaseException] = []
 
@@ -237,7 +237,7 @@ def world(seed: int) -> Iterator[World]:
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
     gc.collect()
-    gc.freeze()  # what was imported is no month's garbage, and looking at it takes half a second
+    gc.freeze()  # imported modules are not garbage of a month, and a look at them takes 0.5 s
     try:
         with tempfile.TemporaryDirectory(prefix="longevity-", dir=place) as folder:
             yield World(Path(folder), seed)

@@ -34,12 +34,12 @@ Patches = tuple[tuple[Any, str, Any], ...]
 
 @dataclass(frozen=True)
 class Mutant:
-    """Code as it was, or as it must not become.
+    """Code with a fault that it once had, or must never have.
 
     Attributes:
-        fault: what is wrong.
-        scenario: that shows it.
-        shown_by: a part of what the audit says then.
+        fault: the wrong behaviour.
+        scenario: the one that shows the fault.
+        shown_by: a part of the audit's text in this case.
         patches: owner, name and value of each name that is replaced.
     """
 
@@ -50,7 +50,7 @@ class Mutant:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Puts the fault in the place of code; KeyError if that is not there."""
+        """Replaces code by the fault; KeyError if that code is not there."""
         before = [(owner, name, vars(owner)[name]) for owner, name, _ in self.patches()]
         for owner, name, value in self.patches():
             setattr(owner, name, value)
@@ -170,12 +170,12 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((SupervisedThread, "_run", _unsupervised),),
     ),
     "waiting_counts": Mutant(
-        "3: waiting is transfer time, and the slowest of late decides",
+        "3: waiting is transfer time, and the slowest of the recent ones decides",
         "transport", "after an outage",
         lambda: ((pace, "STALL_S", 1e9), (Recent, "low", _lowest)),
     ),
     "best_is_kept": Mutant(
-        "4: of all uplinks ever measured the best is published",
+        "4: the best of all uplinks ever measured is published",
         "lines", "an uplink of 6 Mbit/s is published",
         lambda: ((Recent, "add", _added_to_the_best), (Recent, "high", _best),
                  (link_health.LinkHealth, "tested", _only_higher)),
@@ -201,7 +201,7 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((trust, "pruned", _all_links),),
     ),
     "counted_where_used": Mutant(
-        "10: what measures a line is not counted by the quota",
+        "10: the quota does not count the bytes that measure a line",
         "lines", "the quota counted",
         lambda: ((quota, "bytes_moved", _counted_where_used),),
     ),
@@ -211,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((Publisher, "_publish", _leaks_a_task),),
     ),
     "peers_never_forgotten": Mutant(
-        "what is known of other peers grows with their number",
+        "memory of other peers grows with their number",
         "strangers", "grows",
         lambda: (
             (link_health, "recalled", _kept_for_ever), (tcp_dialer, "recalled", _kept_for_ever)
@@ -243,20 +243,20 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((round_log, "up_mbit", _zero_if_unknown),),
     ),
 }  # fmt: skip
-"""The first nine put back a fault of the peer as it was; the others stand for a kind each."""
+"""The first nine restore earlier faults of the peer; each other one stands for a kind of fault."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one scenario.
+    """The result of one scenario.
 
     Attributes:
         scenario: its name.
-        problems: what was not as it has to be; empty if all was.
+        problems: what was not as required; empty if all was.
         days: of virtual time that passed.
         seconds: of one core that it took.
         sizes: the last sample.
-        warnings: how often what was logged, of warnings and errors.
+        warnings: text of each warning or error -> how often it was logged.
     """
 
     scenario: str
@@ -269,7 +269,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A scenario to run; see `run_scenario`, and `mutants` for names of faults."""
+    """A scenario to run; see `run_scenario`. `mutant` names its fault, see `MUTANTS`."""
 
     scenario: str
     scale: Scale
@@ -279,13 +279,13 @@ class Job:
 
 
 def run_job(job: Job) -> Outcome:
-    """Runs it, with its fault if there is one."""
+    """Runs a job, with its fault if it has one."""
     with MUTANTS[job.mutant].planted() if job.mutant else nullcontext():
         return run_scenario(job.scenario, job.scale, job.seed, memory=job.memory)
 
 
 def run_scenario(name: str, scale: Scale, seed: int = 0, *, memory: bool = False) -> Outcome:
-    """One scenario; `memory` traces allocations, which takes twice the time."""
+    """One scenario. `memory` traces allocations, which doubles the time."""
     began_s, found, failure = time.process_time(), list[Audit](), ""
     with world(seed) as month:
 

@@ -1,4 +1,4 @@
-"""What happens in a month, one scenario for each group of classes that live as long as a peer."""
+"""The events of a month, one scenario for each group of classes that live as long as a peer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from swarm.protocol.timing.fitness import HOME_MBIT
 
 
 def transfers(world: World, scale: Scale) -> Audit:
-    """Fetches every round, with no direct way to one peer and none but a relay to another.
+    """Fetches every round; one peer has no direct way, and another can only be reached by relay.
 
-    The subject has one port forwarded, that of libp2p. Of the others one can be dialled, one has
+    The subject has one port forwarded, that of libp2p. One of the others can be dialled, one has
     its port for direct streams closed, and one cannot be dialled at all. Once a day the subject's
-    line is cut for 20 minutes in the middle of a fetch; peers are away for hours.
+    line is cut for 20 minutes in the middle of a fetch. Peers are away for hours.
     """
     task, line = Task.new(), Line(lambda _: 80.0)
     near = Other(world, world.machine(), [])
@@ -86,7 +86,7 @@ def publishing(world: World, scale: Scale) -> Audit:
     """Publishes at every heartbeat while the DHT fails, disks are full, and code has bugs.
 
     The publisher, presence, the peer's clock, its quota and its status run for real. In the first
-    quarter each of what the publisher calls fails once with RuntimeError and MemoryError. Later
+    quarter each call of the publisher fails once with RuntimeError and once with MemoryError. Later
     libp2p's daemon is killed twice, and the peer starts again twice.
     """
     task, whole_s = Task.new(), scale.seconds
@@ -142,7 +142,7 @@ def _happens(event: str, subject: Subject, audit: Audit) -> None:
 
 
 def _counting(subject: Subject, written: list[int]) -> None:
-    """Counts how often the quota's count is written."""
+    """Counts the writes of the quota's count."""
     assert subject.quota._quota
     month = subject.quota._quota.count
     write = type(month).write.__get__(month)
@@ -155,7 +155,7 @@ def _counting(subject: Subject, written: list[int]) -> None:
 
 
 def _sabotage(subject: Subject, scale: Scale) -> Callable[[], None]:
-    """Has each of the calls of the publisher's loop fail once with each kind of error."""
+    """Makes each call of the publisher's loop fail once with each kind of error."""
     calls = [
         (subject.publisher, "_beside"), (subject.publisher._clock, "compare"),
         (subject.status, "record"), (subject.publisher, "_on_present"),
@@ -181,8 +181,8 @@ def _sabotage(subject: Subject, scale: Scale) -> Callable[[], None]:
 def lines(world: World, scale: Scale) -> Audit:
     """Measures the peer's uplink, which falls from 80 to 6 Mbit/s and rises again.
 
-    Once a round another peer fetches from the subject. A month of measurements has to be counted
-    by its quota, too.
+    Once a round another peer fetches from the subject. The quota must count a month of
+    measurements, too.
     """
     task, day_s = Task.new(), scale.seconds
     line = Line(lambda at_s: 6.0 if 0.3 * day_s <= at_s < 0.7 * day_s else 80.0)
@@ -227,7 +227,7 @@ def lines(world: World, scale: Scale) -> Audit:
         tip = task.following(tip, {}, run)
         subject.apply(tip)
         share = world.now_s / day_s
-        if 0.5 < share < 0.69 or 0.9 < share < 1.0:  # it has had time to find out
+        if 0.5 < share < 0.69 or 0.9 < share < 1.0:  # the peer has had time to notice
             _judge_line(audit, subject, line.up_mbit(world.now_s))
         sample()
     world.threads.sleep(30.0)
@@ -241,7 +241,7 @@ def lines(world: World, scale: Scale) -> Audit:
 
 
 def _judge_line(audit: Audit, subject: Subject, true_mbit: float) -> None:
-    """Demands that what is published of an uplink, and the cap of uploads, follow the line."""
+    """Demands that the published uplink and the cap of uploads follow the line."""
     link, cap = subject.status.record().link, subject.node.traffic.up.mbit
     known_mbit = (link.up_mbit if link else None) or 0.0
     day = f"day {audit.world.now_s / 86_400:.2f}"
@@ -257,7 +257,7 @@ def _judge_line(audit: Audit, subject: Subject, true_mbit: float) -> None:
 
 
 def _moved_bytes(subject: Subject) -> int:
-    """What the line really carried, both ways."""
+    """Bytes that the line really carried, both ways."""
     return subject.machine.line.moved_bytes + subject.machine.received_bytes
 
 
@@ -266,14 +266,14 @@ BOUNDS = (
     (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (tcp_dialer, "MAX_WAYS"),
     (transport, "MAX_PEERS"),
 )  # fmt: skip
-"""Of what is kept of others, by module and name."""
+"""Of data about other peers, by module and name."""
 
 
 def strangers(world: World, scale: Scale) -> Audit:
-    """Thousands of peers come and go: they call, and are called when they are gone already.
+    """Thousands of peers come and go: they call, and are called after they have left.
 
-    What is kept of others is bounded by their number; the bounds are a thirty-second of the
-    shipped ones, so that fewer strangers fill it.
+    The number of peers with kept data is bounded. The bounds are a thirty-second of the shipped
+    ones, so that fewer strangers reach them.
     """
     task = Task.new()
     for module, name in BOUNDS:
@@ -313,7 +313,7 @@ def strangers(world: World, scale: Scale) -> Audit:
 def clocks(world: World, scale: Scale) -> Audit:
     """The machine's oscillator is 60 ppm fast; an NTP client sets the wall clock right each hour.
 
-    Once somebody sets the wall clock wrong by an hour for a while.
+    Once the wall clock is set wrong by an hour for a while.
     """
     task = Task.new()
     first = Other(world, world.machine(), [])
@@ -347,7 +347,7 @@ def clocks(world: World, scale: Scale) -> Audit:
 
 
 def history_of(scale: Scale) -> tuple[Allowed, ...]:
-    """What a peer keeps of its rounds."""
+    """The history that a peer keeps of its rounds."""
     a_day = scale.rounds / scale.days
     return (
         Allowed("events.jsonl", 2000 * a_day, "2 kB a round"),

@@ -1,11 +1,11 @@
 """Machines, their lines, and TCP sockets between them, in virtual time.
 
-A line has a rate that may change over the month, and outages. What is sent waits for the bytes sent
-before it and for the end of an outage, then takes as long as the rate says. `TCP_INFO` tells what
-the kernel would of it, so that estimates of lines are made from the same numbers as in production.
+A line has a rate that may change over the month, and outages. Bytes wait for the bytes sent before
+them and for the end of an outage, and then take as long as the rate says. `TCP_INFO` has the
+figures of a kernel, so estimates of lines come from the same numbers as in production.
 """
 
-# What stands in for others takes the arguments that they take.
+# Stand-ins take the arguments of the originals.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from swarm.network.wire.upload_rate import LineBytes, TcpInfo
 SEND_BUFFER_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
 DEAD_AFTER_S = 900.0
-"""A connection that got nothing through for so long is ended by the kernel."""
+"""The kernel ends a connection that got nothing through for so long."""
 CONNECT_S = 130.0
-"""For so long a kernel tries to connect to somebody who says nothing."""
+"""A kernel tries for so long to connect to a host that does not answer."""
 _MSS = 1448
 
 
 @dataclass
 class Line:
-    """The way of one machine to the network.
+    """The connection of one machine to the network.
 
     Attributes:
         up_mbit: its rate at a moment (seconds since the month began).
-        latency_s: one way, to anybody.
-        outages: when it was cut, (from, to) in the same seconds, in order.
+        latency_s: one way, to any machine.
+        outages: times of cuts, (from, to) in the same seconds, in order.
     """
 
     up_mbit: Callable[[float], float] = lambda _: 100.0
@@ -47,10 +47,10 @@ class Line:
     outages: list[tuple[float, float]] = field(default_factory=list)
     free_at_s: float = 0.0
     moved_bytes: int = 0
-    """All that left through it, for comparison with what the peer counts."""
+    """All bytes that left through it, for comparison with the peer's own count."""
 
     def usable_from(self, now_s: float) -> float:
-        """When something can be sent that is ready now."""
+        """The time when something can be sent that is ready now."""
         for begin_s, end_s in self.outages:
             if begin_s <= now_s < end_s:
                 return end_s
@@ -76,7 +76,7 @@ class Machine:
         host: an IPv4 number.
         is_reachable: whether others can open connections to it.
         is_up: whether it runs at all.
-        closed_ports: at which a firewall lets nobody in.
+        closed_ports: those at which a firewall refuses connections.
     """
 
     host: str
@@ -87,16 +87,16 @@ class Machine:
     listening: dict[int, Listening] = field(default_factory=dict)
     received_bytes: int = 0
     daemon_bytes: int = 0
-    """Of what was sent and received, what passed its libp2p daemon."""
+    """The part of the sent and received bytes that passed its libp2p daemon."""
     closed_ports: set[int] = field(default_factory=set)
 
 
 here: ContextVar[Machine] = ContextVar("here")
-"""The machine on which the running code is."""
+"""The machine on which the present code runs."""
 
 
 class HereClock:
-    """The clocks of the machine on which the running code is."""
+    """The clocks of the machine on which the present code runs."""
 
     def monotonic(self) -> float:
         """As `time.monotonic`."""
@@ -119,7 +119,7 @@ class Internet:
         self.open_sockets: set[VirtualSocket] = set()
 
     def add(self, machine: Machine) -> Machine:
-        """Takes a machine in, in place of an earlier one at its address."""
+        """Adds a machine, in place of an earlier one at its address."""
         self.machines[machine.host] = machine
         return machine
 
@@ -130,7 +130,7 @@ class Internet:
         return VirtualSocket(self, here.get(), family)
 
     def create_server(self, address: tuple[str, int], **_: Any) -> Listening:
-        """As `socket.create_server`; the host plays no part."""
+        """As `socket.create_server`; the host is ignored."""
         machine, (_host, port) = here.get(), address
         port = port or max([40_000, *machine.listening]) + 1
         if port in machine.listening:
@@ -154,14 +154,14 @@ class Listening:
         self.arrived = asyncio.Event()
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
+        """Does nothing: it never blocks."""
 
     def getsockname(self) -> tuple[str, int]:
         """As `socket.getsockname`."""
         return self.machine.host, self.port
 
     def close(self) -> None:
-        """Nobody gets in any more."""
+        """Refuses connections from now on."""
         self.machine.listening.pop(self.port, None)
 
 
@@ -178,20 +178,20 @@ class VirtualSocket:
         self.queued_s = 0.0
         self.timeout_s: float | None = None
         self.on_change: list[Callable[[], None]] = []
-        """Called once, when bytes came or went or the stream ended."""
+        """Called once, when bytes arrive or leave, or the stream ends."""
         internet.open_sockets.add(self)
 
     @property
     def loop(self) -> VirtualLoop:
-        """Of the month."""
+        """The loop of the month."""
         return running_world()
 
     def join(self, other: VirtualSocket) -> None:
-        """The two are the ends of one connection from now on."""
+        """Makes the two the ends of one connection."""
         self.other, other.other = other, self
 
     def changed(self) -> None:
-        """Wakes whoever waits for this socket."""
+        """Wakes all that wait for this socket."""
         waiting, self.on_change = self.on_change, []
         for each in waiting:
             each()
@@ -199,7 +199,7 @@ class VirtualSocket:
     # ------------------------------------------------ sending
 
     def push(self, data: bytes | memoryview) -> None:
-        """Puts bytes into the kernel's buffer, however full it is."""
+        """Puts bytes into the kernel's buffer, even if it is full."""
         self._require_open()
         for start in range(0, len(data), PART_BYTES):
             part = bytes(data[start : start + PART_BYTES])
@@ -289,16 +289,16 @@ class VirtualSocket:
     # ------------------------------------------------ options and end
 
     def setblocking(self, flag: bool) -> None:
-        """Which calls wait is known here by who calls."""
+        """Does nothing: the caller decides which calls wait."""
 
     def setsockopt(self, level: int, option: int, value: Any) -> None:
-        """Takes the time-out of reads; the rest changes nothing here."""
+        """Takes the time-out of reads; other options change nothing here."""
         if (level, option) == (real_socket.SOL_SOCKET, real_socket.SO_RCVTIMEO):
             seconds, micros = struct.unpack("ll", value)
             self.timeout_s = seconds + micros * 1e-6
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> Any:
-        """`TCP_INFO`, and nothing else."""
+        """`TCP_INFO` only."""
         if self.family == real_socket.AF_UNIX or option != real_socket.TCP_INFO:
             raise OSError(95, "Operation not supported")
         busy_s = self.busy_s + (self.loop.now_s - self.busy_since_s if self.unsent else 0.0)
@@ -316,7 +316,7 @@ class VirtualSocket:
         return self.machine.host, 0
 
     def connect(self, _: object) -> None:
-        """Of a datagram socket, which learns its address so; nothing is sent."""
+        """For a datagram socket that wants its own address; nothing is sent."""
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +325,7 @@ class VirtualSocket:
         self.close()
 
     def fileno(self) -> int:
-        """It has no descriptor."""
+        """-1, as it has no descriptor."""
         return -1
 
     def shutdown(self, how: int) -> None:
@@ -358,7 +358,7 @@ class VirtualSocket:
 
 
 def counted(line: LineBytes, raw: VirtualSocket) -> VirtualSocket:
-    """In place of `line_bytes.CountedSocket`: the same socket, which tells its line of its end."""
+    """In place of `upload_rate.CountedSocket`: the same socket, whose end its line is to know."""
     raw.counted_on = line
     return raw
 
@@ -385,7 +385,7 @@ class SocketLoop(VirtualLoop):
                 sock.on_change.remove(wake)
 
     async def sock_connect(self, sock: Any, address: Any) -> None:
-        """As asyncio's; nobody answers behind a firewall, or at a machine that is off."""
+        """As asyncio's. A firewall, or a machine that is off, does not answer."""
         host, port = address[0], address[1]
         line = sock.machine.line
         await asyncio.sleep(line.usable_from(self.now_s) - self.now_s + 2 * line.latency_s)
@@ -432,18 +432,18 @@ class SocketLoop(VirtualLoop):
             view = view[PART_BYTES:]
 
     async def create_connection(self, protocol_factory: Any, *_: Any, **named: Any) -> Any:
-        """A transport on a virtual socket; there are no others."""
+        """A transport on a virtual socket, the only kind here."""
         protocol = protocol_factory()
         transport = SocketTransport(self, named["sock"], protocol)
         return transport, protocol
 
     async def sendfile(self, *_: Any, **__: Any) -> int:
-        """Whoever serves falls back to reading and writing."""
+        """Raises; a server then falls back to reading and writing."""
         raise asyncio.SendfileNotAvailableError("virtual sockets have no descriptors")
 
 
 class SocketTransport(asyncio.Transport):
-    """What `asyncio.open_connection(sock=...)` writes to."""
+    """The transport to which `asyncio.open_connection(sock=...)` writes."""
 
     def __init__(self, loop: SocketLoop, sock: VirtualSocket, protocol: Any) -> None:
         super().__init__({"socket": sock, "peername": (sock.machine.host, 0)})
@@ -481,7 +481,7 @@ class SocketTransport(asyncio.Transport):
             self._lost(None)
 
     def write(self, data: Any) -> None:
-        """Sends; asks to be paused once the buffer is full."""
+        """Sends; asks for a pause once the buffer is full."""
         if self._is_closing:
             return
         try:
@@ -494,28 +494,28 @@ class SocketTransport(asyncio.Transport):
             self._protocol.pause_writing()
 
     def pause_reading(self) -> None:
-        """The reader's buffer is full."""
+        """Called when the reader's buffer is full."""
         self._is_reading = False
 
     def resume_reading(self) -> None:
-        """It has room."""
+        """Called when the reader's buffer has room."""
         self._is_reading = True
         self._take_in()
 
     def is_closing(self) -> bool:
-        """Whether it is, or was."""
+        """Whether it closes or is closed."""
         return self._is_closing
 
     def can_write_eof(self) -> bool:
-        """No: nobody here ends one direction alone."""
+        """False: no user here ends only one direction."""
         return False
 
     def close(self) -> None:
-        """Ends it after what was written."""
+        """Ends the connection after what was written."""
         self._lost(None)
 
     def abort(self) -> None:
-        """Ends it."""
+        """Ends the connection."""
         self._lost(None)
 
     def _lost(self, error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Scenarios of what lies on a disk: blobs, private states, exports, a monitor's history, text."""
+"""Scenarios of data on a disk: blobs, private states, exports, a monitor's history, text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def store(world: World, scale: Scale) -> Audit:
             directory = StateDirectory(folder)
             blobs = patiently(partial(BlobStore, folder / "blobs"), "a start")
             roots["store"] = blobs
-            audit.demand(all(map(blobs.has, kept)), f"round {number}: a synced blob is gone")
+            audit.demand(all(map(blobs.has, kept)), f"round {number}: a synced blob is missing")
             audit.demand(
                 load_private(run.private_path).round == number - 1,
                 f"round {number}: the private state is not the newest",
@@ -131,16 +131,16 @@ class Swarm:
 
     @property
     def round(self) -> int:
-        """The newest."""
+        """The newest round."""
         return min(int(self.world.now_s / self.scale.round_s), self.last)
 
     @property
     def last(self) -> int:
-        """The last one that is agreed; an export of it is due."""
+        """The last agreed round; an export of it is due."""
         return int(0.6 * self.scale.rounds) // EXPORT_EVERY * EXPORT_EVERY
 
     def newest(self, least_round: int) -> Manifest | None:
-        """See `following.Source`."""
+        """See `run_follower.Source`."""
         self.world.threads.sleep(0.1)
         if self.round < max(least_round, 1):
             return None
@@ -148,11 +148,11 @@ class Swarm:
         return replace(self.first, round=number, height=number, step=3 * number)
 
     def is_lost(self, number: int) -> bool:
-        """Whether nobody has this round's values any more; of the last one, from the start."""
+        """Whether no peer has this round's values any more. The last round's are lost at once."""
         return number == self.last or self.round - number > 5
 
     def bring(self, manifest: Manifest, form: object, within_s: float = 60.0) -> Any:
-        """See `following.Source`; a model that is lost takes five turns of a minute to fail."""
+        """See `run_follower.Source`; a fetch of a lost model fails after five turns of a minute."""
         self.tries[manifest.round] = self.tries.get(manifest.round, 0) + 1
         if self.is_lost(manifest.round):
             self.world.threads.sleep(300.0)
@@ -162,7 +162,7 @@ class Swarm:
         return SimpleNamespace(model=model, form=form)
 
     def bytes_here(self, _: Manifest) -> int:
-        """See `following.Source`."""
+        """See `run_follower.Source`."""
         return 0
 
 
@@ -206,7 +206,7 @@ def exports(world: World, scale: Scale) -> Audit:
 
 
 def monitor(world: World, scale: Scale) -> Audit:
-    """Looks at a run every round while peers come and go, and shows and keeps its history."""
+    """Looks at a run every round while peers come and go; shows and keeps its history."""
     task, feed = Task.new(), Feed(4)
     tip = task.founding(["peer00", "peer01"])
     run, roots = name_of(task, tip), dict[str, Any](feed=feed)
@@ -261,7 +261,7 @@ def _record(name: str, rounds: int) -> PeerRecord:
 
 
 class _Text:
-    """Token ids that a disk reads, which may hang."""
+    """Token ids on a disk that may hang."""
 
     def __init__(self, world: World, length: int) -> None:
         self.world, self.ids = world, np.arange(length) % 200
@@ -272,7 +272,7 @@ class _Text:
 
 
 def reading(world: World, scale: Scale) -> Audit:
-    """Reads batches ahead in a thread while the disk hangs for two hours, and leaves meanwhile."""
+    """Reads batches ahead in a thread. The disk hangs for two hours, and the peer leaves then."""
     task, length = Task.new(), 64 * 4096 + 1
     text = _Text(world, length)
     shards: Any = SimpleNamespace(
@@ -312,9 +312,9 @@ CHANGES_A_DAY = 10
 def chain(world: World, scale: Scale) -> Audit:
     """A chain of heads whose electorate changes ten times a day, in memory and on disk.
 
-    The agreement is played: each manifest follows from the one before with a quorum's signatures,
-    and the file is written when `rounds.adopter` would have it written. Restarts read it again;
-    newcomers and those that were away for a day have the tip proved.
+    The agreement is imitated. Each manifest follows from the one before with a quorum's signatures,
+    and the file is written when `rounds.adopter` would have it written. Restarts read it again.
+    Newcomers, and peers that were away for a day, get a proof of the tip.
     """
     folder = world.folder / "chain"
     folder.mkdir()

@@ -1,8 +1,8 @@
-"""The peer whose month it is, put together as `peer.peer` does, without engine and agreement.
+"""The peer under test, put together as `peer.peer` does, without engine and agreement.
 
-Its node, direct streams, downloads, transfers and their pace, blob store on disk, status, record,
-publisher with presence and clock, measurements of its line and its quota are the shipped classes.
-What the agreement would do, a scenario does: it names blobs to fetch and manifests to apply.
+These are the shipped classes: its node, direct streams, downloads, transfers and their pace, blob
+store on disk, status, record, publisher with presence and clock, line measurements and quota.
+A scenario takes the part of the agreement: it names blobs to fetch and manifests to apply.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ RUN: dict[str, dict[str, Any]] = {
 
 
 def run_config() -> RunConfig:
-    """A run of about 3 MB, of which half are shared tensors."""
+    """A run of about 3 MB; half of them are shared tensors."""
     return RunConfig.model_validate_json(json.dumps(RUN))
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all peers of a month train."""
+    """The model that all peers of a month train."""
 
     run: RunConfig
     layout: Layout
@@ -80,7 +80,7 @@ class Task:
         return cls(run, layout_of(run))
 
     def value(self, unit: str, number: int) -> bytes:
-        """Some finite value of a unit; another one for each number."""
+        """A finite value of a unit; a different one for each number."""
         size = self.layout.by_unit[unit].num_bytes
         content = np.zeros(size // 4, dtype="<f4")
         content[0] = number
@@ -118,7 +118,7 @@ class Task:
 
 
 class Other:
-    """Another peer: a real node with a store in memory, and nothing else."""
+    """Another peer: only a real node with a store in memory."""
 
     def __init__(self, world: World, machine: Machine, known: list[str], **network: Any) -> None:
         self.world, self.machine, self.store = world, machine, BlobStore()
@@ -127,12 +127,12 @@ class Other:
         self.held: list[str] = []
 
     def announce(self, run: str, record: PeerRecord) -> None:
-        """Has its presence in the DHT for as long as the month lasts, without publishing it."""
+        """Puts its presence into the DHT until the month ends, without publishing it."""
         mine = replace(record, peer_id=self.peer_id, addresses=self.node.addresses)
         _announce(self.world, run, mine, self.node.identity.public_key)
 
     def give(self, values: dict[str, bytes], *, keep: int = 2) -> dict[str, str]:
-        """Stores values; returns their digests, and forgets those of rounds before."""
+        """Stores values; returns their digests, and forgets those of earlier rounds."""
         digests = {unit: self.store.put(value) for unit, value in values.items()}
         self.held = [*self.held, *digests.values()][-keep * len(values) :]
         self.store.collect(self.held)
@@ -140,7 +140,7 @@ class Other:
 
 
 def announced(world: World, run: str, record: PeerRecord, number: int) -> PeerId | None:
-    """A peer of which there is a record and nothing else; None where the key is no peer's."""
+    """A peer that exists only as a record; None if the key cannot be a peer's."""
     key = world.rng.randbytes(32)
     peer = peer_id_of(key)
     if peer:
@@ -154,7 +154,7 @@ def _announce(world: World, run: str, record: PeerRecord, subkey: bytes) -> None
 
 
 class Subject:
-    """See the module; made and called in virtual threads."""
+    """See the module. Made and called in virtual threads."""
 
     def __init__(
         self,
@@ -193,14 +193,14 @@ class Subject:
             self.quota = QuotaWatch(self.network, self.state, self.node, self.stop_wish)
 
     def counted_bytes(self) -> int:
-        """What its quota has counted in all months; each call looks at the month of now."""
+        """Bytes that its quota has counted in all months; each call looks at the present month."""
         assert self.quota._quota, "it has no quota"
         count = self.quota._quota.count
         self.counted_by_month[count.month] = count.num_bytes
         return sum(self.counted_by_month.values())
 
     def enter(self, tip: Manifest, run: str, *, publishes: bool = True) -> None:
-        """Takes part in the run: status, publisher and line as a peer has them."""
+        """Takes part in the run, with status, publisher and line as a peer has them."""
         with self.world.at(self.machine):
             self.run_id, self.tip = run, tip
             directory = self.state.run(run)
@@ -233,7 +233,7 @@ class Subject:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What lives as long as this life."""
+        """The objects that live as long as this life."""
         return {
             "node": self.node, "store": self.store, "transfers": self.transfers,
             "quota": self.quota, "status": self.status, "publisher": self.publisher,
@@ -242,13 +242,13 @@ class Subject:
 
     @property
     def daemon(self) -> VirtualP2P:
-        """The libp2p daemon of now."""
+        """The present libp2p daemon."""
         daemon: Any = self.node._living_p2p()
         assert isinstance(daemon, VirtualP2P)
         return daemon
 
     def start_again(self) -> None:
-        """Ends this life in order, and begins another one that goes on in the run."""
+        """Ends this life in order, and begins another one in the same run."""
         self.end()
         self.start()
         self.enter(self.tip, self.run_id)
@@ -268,7 +268,7 @@ class Subject:
             self.store.unpin([event.digest])
 
     def fetch(self, wants: list[BlobWanted], timeout_s: float) -> bool:
-        """Has the transfers fetch; returns whether all came in time."""
+        """Fetches through the transfers; returns whether all came in time."""
         with self.world.at(self.machine):
             self.node.run(self.transfers.start(Fetch(Purpose.CATCH_UP, tuple(wants))), 30.0)
             end_s = self.world.now_s + timeout_s
@@ -280,7 +280,7 @@ class Subject:
             return is_here
 
     def apply(self, manifest: Manifest, *, counted: bool = True) -> None:
-        """A round was decided."""
+        """Applies the manifest of a round that was decided."""
         with self.world.at(self.machine):
             stats = LocalStats(3, 768, 2.0, 0, 2.5, 2.0, completed=True)
             self.status.end_steps(stats)
@@ -291,7 +291,7 @@ class Subject:
             self.counted_bytes()  # the month may end before the next round
 
     def timers(self) -> Timers:
-        """As the round driver adapts them."""
+        """The timers as the round driver adapts them."""
         due = {unit.unit: unit.num_bytes for unit in self.task.layout.units}
         measured = self.transfers.measured(due)
         return production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers

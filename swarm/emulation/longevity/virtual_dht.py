@@ -1,10 +1,10 @@
 """libp2p's daemon and hivemind's DHT as a node of the peer calls them, in virtual time.
 
-The cut is where `DESIGNS` of the simulator put it: `P2P.call_protobuf_handler`, `add_*_handler`,
-`list_peers`, `connect`, and `DHTNode.store`, `get_many`. All above it is the peer's own code.
+The cut is at `P2P.call_protobuf_handler`, `add_*_handler`, `list_peers`, `connect`, and at
+`DHTNode.store`, `get_many`. All code above it is the peer's own.
 """
 
-# What stands in for others takes the arguments that they take.
+# Stand-ins take the arguments of the originals.
 # ruff: noqa: ARG001, ARG002
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from swarm.network.wire.upload_rate import LineBytes
 
 PORT = 4001
 DIAL_S = 5.0
-"""libp2p gives up on a host that does not answer."""
+"""After so long libp2p gives up on a host that does not answer."""
 ROUTING_TABLE = 20
 CALL_BYTES = 200
-"""Of a call beside its payload."""
+"""Of a call in addition to its payload."""
 _pids = count(1)
 _processes: dict[int, VirtualP2P] = {}
 
 
 @dataclass
 class Net:
-    """All that libp2p connects: who is where, and what the DHT holds.
+    """Everything that libp2p connects: the place of each peer, and the content of the DHT.
 
     Attributes:
-        records: key -> subkey -> signed value with its expiration, by a right clock.
-        dht_outages: when no node of the DHT answers, (from, to) in seconds of the month.
+        records: key -> subkey -> signed value with its expiration, by a correct clock.
+        dht_outages: times when no node of the DHT answers, (from, to) in seconds of the month.
         calls: of control handlers, by name.
     """
 
@@ -56,10 +56,10 @@ class Net:
     dht_outages: list[tuple[float, float]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     stored: dict[tuple[str, bytes], int] = field(default_factory=dict)
-    """How often each record was stored anew, by key and subkey."""
+    """Number of times that each record was stored, by key and subkey."""
 
     async def dht_answers(self, machine: Machine) -> None:
-        """Takes a round trip; during an outage it does not come back."""
+        """Takes a round trip, which ends only after an outage."""
         loop = running_world()
         wait_s = machine.line.usable_from(loop.now_s) - loop.now_s
         for begin_s, end_s in self.dht_outages:
@@ -88,14 +88,14 @@ class VirtualP2P:
         )
         self.context = copy_context()
         self.seen: set[str] = set()
-        """Peers that it has had a connection to."""
+        """Peers to which it has had a connection."""
         net.daemons[peer_id] = self
 
     async def _wait(self) -> int:
         return await asyncio.shield(self.ended)
 
     def kill(self, status: int = 9) -> None:
-        """The process is gone."""
+        """Ends the process."""
         if not self.ended.done():
             self.ended.set_result(status)
         if self.net.daemons.get(self.name) is self:
@@ -110,11 +110,11 @@ class VirtualP2P:
         self.streams[protocol] = handler
 
     async def get_visible_maddrs(self, *, latest: bool = False) -> list[str]:
-        """Where it listens."""
+        """The address where it listens."""
         return [f"/ip4/{self.machine.host}/tcp/{PORT}/p2p/{self.name}"]
 
     async def list_peers(self) -> list[Any]:
-        """Those that it is connected to."""
+        """The peers to which it is connected."""
         found = [self.net.daemons.get(name) for name in sorted(self.seen)]
         return [
             SimpleNamespace(peer_id=other.peer_id, addrs=(f"/ip4/{other.machine.host}/tcp/{PORT}",))
@@ -167,7 +167,7 @@ class VirtualP2P:
 
     @property
     def moved_bytes(self) -> int:
-        """What this process has carried over the line."""
+        """Bytes that this process has carried over the line."""
         return self.machine.daemon_bytes - self._before
 
     async def _passes(self, num_bytes: int, machine: Machine, to: Machine) -> None:
@@ -179,7 +179,7 @@ class VirtualP2P:
         await asyncio.sleep(left_s - loop.now_s + machine.line.latency_s)
 
     async def open_stream(self, peer: substrate.PeerID, protocol: str) -> Any:
-        """One end of a stream, whose other end the handler of the protocol gets."""
+        """One end of a stream; the handler of the protocol gets the other end."""
         other = await self.reached(peer)
         if protocol not in other.streams:
             raise substrate.P2PDaemonError("failed to negotiate: protocol not supported")
@@ -216,13 +216,13 @@ async def end_daemon(daemon: VirtualP2P, line: LineBytes) -> None:
 
 
 def moved_by_process(pid: int) -> int | None:
-    """In place of `line_bytes.moved_by_process`."""
+    """In place of `upload_rate.moved_by_process`."""
     daemon = _processes.get(pid)
     return daemon.moved_bytes if daemon else None
 
 
 class VirtualDHTNode:
-    """As hivemind's `DHTNode`; what is stored is stored by all who are there."""
+    """As hivemind's `DHTNode`, but all living nodes store everything."""
 
     def __init__(self, p2p: VirtualP2P, validator: SignedRecords) -> None:
         self.net, self.p2p, self.peer_id = p2p.net, p2p, p2p.peer_id
@@ -236,7 +236,7 @@ class VirtualDHTNode:
         )
 
     async def find_nearest_nodes(self, *_: Any, **__: Any) -> Any:
-        """Never called: what is near is not simulated."""
+        """Never called: nearness is not simulated."""
         raise NotImplementedError
 
     async def _ping(self, peer: substrate.PeerID) -> object:
@@ -257,7 +257,7 @@ class VirtualDHTNode:
     async def store(
         self, key: str, value: bytes, expiration: float, *, subkey: bytes, exclude_self: bool
     ) -> bool:
-        """Takes a record, unless it has expired by a right clock."""
+        """Takes a record, unless it has expired by a correct clock."""
         await self.net.dht_answers(self.p2p.machine)
         now = self.p2p.machine.clock.true_wall()
         records = self.net.records.setdefault(key, {})
@@ -274,7 +274,7 @@ class VirtualDHTNode:
     async def get_many(
         self, keys: Sequence[str], sufficient_expiration_time: float
     ) -> dict[str, substrate.ValueWithExpiration[Any] | None]:
-        """Records that have not expired, by a right clock and by the reader's."""
+        """Records that have not expired, by a correct clock and by the reader's."""
         await self.net.dht_answers(self.p2p.machine)
         clock, found = self.p2p.machine.clock, {}
         now = max(clock.true_wall(), dht_clock()())
@@ -289,14 +289,14 @@ class VirtualDHTNode:
         return found
 
     async def shutdown(self) -> None:
-        """It is gone."""
+        """Does nothing: its process has ended."""
 
 
 _clocks: dict[int, SteadyClock] = {}
 
 
 def dht_clock() -> SteadyClock:
-    """In place of `steady_clock.dht_clock`: the one of the machine on which the code runs."""
+    """In place of `steady_clock.dht_clock`: the clock of the machine on which the code runs."""
     machine = here.get()
     found = machine.__dict__.get("dht_clock")
     if found is None:

@@ -1,9 +1,9 @@
 """The ports through which a peer sees its machine, and how modules get the virtual ones.
 
 Until a peer takes its ports at construction, a module names `time`, `threading`, `socket` or `os`
-itself. `bound` replaces these names in every module of the peer, and the same functions where they
-are defaults of arguments or of dataclass fields. `reached_past` lists the modules for which that is
-needed; the list shrinks as ports arrive.
+itself. `bound` replaces these names in every module of the peer. It also replaces the same
+functions where they are defaults of arguments or of dataclass fields. `reached_past` lists the
+modules that need this; the list shrinks as ports arrive.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WRITING = ("open", "fsync", "fdatasync", "pwrite", "link")
 
 @dataclass
 class Disk:
-    """See the module.
+    """The disk of the peer under test; see the module.
 
     Attributes:
-        full: when it is full, (from, to) in seconds of the month.
-        hanging: when it does not answer, likewise.
+        full: times when it is full, (from, to) in seconds of the month.
+        hanging: times when it does not answer, in the same form.
         calls: of the system, by name.
-        refused: of these, how many failed.
+        refused: the number of failed calls, by name.
     """
 
     full: list[tuple[float, float]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Disk:
     refused: Counter[str] = field(default_factory=Counter)
 
     def passes(self, name: str, flags: int = real_os.O_WRONLY) -> None:
-        """Before a call.
+        """Called before each call of the system.
 
         Raises:
             OSError: the disk is full.
@@ -65,7 +65,7 @@ class Disk:
             raise OSError(errno.ENOSPC, real_os.strerror(errno.ENOSPC))
 
     def calls_of_os(self) -> dict[str, Callable[..., Any]]:
-        """What stands in the place of functions of `os`."""
+        """The replacements for functions of `os`."""
 
         def opened(path: Any, flags: int, mode: int = 0o777, **named: Any) -> int:
             self.passes("open", flags)
@@ -89,11 +89,11 @@ class Disk:
 
 
 ENTRIES = (run_follower, server, node, session)
-"""What imports all modules of the peer that a scenario uses."""
+"""Modules that import all modules of the peer that a scenario uses."""
 
 
 class ClockPort(Protocol):
-    """What `time` is for: four readings, in seconds, and a wait."""
+    """The part of `time` that a peer uses: three readings, in seconds."""
 
     def monotonic(self) -> float:
         """As `time.monotonic`."""
@@ -106,7 +106,7 @@ class ClockPort(Protocol):
 
 
 class SocketPort(Protocol):
-    """What `socket` is for: makes sockets that are not connected yet, and listening ones."""
+    """The part of `socket` that a peer uses: it makes unconnected and listening sockets."""
 
     def socket(self, family: int, kind: int) -> Any:
         """As `socket.socket`."""
@@ -117,7 +117,7 @@ class SocketPort(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """All of one machine."""
+    """All ports of one machine."""
 
     clock: ClockPort
     threads: kernel.Threads
@@ -126,7 +126,7 @@ class Ports:
 
 
 class _Stand:
-    """A module in which some names are others."""
+    """A module with some of its names replaced."""
 
     def __init__(self, real: ModuleType, **names: object) -> None:
         self._real = real
@@ -187,7 +187,7 @@ def modules_of_peer() -> list[ModuleType]:
 
 
 def reached_past() -> dict[str, list[str]]:
-    """Modules that name a machine's clock, threads or sockets themselves, and which."""
+    """Modules that name a machine's clock, threads or sockets themselves -> these names."""
     machine = (real_time, real_threading, real_socket, real_os)
     found = {
         module.__name__: sorted(real.__name__ for real in machine if _name_of(module, real))
@@ -202,11 +202,11 @@ def _name_of(module: ModuleType, real: ModuleType) -> str | None:
 
 @contextmanager
 def bound(ports: Ports, others: dict[Callable[..., Any], object]) -> Iterator[None]:
-    """Has all modules of the peer see the world through these ports.
+    """Gives all modules of the peer these ports in place of the machine's.
 
     Args:
         ports: of the machine.
-        others: functions and classes of the peer, and what stands in their place.
+        others: functions and classes of the peer -> their replacements.
     """
     stands, functions, undo = _stands(ports), _functions(ports), list[Callable[[], None]]()
     replaced = functions | others

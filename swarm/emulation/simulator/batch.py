@@ -1,4 +1,4 @@
-"""Many schedules, on several processes, and what came of them."""
+"""Runs many schedules on several processes, and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 CHUNK = 10
 """Schedules that a process takes at a time."""
 GARBAGE = 100_000
-"""Objects after which a process looks for cycles; at the usual 700 that is a fifth of its time."""
+"""Objects between garbage collections; at the usual 700 these take a fifth of a process's time."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Job:
-    """One schedule to run; without a mutant's name, the real code."""
+    """One schedule to run, with the real code unless it names a mutant."""
 
     fault_class: str
     seed: int
@@ -58,7 +58,7 @@ def jobs_of(
     first_seed: int,
     mutant: str | None = None,
 ) -> list[Job]:
-    """So many schedules spread evenly over the classes, in turn."""
+    """A number of schedules spread evenly over the classes, in turn."""
     return [
         Job(classes[index % len(classes)], first_seed + index // len(classes), mutant)
         for index in range(schedules)
@@ -74,7 +74,7 @@ def run_job(job: Job) -> Outcome:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
-    """Yields the outcomes, in the order of the jobs; once it is closed no further job begins."""
+    """Yields the outcomes in the order of the jobs; no further job begins once it is closed."""
     if processes <= 1:
         with collecting_rarely():
             yield from map(run_job, jobs)
@@ -85,7 +85,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     try:
         yield from _in_order(pool, jobs, processes)
     finally:
-        stop.set()  # a pool takes back nothing that it has handed to its processes
+        stop.set()  # a pool cannot take back jobs that its processes have
         pool.shutdown(cancel_futures=True)
 
 
@@ -100,7 +100,7 @@ def _in_order(pool: Executor, jobs: Sequence[Job], processes: int) -> Iterator[O
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Looks for cycles after `GARBAGE` objects: a schedule leaves its own when it ends."""
+    """Collects garbage every `GARBAGE` objects: a schedule leaves its cycles when it ends."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GARBAGE)
@@ -112,7 +112,7 @@ def collecting_rarely() -> Iterator[None]:
 
 
 _STOPS: list[Event] = []
-"""Of this process of a pool: what tells it to begin no further job."""
+"""The event by which this process of a pool learns to begin no further job."""
 
 
 def _heed(stop: Event) -> None:

@@ -19,7 +19,7 @@ from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
 
 class Progress:
-    """Hears of every tip of the spared peers; what anybody else has is no progress."""
+    """Judges the progress of the spared peers by their tips; other peers do not count."""
 
     def __init__(
         self,
@@ -28,28 +28,28 @@ class Progress:
         limit_s: float,
         excused_s: Callable[[float, float], float],
     ) -> None:
-        """Everybody begins with manifest 0.
+        """Starts all peers at manifest 0.
 
         Args:
             spared: peers that must have rounds; empty: nothing is judged.
             founding: manifest 0.
-            limit_s: longest time between two rounds of more than half of them, and longest time
-                in which one of them lacks what more than half have.
+            limit_s: longest time between two rounds of more than half of them. It is also the
+                longest time for which one of them may lack a tip that more than half have.
             excused_s: seconds between two moments that do not count.
         """
         self._limit_s, self._excused_s = limit_s, excused_s
         self._tips = dict.fromkeys(spared, founding)
         self._rounds = dict.fromkeys(spared, founding.code)
-        """Of the newest tip of each that brought it a round."""
+        """Code of each peer's newest tip that brought it a round."""
         self._level = founding.code
-        """What more than half of them have reached by rounds."""
+        """The code that more than half of them have reached by rounds."""
         self._risen_s = 0.0
         self._behind_s: dict[PeerId, float] = {}
         """Since when a peer lacks the level."""
         self._due_s = limit_s if spared else inf
 
     def applied(self, peer: PeerId, tip: Manifest, now_s: float) -> None:
-        """A peer has a new tip.
+        """Judges a peer's new tip.
 
         Raises:
             Violation: I3, if it came too late.
@@ -69,7 +69,7 @@ class Progress:
         self._due_s = min([self._risen_s, *self._behind_s.values()]) + self._limit_s
 
     def require(self, now_s: float) -> None:
-        """Judges how long the last round is ago.
+        """Judges how long ago the last round was.
 
         Raises:
             Violation: I3.
@@ -87,14 +87,14 @@ RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
 ROUNDS_AFTER_HEALING = 3
 PROVED_FROM = 8
-"""About so many older heads, evenly spread, are tried as tips of peers that return [L3]."""
+"""About this many older heads, evenly spread, are tried as tips of peers that return [L3]."""
 PROVED_EVERY = 50
-"""Heights after which chains are judged; they are at the end of each schedule as well."""
+"""Chains are judged every so many heights, and at the end of each schedule."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one schedule."""
+    """The outcome of one schedule."""
 
     fault_class: str
     seed: int
@@ -105,7 +105,7 @@ class Outcome:
     reforms: int
     manifests: int
     recovery_s: float
-    """From healing until all live peers had three more rounds."""
+    """Time from healing until all live peers had three more rounds."""
 
 
 class _Judge:
@@ -127,7 +127,7 @@ class _Judge:
         self.world.heal(self.scenario.calm_timers)
 
     def applied(self, node: Node) -> None:
-        """Hears of a new tip."""
+        """Judges a peer's new tip."""
         tip = node.disk.record.tip
         self._progress.applied(node.me, tip, self.world.now)
         if tip.height % PROVED_EVERY == 0:
@@ -146,7 +146,7 @@ class _Judge:
         return self.done
 
     def _liars_s(self, since_s: float, now_s: float) -> float:
-        """What a convener that lies may have cost between two moments [K1]."""
+        """Seconds that a lying convener may have cost between two moments [K1]."""
         liar, timers = self.world.liar, self.scenario.setup.timers
         return liar.convening_s(timers, since_s, now_s) if liar else 0.0
 
@@ -154,16 +154,16 @@ class _Judge:
         return [node.disk.record.tip for node in self.world.alive()]
 
     def _tips_with_a_future(self) -> list[Manifest]:
-        """Without those that are better than all others and from which nobody may go on any more.
+        """The tips, without those above the best one from which a peer may still continue.
 
-        Any other would have a better chain to follow [F1].
+        A peer with any other tip would have a better chain to follow [F1].
         """
         led = [self._may_go_on(node) for node in self.world.alive()]
         best = max((tip.code for tip in led if tip), default=None)
         return [tip for tip in self._tips() if best and tip.code <= best]
 
     def _may_go_on(self, node: Node) -> Manifest | None:
-        """A peer's tip, if somebody lives who may go on from it [F3], and can be shown it [L3]."""
+        """A peer's tip, if a live peer may continue from it [F3] and can be shown it [L3]."""
         tip, chain = node.disk.record.tip, node.machine.chain
         electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
         for known in (elector.machine.chain for elector in electors):
@@ -200,7 +200,7 @@ def run_schedule(
     mix: Mix | None = None,
     trace: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Runs the schedule that a class and a seed stand for.
+    """Runs the schedule that a class and a seed define.
 
     Args:
         fault_class: letter in `ALL_CLASSES`; only a name when `mix` is given.
@@ -261,7 +261,7 @@ def play(world: World, scenario: Scenario) -> None:
 
 
 def _judge_chain(world: World, node: Node) -> None:
-    """A peer's chain proves its tip to peers that have any of its older heads [L3]."""
+    """Judges whether a peer's chain proves its tip to peers with any of its older heads [L3]."""
     chain, known = node.machine.chain, world.invariants.manifests
     behind = [known[chain.tip.digest]]
     while parent := behind[-1].parent:
@@ -276,7 +276,7 @@ def _judge_chain(world: World, node: Node) -> None:
 
 
 def _judge_tags(world: World) -> None:
-    """No local step of a peer that is there has vanished [E5]."""
+    """Judges whether local steps of live peers have vanished [E5]."""
     nodes, alive = world.nodes.values(), world.alive()
     present: list[Iterable[Tag]] = [left for node in nodes for _, left in node.remainders.items()]
     for node in nodes:

@@ -1,4 +1,4 @@
-"""What the protocol keeps on disk as bytes, and peers whose record was lost or rolled back [P5]."""
+"""The protocol's record on disk as bytes, and peers whose record was lost or rolled back [P5]."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
 @dataclass(frozen=True)
 class _Vote(OnWire):
     ballot: Ballot
-    """One beyond the bound must be repaired, not lost (`abstaining.repaired`)."""
+    """A ballot beyond the bound must be repaired, not lost (`repaired`)."""
     manifest: str
     evidence: str | None
 
@@ -71,7 +71,7 @@ def decode_record(encoded: Buffer) -> Record:
 
     Raises:
         BadMessage: too large or not of the schema.
-        BadManifest: one of its manifests is none.
+        BadManifest: one of its manifests is invalid.
     """
     if len(encoded) > MAX_KEPT_BYTES:
         raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
@@ -107,7 +107,7 @@ def decode_link(encoded: Buffer) -> Link:
 
 
 ABSTAIN_HEIGHTS = 2
-"""A damaged record may have been one tip ahead of its predecessor and voted once more there."""
+"""A damaged record may have been one tip ahead of the one before it, with one more vote there."""
 UNTIL_IT_CONTRIBUTES = 2**62
 """A height that is never reached."""
 
@@ -118,10 +118,10 @@ def rolled_back(earlier: Record) -> Record:
 
 
 def repaired(record: Record) -> Record | None:
-    """A record whose promise or vote is of an attempt that nobody may make; None if none is.
+    """Repairs a record whose promise or vote has an impossible attempt; None if it has none.
 
-    No message can name such a ballot, and what the ballot forbids is forgotten with it: the peer
-    casts no vote at the ballot's height, so none that contradicts it.
+    No message can name such a ballot, and what the ballot forbids is forgotten with it. So the peer
+    casts no vote at the ballot's height: then no vote contradicts it.
     """
     ballots = [record.promised, record.accepted.ballot if record.accepted else None]
     if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
@@ -130,17 +130,17 @@ def repaired(record: Record) -> Record | None:
 
 
 def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
-    """The record of a peer that has none, or no longer, and was shown a tip by others.
+    """The record of a peer that has lost its own, or never had one, and was shown a tip.
 
     The peers that showed the tip may be far behind this peer's last vote, so no height is high
     enough. They may also be on a chain that leaves this peer out, while another chain counts it. A
-    peer that is no member of the tip, and no voter on the way to it, is a newcomer: if every
+    peer that is not a member of the tip, nor a voter on the way to it, is a newcomer. If every
     newcomer with an old key abstained, a few that are invited together would leave no quorum.
 
     Args:
         me: the peer.
         shown: the tip, with its certificate.
-        path: what proves it to who has no record. Heads that it passes over stay unseen.
+        path: proof of the tip for a peer without a record. Heads that it passes over stay unseen.
     """
     heads = [head for link in path for head in (link.head, link.parent) if head]
     if me not in shown.tip.members and not any(me in head.voters for head in heads):
@@ -149,7 +149,7 @@ def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
 
 
 def moved_on(before: Record, shown: Record) -> Record:
-    """The record of a peer that takes up a newer tip which others showed, not its own rounds.
+    """The record of a peer that takes a newer tip from others, not from its own rounds.
 
     The peer abstains as before: nothing in that tip says where its last vote was.
     """
@@ -164,7 +164,7 @@ def _abstaining(record: Record, until_height: int) -> Record:
 
 
 def abstains(record: Record) -> bool:
-    """Whether a vote of this peer for the next height may be out that it does not know of."""
+    """Whether this peer may have cast a vote for the next height that it no longer knows."""
     return record.tip.height + 1 <= _abstains_until(record)
 
 
@@ -180,14 +180,15 @@ def regained(
 ) -> Regained | None:
     """Where a peer that abstains votes again once it has applied a manifest.
 
-    In the manifest's generation, one height after it, if it took in what the peer offered since it
-    came back. Let v be the height of its last vote before. Its offer of now cannot be in a
-    manifest below v, which was decided before, so that manifest's height is v at least; and v + 1
-    at least if the offer is an old one that the private state had kept. Both are behind it then.
-    A generation that leaves such a one behind that height began later than the loss.
+    It does so in the manifest's generation, after one more height, if the manifest contains an
+    offer that the peer made since it came back. Let v be the height of its last vote before the
+    loss. Its present offer cannot be in a manifest below v, which was decided earlier. So the
+    height of that manifest is at least v. If the offer is an old one from the private state, the
+    height is at least v + 1. Both are behind the peer then. A generation that branches off at or
+    beyond that height began later than the loss.
 
-    Of any other the peer knows nothing: it may have voted there, and come back to it when the
-    parts of a swarm meet again [F1].
+    Of any other generation the peer knows nothing. It may have voted there, and may come back to
+    that generation when the parts of a swarm meet again [F1].
     """
     until, tip = _abstains_until(record), record.tip
     if manifest.parent != tip.digest:

@@ -1,10 +1,10 @@
-"""Links that a chain has lost, and how others' take their place. Pure.
+"""Lost links of a chain, and how links of others take their place. Pure.
 
-A chain passes over heads on purpose [L3]. It has a *gap* where a line of its file was damaged, so
-that the next link no longer follows, or may no longer follow from each head in between. The peer
-asks members for the links after the last one that is sound, a *page* at a time, oldest first. Each
-must be a step [L1] from the one before. What comes takes the place of the peer's own links there,
-up to one that follows from it. Pages are kept aside until then.
+A chain passes over heads on purpose [L3]. It has a *gap* where a line of its file was damaged. The
+next link then no longer follows, or may no longer follow from each head in between. The peer asks
+members for the links after its last sound one, a *page* at a time, oldest first. Each must be a
+step [L1] from the one before. The new links take the place of the peer's own links there, up to
+one that follows from them. Pages are kept apart until then.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.manifest import Digest
 
 MAX_PAGE_BYTES = 900_000
-"""Of one answer over the control path; some 20 links at 256 members."""
+"""Limit of one answer over the control path; some 20 links at 256 members."""
 
 
 @dataclass(frozen=True)
 class Question(OnWire):
-    """Which links a peer lacks: those after a place in the order of codes, up to another."""
+    """The links that a peer lacks: those after one place in the order of codes, up to another."""
 
     since: CodeText
     until: CodeText
@@ -39,7 +39,7 @@ class Question(OnWire):
 
 @dataclass(frozen=True)
 class Filling:
-    """A gap between two neighbours of a chain, and what has come of it: its oldest part."""
+    """A gap between two neighbors of a chain, and the links that have come: its oldest part."""
 
     before: Link
     after: Link
@@ -47,29 +47,29 @@ class Filling:
 
     @property
     def ends(self) -> tuple[Digest, Digest]:
-        """Digests of the neighbours: which gap it is, whatever has come of it."""
+        """Digests of the neighbors, which identify the gap however much of it has come."""
         return self.before.head.digest, self.after.head.digest
 
     @property
     def path(self) -> tuple[Link, ...]:
-        """The link before the gap, and what has come."""
+        """The link before the gap, and the links that have come."""
         return (self.before, *self.links)
 
     @property
     def question(self) -> Question:
-        """What to ask for next."""
+        """The next question to ask."""
         newest = self.path[-1].head.code
         return Question(newest, max(newest, self.after.head.code))
 
     def extended(self, page: Sequence[Link], sound: Sound) -> Filling:
-        """With a page that a member has sent; of certificates only what is right is kept.
+        """The gap with a page from a member; only valid signatures of certificates are kept.
 
         Args:
             page: links, each a step from the one before; the first from the newest that is here.
-            sound: a certificate without the signatures that are wrong, for the head's digest.
+            sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Raises:
-            BadMessage: reason `false_heads`: they are no steps from what this peer has.
+            BadMessage: reason `false_heads`: the links are not steps from the newest one here.
         """
         if not page:
             raise BadMessage("false_heads", "there are no heads")
@@ -94,10 +94,10 @@ def gaps(chain: Chain) -> tuple[Filling, ...]:
 
 
 def between(chain: Chain, question: Question) -> tuple[Link, ...]:
-    """The links of a chain after a place, up to the first that is at another, or beyond it.
+    """The links of a chain after one place, up to the first at or beyond another.
 
     At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first has its parent's head. Empty if nothing
-    here is in the ancestry of that place, or nothing comes after it.
+    here is in the ancestry of the first place, or nothing comes after it.
     """
     at, page, num_bytes = chain.num_behind(question.since), list[Link](), 0
     for before, link in pairwise(chain.links[at - 1 :] if at else ()):
@@ -113,10 +113,10 @@ def between(chain: Chain, question: Question) -> tuple[Link, ...]:
 
 
 def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
-    """The chain with a gap closed; as it is, with the reason, if the links do not do so.
+    """The chain with a gap closed; if the links close none, the same chain and the reason.
 
     Args:
-        chain: of this peer; it may have changed since the links were asked for.
+        chain: this peer's chain, which may have changed since the links were asked for.
         path: the link before the gap, which this peer has, and steps from there, oldest first;
             wrong signatures have been dropped from them.
     """
@@ -129,12 +129,12 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
     links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
     newest = links[-1] if links else first
     further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
-    # A link that follows an own one as before is as torn as before.
+    # A link that follows an own one as before stays as torn as before.
     is_own = further > at and chain.links[further - 1].head.digest == newest.head.digest
     closing = chain.links[at : further if is_own else further + 1]
     replaced = {link.head.digest for link in closing}
     if not any(gap.after.head.digest in replaced for gap in gaps(chain)):
-        return chain, f"no gap is after height {first.head.height}"
+        return chain, f"there is no gap after height {first.head.height}"
     kept, rest = chain.links[:at], chain.links[further:]
     if rest:
         links.append(_whole(chain.links[further - 1], rest[0]))

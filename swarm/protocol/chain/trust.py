@@ -1,26 +1,26 @@
-"""Why a manifest is believed by a peer that has none of those before it. Pure.
+"""Why a peer believes a manifest without those before it. Pure.
 
 A manifest follows from a trusted one by the certificate of a quorum of its electorate. A peer that
-was away trusts its own tip; one that comes new trusts manifest 0, which the run id binds, or the
-head that a person named. From there it walks along *links*, a head with its certificate each:
+was away trusts its own tip. A newcomer trusts manifest 0, which the run id binds, or the head that
+a person named. From there it walks along *links*, each a head with its certificate:
 
 - the next height: signed by a quorum of the trusted electorate;
-- heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
-- a reform of the trusted head itself: signed by voters of it that have left for it.
+- a later height: signed by a quorum of the trusted electorate and by one of its own parent's;
+- a reform of the trusted head itself: signed by voters of that head which have left for it.
 
-A chain keeps those links that lead on from each head behind its tip (`pruned`), so its length
+A chain keeps those links that lead to the tip from each head behind it (`pruned`). So its length
 follows the turnover of voters.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
-trusted electorate share a voter, and a voter signs one manifest a height; the
-parent's quorum has then decided no other chain than the one that the trusted members are on. The
-keys of an electorate of the past convince nobody whose trusted head is later.
+trusted electorate share a voter, and a voter signs one manifest a height. So the parent's quorum
+has decided no other chain than the one that the trusted members are on. The keys of a past
+electorate convince no peer whose trusted head is later.
 
 A reform is made because a quorum is lost, so no number of signatures shows that it had to be made.
-Peers with a tip of their own take one only when they hear no quorum either [F2], and then one
-signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard
-nobody; it asks for the signature of the founder, or of more than half of the parent's anchors
-(`is_vouched_for`), or for a head that a person vouches for.
+Peers with a tip of their own take a reform only when they hear no quorum either [F2]. Then one
+signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard nobody.
+It asks for the signature of the founder, or of more than half of the parent's anchors
+(`is_vouched_for`). A head that a person vouches for is also enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from swarm.protocol.values.manifest import Code, Digest, Head, Kind, PeerId, is_
 
 Sound = Callable[[Certificate, Digest], Certificate]
 RECENT = 64
-"""Newest links of a chain, which all stay; so many are looked at for one that reaches further."""
+"""So many newest links of a chain all stay; the search for a reaching link covers as many."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
@@ -102,20 +102,20 @@ def _reform_problem(
 
 
 def reform_electors(before: Head) -> frozenset[PeerId]:
-    """Who may go on by a reform of this head, so that others believe it: its voters [F3, L2].
+    """The peers whose reform of this head others believe: its voters and the founder [F3, L2].
 
-    And the founder, whatever has become of it: it is named in manifest 0, which everybody trusts,
-    and where it alone is left with trainees somebody must be able to bring them together.
+    The founder is one whatever became of it: manifest 0 names it, and everybody trusts manifest 0.
+    If it alone is left with trainees, somebody must be able to bring them together.
     """
     return frozenset([before.founder, *before.voters])
 
 
 def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
-    """Whether these signatures of a reform convince who has heard nobody [L2].
+    """Whether these signatures of a reform convince a peer that has heard nobody [L2].
 
-    The founder's, since its key made the run; or those of more than half of the parent's anchors,
-    so that a run outlives its founder. Votes that strangers have earned do not: their number says
-    how many keys somebody has, and not for whom they speak.
+    The founder's does, since its key made the run. So do those of more than half of the parent's
+    anchors, so that a run outlives its founder. Votes that strangers have earned do not: their
+    number says how many keys somebody has, and not for whom they speak.
     """
     anchors = before.anchored
     return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0
@@ -128,7 +128,7 @@ def proof_problem(
 
     Args:
         path: begins with a trusted head, ends with the target.
-        target: what is to be believed.
+        target: the head to be believed.
         trusted: digests of heads that are believed already.
         is_new: see `step_problem`.
     """
@@ -149,7 +149,7 @@ def proof_problem(
 
 @dataclass(frozen=True)
 class Foothold:
-    """From where a peer judges what a stranger says was decided.
+    """The basis on which a peer judges a stranger's claim that something was decided.
 
     Attributes:
         chain: the heads that this peer believes.
@@ -162,16 +162,16 @@ class Foothold:
     def proved(
         self, path: Sequence[Link], body: Digest, parent: Digest | None, sound: Sound
     ) -> tuple[Link, ...] | None:
-        """The path with only sound signatures, if it proves a manifest that is better than the tip.
+        """The path with only valid signatures, if it proves a manifest that beats the tip.
 
-        It is asked before a byte of the manifest is fetched, so what comes is what was decided.
-        Signatures of a link are looked at once all links before it hold.
+        This is checked before a byte of the manifest is fetched, so only decided ones are. The
+        signatures of a link are checked once all links before it hold.
 
         Args:
-            path: of a COMMIT.
-            body: the blob that the COMMIT says is the manifest.
-            parent: the one that it says is the parent, if any.
-            sound: a certificate without the signatures that are wrong, for the head's digest.
+            path: the path of a COMMIT.
+            body: the blob that the COMMIT names as the manifest.
+            parent: the blob that it names as the parent, if any.
+            sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Returns:
             None if there is nothing to prove: the path begins elsewhere, or the manifest is not
@@ -190,7 +190,7 @@ class Foothold:
             raise BadMessage("false_proof", "the proof is of another manifest")
         before = path[-1].parent or path[-2].head
         if parent not in (None, before.body):
-            raise BadMessage("false_proof", "what comes with the manifest is not its parent")
+            raise BadMessage("false_proof", "the manifest that comes with it is not its parent")
         checked = [Link(path[0].head)]
         for link in path[1:]:
             link = replace(link, certificate=link.certificate and sound(*counted(link, checked)))
@@ -211,11 +211,11 @@ def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
 
 
 def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, ...]:
-    """What takes the place of the links on disk: reforms of other branches stay, too.
+    """The links that replace those on disk; reforms of other branches stay, too.
 
-    The record before the newest one, which is read when that is damaged, may be on such a branch.
-    Without its reforms this peer would not know which heads to trust, see `Chain.trusted`. Each has
-    its parent's head, from which others may prove what they have.
+    The record before the newest one, which is read when the newest is damaged, may be on such a
+    branch. Without its reforms this peer would not know which heads to trust, see `Chain.trusted`.
+    Each reform has its parent's head, from which others may begin their proofs.
     """
     known = {link.head.digest for link in links}
     reforms = (link for link in before if link.head.kind is Kind.REFORM)
@@ -226,17 +226,17 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
 
 
 def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
-    """The links that prove the last head to everybody who has any of the heads behind it [L3].
+    """The links that prove the last head to every peer with any of the heads behind it [L3].
 
-    A head is left out if the next link that stays is signed by more than half of its voters, so
-    that one step leads there [L1]. What stays follows the turnover of voters: a certificate that
-    nobody has signed who is new since the last link that stays reaches over all between. Such a
-    one is looked for among `RECENT`.
+    A head is left out if more than half of its voters signed the next link that stays, so that one
+    step leads there [L1]. The number of links follows the turnover of voters. A certificate reaches
+    over all heads between if none of its signers is new since the last link that stays. Such a
+    certificate is searched for among `RECENT` links.
 
     Args:
         links: heads of one ancestry, oldest first. They may have passed over heads themselves.
-        recent: so many of the last stay, since a later one may reach over all before it. Until
-            then the first of each electorate stays, which stands for others with these voters.
+        recent: number of the last links that all stay, since a later one may reach over all before
+            it. Until then the first of each electorate stays, for all others with these voters.
     """
     kept, at, end = [links[0]], 0, len(links) - recent
     while at < len(links) - 1:
@@ -250,7 +250,7 @@ def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
 
 
 def _furthest(links: Sequence[Link], at: int) -> int:
-    """The furthest link to which one step leads from a link, and from all heads up to there."""
+    """The furthest link to which one step leads from a link, and from all heads between."""
     electorates, furthest = [frozenset(links[at].head.voters)], at + 1
     for to in range(at + 1, len(links)):
         before, link = links[to - 1], links[to]
@@ -266,9 +266,9 @@ def _furthest(links: Sequence[Link], at: int) -> int:
 
 
 def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[Link]:
-    """The links after one of them, up to `end` without such as have the voters of the one before.
+    """The links after `at`; before `end` without those that have the voters of the link before.
 
-    All links from `end` on are among them.
+    All links from `end` on are kept.
     """
     kept, last = list[Link](), at
     for to in range(at + 1, len(links)):
@@ -279,7 +279,7 @@ def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[
 
 
 def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
-    """Whether who has this head, or the voters of the one that stays before it, steps on."""
+    """Whether a link may be left out: from its head, too, one step leads to the next link."""
     before, link, after = links[at - 1 : at + 2]
     return (
         link.head.voters == links[last].head.voters
@@ -305,7 +305,7 @@ def _joined(links: Sequence[Link], last: int, at: int) -> Link:
 
 
 def _may_step(before: Link, link: Link) -> bool:
-    """Whether steps may lead over a link to the next one, as far as heads say."""
+    """Whether steps may lead over a link to the next one, judged by the heads."""
     head, parent = before.head, link.head
     return (
         parent.kind is not Kind.REFORM
@@ -315,20 +315,20 @@ def _may_step(before: Link, link: Link) -> bool:
 
 
 def _is_open(before: Link, link: Link) -> bool:
-    """Whether the voters of all heads between two neighbours are known: the first one's, if any."""
+    """Whether the heads between two neighbors, if any, are known to have the first one's voters."""
     return link.alike or is_parent(before.head, link.head)
 
 
 def _has_majority(electorate: frozenset[PeerId], link: Link) -> bool:
-    """Whether more than half have signed; half decides only with a voter that depends on a head."""
+    """Whether more than half have signed; for exactly half, the tie-breaker depends on the head."""
     signers = link.certificate.signatures if link.certificate else {}
     return 2 * len(electorate.intersection(signers)) > len(electorate)
 
 
 def is_parent(before: Head, after: Head) -> bool:
-    """Whether of two heads of one ancestry the first is the parent of the second.
+    """Whether the first of two heads of one ancestry is the parent of the second.
 
-    By their codes: one ancestry has one head of each, and to make digests takes a while.
+    Their codes tell: an ancestry has one head of each code, and digests take a while to make.
     """
     return before.code == place_of_parent(after)
 
@@ -345,10 +345,10 @@ class Chain:
     """The heads behind a tip, oldest first, as far as proofs need them; the last is the tip's.
 
     Attributes:
-        links: the first has no certificate: the peer began with it. Between two of them all heads
-            are left out from which the later one follows, see `pruned`. They are looked up by
+        links: the first one, with which the peer began, has no certificate. Heads between two links
+            are left out if the later link follows from them, see `pruned`. Links are looked up by
             their codes, which only grow.
-        torn: digests of links behind one that was lost, see `swarm.protocol.chain.gaps`.
+        torn: digests of the links after a lost one, see `swarm.protocol.chain.gaps`.
     """
 
     links: tuple[Link, ...]
@@ -356,10 +356,10 @@ class Chain:
 
     @staticmethod
     def of(record: Record, links: Iterable[Link] = (), torn: Collection[Digest] = ()) -> Chain:
-        """The chain that ends with a record's tip, of links that may go on or end before it."""
+        """The chain up to a record's tip; the links may continue after the tip or end before it."""
         tip, parent = record.tip.head, record.parent
         behind = dict[Code, Link]()
-        for link in links:  # a path to a tip, as it is written, begins with a head alone
+        for link in links:  # on disk, a path to a tip begins with a head alone
             if is_ancestor(_code(link), tip.code) and (
                 link.certificate or _code(link) not in behind
             ):
@@ -382,16 +382,16 @@ class Chain:
 
     @cached_property
     def trusted(self) -> frozenset[Digest]:
-        """Heads from which a proof may begin: the tip, and where reforms of its ancestry branched.
+        """Heads from which a proof may begin: the tip, and the parents of its ancestry's reforms.
 
-        At a reform's parent the old generation may have continued, and come back as the better one.
+        The old generation may have continued at a reform's parent, and come back as the better one.
         """
         parents = (self.links[at].head.parent for at in self._reforms)
         return frozenset([self.tip.digest, *(parent for parent in parents if parent)])
 
     @cached_property
     def _reforms(self) -> tuple[int, ...]:
-        """Where the reforms of the tip's ancestry are, as far as they are here, oldest first."""
+        """Places of the reforms in the tip's ancestry that are here, oldest first."""
         lineage, found = self.tip.lineage, list[int]()
         for number, (height, _) in enumerate(lineage, 1):
             at = self._place((*lineage[:number], (height, ())))
@@ -402,7 +402,7 @@ class Chain:
 
     @cached_property
     def _footings(self) -> tuple[Head, ...]:
-        """The trusted heads, as far as they are here, oldest first."""
+        """The trusted heads that are here, oldest first."""
         found = list[Head]()
         for at in self._reforms:
             before = self.links[at - 1].head if at else None
@@ -414,11 +414,11 @@ class Chain:
         return (*found, self.tip)
 
     def rooted(self, path: Sequence[Link]) -> Sequence[Link]:
-        """A proof that begins with an older head than those that are trusted, from one of them.
+        """A proof that begins before the trusted heads, made to begin with one of them.
 
-        Others no longer have each head, so they begin with the last one before that they have, and
-        go on with a link to which all heads since lead [L3]. It is judged from the trusted head,
-        as each proof is.
+        Other peers no longer have each head. So they begin with the last one before that they have,
+        and continue with a link to which all heads since then lead [L3]. That link is judged from
+        the trusted head, as in every proof.
         """
         if not path or path[0].head.digest in self.trusted:
             return path
@@ -436,7 +436,7 @@ class Chain:
         return bisect_left(self.links, code, key=_code)
 
     def grown(self, path: Iterable[Link]) -> Chain:
-        """The chain with a new tip, which the path leads to; other branches are dropped."""
+        """The chain with a new tip, to which the path leads; other branches are dropped."""
         new = [link for link in path if link.certificate]
         if not new:
             return self
@@ -450,24 +450,25 @@ class Chain:
         return replace(self, links=(*links[:begin], *pruned(links[begin:], RECENT)))
 
     def beyond(self, other: Chain) -> tuple[Link, ...]:
-        """The links whose heads another chain lacks, which this one has grown out of."""
+        """The links whose heads an earlier state of this chain lacks."""
         shortest = range(min(len(self.links), len(other.links)))
         first = bisect_left(shortest, True, key=lambda at: self.links[at] is not other.links[at])
         known = {link.head.digest for link in other.links[first:]}
         return tuple(link for link in self.links[first:] if link.head.digest not in known)
 
     def num_behind(self, code: Code) -> int:
-        """How many links are in the ancestry of a manifest of this code: the first so many."""
+        """How many links, from the first on, are ancestors of a manifest of this code."""
         return bisect_right(self.links, False, key=lambda link: not is_ancestor(_code(link), code))
 
     def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
         """A path to the tip for a peer with another tip.
 
-        It begins with the last head before that tip that is here, and leads on from each head
-        between (`rooted`). Who takes it up proves the tip to all to whom this peer does.
+        It begins with the last head here that is before that tip, and leads on from each head
+        between (`rooted`). A peer that adopts the path can prove the tip to all to whom this peer
+        can.
 
         Args:
-            since: its tip's code, or the digest of a head that it trusts; None for the oldest.
+            since: code of the other peer's tip, or digest of a head that it trusts; None: oldest.
 
         Empty if this peer has no head that the other one could begin with.
         """
@@ -486,7 +487,7 @@ class Chain:
 
 
 def _open_from(links: Sequence[Link], at: int) -> int:
-    """From which link on the voters of all heads up to another are known; before it is settled."""
+    """The first link from which the voters of all heads up to `at` are known; those before stay."""
     at = max(at, 0)
     while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
         at -= 1
@@ -494,7 +495,7 @@ def _open_from(links: Sequence[Link], at: int) -> int:
 
 
 def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links, without the parents' heads that are the links before them, but for reforms'."""
+    """New links, without parents' heads that are the link before; reforms keep theirs."""
     before = kept[-1].head if kept else None
     lone = []
     for link in new:

@@ -1,4 +1,4 @@
-"""Values made of deltas [W7], and what means of deltas leave over [W5]. Pure."""
+"""Values made from deltas [W7], and the remainders that means of deltas leave [W5]. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 MAX_DELTAS = 8
-"""On the way to one value; a peer that lacks more fetches the value."""
+"""Most deltas on the way to one value; a peer that lacks more fetches the value."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """How one value is made of the one before."""
+    """How one value is made from the one before."""
 
     unit: Unit
     base: Digest
@@ -23,7 +23,7 @@ class Move:
 
 
 def moves_of(manifests: Iterable[Manifest]) -> dict[Digest, Move]:
-    """Of each value of these manifests that a delta made: how, by its name."""
+    """For each value of these manifests that a delta made, by its digest: the move to it."""
     moves = {}
     for manifest in manifests:
         for unit, entry in manifest.entries.items():
@@ -42,7 +42,7 @@ def way_to(
     """The moves that lead from a value that is `stored` to the wanted one, in their order.
 
     Returns:
-        None if there is no such way, or the value itself is fewer bytes.
+        None if there is no such way, or the value itself has fewer bytes.
     """
     way: list[Move] = []
     while value not in stored:
@@ -58,33 +58,33 @@ R = TypeVar("R")
 
 
 class Remainders(Generic[R]):
-    """Of each unit that this peer averages now and then; `R` is whatever its arithmetic adds."""
+    """Remainders of the units that this peer averages; `R` is the type that its arithmetic adds."""
 
     def __init__(self, tip: Digest, rounds: int) -> None:
-        """Nothing is left over yet.
+        """Starts without remainders.
 
         Args:
-            tip: what this peer has applied last.
-            rounds: for how many a remainder is good if no mean of the unit is made here.
+            tip: digest of the tip that this peer has applied last.
+            rounds: how many rounds a remainder is valid for without a mean of its unit here.
         """
         self._tip = tip
         self._rounds = rounds
         self._left: dict[Unit, tuple[int, R]] = {}
-        """With the round of the mean."""
+        """The remainder of each unit, with the round of its mean."""
         self._found: dict[tuple[Unit, Digest], R] = {}
 
     def of(self, unit: Unit) -> R | None:
-        """What is to be added to the next mean of a unit, if anything."""
+        """The remainder to add to the next mean of a unit, if any."""
         left = self._left.get(unit)
         return left[1] if left else None
 
     def found(self, tip: Digest, unit: Unit, delta: Digest, left: R) -> None:
-        """A mean was made after this tip; it leaves so much over if this delta becomes agreed."""
+        """Notes the remainder of a mean after this tip; it counts if this delta becomes agreed."""
         if tip == self._tip:
             self._found[unit, delta] = left
 
     def applied(self, manifest: Manifest, before: Manifest) -> list[R]:
-        """Moves on from the tip before to the new one; returns what is dropped."""
+        """Moves from the tip before to the new one; returns the dropped remainders."""
         found, self._found, self._tip = self._found, {}, manifest.digest
         if self._is_another_line(manifest, before):
             return [*found.values(), *self._drop(list(self._left))]
@@ -97,11 +97,11 @@ class Remainders(Generic[R]):
         return self._drop(old)
 
     def _is_another_line(self, manifest: Manifest, before: Manifest) -> bool:
-        """Whether others may never have given away what the means of this peer were made of."""
+        """Whether other peers may still hold what this peer's means were made from."""
         return manifest.generation != before.generation
 
     def _passed_some_over(self, manifest: Manifest, before: Manifest) -> bool:
-        """Whether one of the manifests between may have a mean with what was left over before."""
+        """Whether a manifest that was passed over may contain the remainders from before."""
         return manifest.parent != before.digest
 
     def _drop(self, units: list[Unit]) -> list[R]:
@@ -109,6 +109,6 @@ class Remainders(Generic[R]):
         return [left for _, left in filter(None, dropped)]
 
     def items(self) -> Iterator[tuple[Unit, R]]:
-        """All that is left over now, or would be."""
+        """All remainders: those that count, and those that may come to count."""
         yield from ((unit, left) for unit, (_, left) in self._left.items())
         yield from ((unit, left) for (unit, _), left in self._found.items())

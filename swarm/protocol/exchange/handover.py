@@ -1,9 +1,9 @@
-"""Moments of experts that change hands: who gives them to whom, and how long both wait.
+"""Moments of experts that change owners: who gives them to whom, and how long both wait.
 
-An owner that loses an expert by a manifest puts its newest moments out for those that own it from
-then on. A new owner trains on at once, with zero moments, asks the owners before, and adds what
-they have as soon as it is here. `Giving` and `Taking` are the two sides; they take the time as an
-argument and decide, while a peer's network or the simulator asks, answers and fetches.
+An owner that loses an expert by a manifest offers its newest moments to those that own the expert
+from then on. A new owner trains on at once, with zero moments. It asks the owners before it, and
+adds their moments as soon as these arrive. `Giving` and `Taking` are the two sides. They take the
+time as an argument and decide; a peer's network, or the simulator, asks, answers and fetches.
 
 No manifest names a moments blob, no agreed value depends on one, and nobody waits for one. So all
 of this is outside agreement, and a lie in it costs no more than a bad learning rate for one expert.
@@ -28,7 +28,7 @@ MASTER = "master"
 MAX_EXPERTS = 2048
 SHORTEST_TRANSFER_S = 300.0
 PATIENCE_S = 30.0
-"""A new owner waits so long for owners before it that give nothing, and what is out waits as long
+"""A new owner waits this long for earlier owners that give nothing. Offered moments wait as long
 for a new owner that does not ask."""
 
 
@@ -49,16 +49,16 @@ class Moments(OnWire):
 def transfer_limit_s(num_bytes: int) -> float:
     """How long these bytes of moments are worth waiting for.
 
-    Three times what they take on the slowest line that runs are meant for, 20 Mbit/s: an expert of
-    SPES 7B (2.4 GB with masters) gets 48 minutes, of steps that take a minute each.
+    Three times what they take on the slowest link that runs are meant for, 20 Mbit/s. So an expert
+    of SPES 7B (2.4 GB with masters) gets 48 minutes, where a step takes a minute.
     """
     return max(SHORTEST_TRANSFER_S, SAFETY * num_bytes / ASSUMED_RATE_BYTES_PER_S)
 
 
 def moments_layout(layout: Layout, expert: int, *, with_master: bool) -> UnitLayout:
-    """What the bytes of a moments blob are: fp32, each of the layout's moments, then masters.
+    """The layout of a moments blob: fp32, each of the run's moments, then masters.
 
-    Masters are there only where the wire rounds experts. Tensors are named as in
+    Masters are part of it only where the wire rounds experts. Tensors are named as in
     `moments_shapes`, each group in the order of the expert's unit.
     """
     pieces = layout.by_unit[expert_unit(expert)].slices
@@ -99,7 +99,7 @@ def moments_shapes(layout: Layout, expert: int) -> dict[str, Shape]:
 def handed_over(
     me: PeerId, previous: Manifest, manifest: Manifest
 ) -> dict[int, tuple[PeerId, ...]]:
-    """Expert of mine by `previous` -> its new owners in `manifest`, who need my moments.
+    """Each expert of `me` in `previous` -> its new owners in `manifest`, which need the moments.
 
     So a leaver hands over all its experts, a peer with more than its share the surplus, and a
     co-owner that stays the shared ones.
@@ -120,32 +120,32 @@ def handover_round(owner: PeerId, previous: Manifest, manifest: Manifest) -> int
 
 @dataclass
 class _Out:
-    """Moments that are out."""
+    """Moments that are offered."""
 
     waits_for: set[PeerId]
     until_s: float
     last_s: float
-    """Not even a new owner that asks is waited for longer."""
+    """Final limit, even for a new owner that keeps asking."""
 
 
 class Giving:
-    """What one peer has put out for new owners of experts that were its own."""
+    """Moments that one peer offers to new owners of experts that were its own."""
 
     def __init__(self) -> None:
-        """Nothing is out."""
+        """Starts without offers."""
         self.taken: set[int] = set()
         """Experts whose new owners all said that they need no more."""
         self._out: dict[Moments, _Out] = {}
 
     def put(self, moments: Moments, peers: Iterable[PeerId], now_s: float) -> None:
-        """These moments can be fetched from now on, by these peers."""
+        """Lets these peers fetch these moments from now on."""
         until_s = now_s + PATIENCE_S
         self._out[moments] = _Out(
             set(peers), until_s, until_s + transfer_limit_s(moments.num_bytes)
         )
 
     def asked(self, peer: PeerId, settled: Collection[Digest], now_s: float) -> tuple[Moments, ...]:
-        """Moments that are out for a peer that asks, without those that it no longer needs."""
+        """Moments that a peer which asks may fetch, without those that it no longer needs."""
         for moments, out in self._out.items():
             if peer in out.waits_for and moments.digest in settled:
                 out.waits_for.discard(peer)
@@ -156,16 +156,16 @@ class Giving:
         return tuple(moments for moments, out in self._out.items() if peer in out.waits_for)
 
     def waits_for(self, moments: Moments, now_s: float) -> frozenset[PeerId]:
-        """Peers that may yet fetch these moments; if there are none, their blob may go."""
+        """Peers that may yet fetch these moments; if there are none, the blob may be deleted."""
         out = self._out.get(moments)
         return frozenset(out.waits_for) if out and now_s <= out.until_s else frozenset()
 
     def end(self, moments: Moments) -> None:
-        """Their blob is here no more."""
+        """Notes that the blob of these moments is no longer here."""
         self._out.pop(moments, None)
 
     def holds(self, digest: Digest) -> bool:
-        """Whether a blob is one of those that are out."""
+        """Whether a blob is one of those that are offered."""
         return any(moments.digest == digest for moments in list(self._out))
 
 
@@ -174,34 +174,34 @@ class Giving:
 
 @dataclass
 class Search:
-    """An expert that this peer took up, and whose moments it looks for."""
+    """The search for the moments of an expert that this peer took over."""
 
     expert: int
     version: int
-    """Round in which its weights last changed; older moments are not theirs."""
+    """Round in which its weights last changed; older moments do not belong to them."""
     owners: tuple[PeerId, ...]
-    """Who else owned it before."""
+    """The other peers that owned it before."""
     givers: tuple[PeerId, ...]
-    """These, without those from which a blob could not be fetched."""
+    """These owners, without those from which a blob could not be fetched."""
     until_s: float
     source: PeerId | None = None
-    """Where they are being fetched from."""
+    """The peer from which they are being fetched."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a search: moments are fetched from a giver, or the expert keeps zeros."""
+    """The outcome of a search: moments are fetched from a giver, or the expert keeps zeros."""
 
     search: Search
     found: tuple[PeerId, Moments] | None
-    """None: nothing comes any more."""
+    """None: the search has ended without moments."""
 
 
 class Taking:
-    """What one peer looks for, of experts that others owned before it."""
+    """One peer's searches for the moments of experts that others owned before."""
 
     def __init__(self) -> None:
-        """Nothing is looked for."""
+        """Starts without searches."""
         self._searches: dict[int, Search] = {}
 
     def take_up(
@@ -212,28 +212,28 @@ class Taking:
         manifest: Manifest,
         now_s: float,
     ) -> None:
-        """Looks for the moments of experts that are this peer's from `manifest` on."""
+        """Searches for the moments of experts that this peer owns from `manifest` on."""
         for expert in experts:
             owners = tuple(peer for peer in previous.owners.get(expert, ()) if peer != me)
             version = manifest.entries[expert_unit(expert)].version
             self._searches[expert] = Search(expert, version, owners, owners, now_s + PATIENCE_S)
 
     def keep_only(self, experts: Collection[int]) -> None:
-        """Forgets what is looked for of all other experts."""
+        """Drops the searches for all other experts."""
         self._searches = {e: search for e, search in self._searches.items() if e in experts}
 
     @property
     def is_looking(self) -> bool:
-        """Whether anything is looked for."""
+        """Whether a search is under way."""
         return bool(self._searches)
 
     def whom_to_ask(self) -> list[PeerId]:
-        """Peers that have, or may yet have, what is looked for; also while it is being fetched."""
+        """Peers that have, or may yet have, the wanted moments; also while these are fetched."""
         givers = (peer for search in self._searches.values() for peer in search.givers)
         return list(dict.fromkeys(givers))
 
     def choose(self, answers: Mapping[PeerId, Sequence[Moments]], now_s: float) -> list[Choice]:
-        """What to fetch of what peers answered, and which experts keep zero moments."""
+        """The moments to fetch, by peers' answers, and the experts that keep zero moments."""
         choices = []
         for search in [each for each in self._searches.values() if each.source is None]:
             found = [
@@ -255,13 +255,13 @@ class Taking:
         return moments.expert == search.expert and moments.round >= search.version
 
     def _may_come(self, search: Search, now_s: float) -> bool:
-        """Whether a giver is waited for: a while, and as long as something comes from it."""
+        """Whether a giver is waited for: for a while, and as long as other moments come from it."""
         busy = {other.source for other in self._searches.values()}
         is_early = now_s <= search.until_s and bool(search.givers)
         return is_early or not busy.isdisjoint(search.givers)
 
     def fetched(self, choice: Choice, now_s: float, *, is_here: bool) -> bool:
-        """Ends a search by what was fetched, or continues it without the giver that failed.
+        """Ends a search with the fetched moments, or continues without the giver that failed.
 
         Returns:
             Whether the expert may have the moments: they are here, and still looked for.
@@ -297,12 +297,12 @@ _QUESTION, _ANSWER = TypeAdapter(_Question), TypeAdapter(_Answer)
 
 
 def encode_question(settled: Iterable[Digest]) -> bytes:
-    """A question as canonical JSON: what have you got for me, but for these blobs?"""
+    """A question as canonical JSON: which moments do you have for me, except these blobs?"""
     return canonical({"settled": list(settled)})
 
 
 def decode_question(encoded: bytes) -> tuple[Digest, ...]:
-    """Blobs of its receiver that the asking peer has by now, from foreign bytes.
+    """Blobs of the receiver that the asking peer has already, from foreign bytes.
 
     Raises:
         BadMessage: not of the schema.

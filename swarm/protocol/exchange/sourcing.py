@@ -29,8 +29,8 @@ class FetchAttempts:
         moved_s: when that last rose.
         failures: attempts in a row that brought nothing.
         next_s: when the next attempt begins.
-        whole_s: how long the state has to become whole.
-        longest_rest_s: between two attempts.
+        whole_s: how long the state may take to become whole.
+        longest_rest_s: the longest rest between two attempts.
     """
 
     begin_s: float
@@ -49,13 +49,13 @@ class FetchAttempts:
         whole_s: float = WHOLE_S,
         longest_rest_s: float = LONGEST_REST_S,
     ) -> FetchAttempts:
-        """Before the first attempt, with so many bytes here."""
+        """The state before the first attempt, with so many bytes here."""
         return FetchAttempts(now_s, num_bytes, now_s, 0, now_s, whole_s, longest_rest_s)
 
     def failed(self, now_s: float, num_bytes: int) -> FetchAttempts:
-        """After an attempt that ended with so many bytes here, and not with all of them.
+        """The state after an attempt that ended with so many bytes here, but not with all.
 
-        Only more bytes than ever count: a sender of wrong bytes makes the number fall and rise.
+        Only a new maximum counts: a sender of wrong bytes makes the number fall and rise.
         """
         if num_bytes > self.most_bytes:
             return replace(self, most_bytes=num_bytes, moved_s=now_s, failures=0, next_s=now_s)
@@ -105,7 +105,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Assignment(Generic[Key]):
-    """This job is now to be asked of this peer, and why of this one."""
+    """A job to ask of a peer now, and why of this peer."""
 
     key: Key
     peer: str
@@ -125,9 +125,9 @@ class _Job(Generic[Key]):
     num_bytes: int
     sources: list[str]
     peer: str | None = None
-    """Who was asked; None while it waits."""
+    """The peer that was asked; None while the job waits."""
     rests: dict[str, _Rest] = field(default_factory=dict)
-    """Of peers that did not have it, the last one of each."""
+    """For each peer that did not have it, the last rest."""
     resting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
@@ -139,7 +139,7 @@ class _Load:
 
 
 _SCAN = 64
-"""Waiting jobs of a peer looked at per decision, so that it does not cost the queue's length."""
+"""Waiting jobs of a peer that one decision looks at: its cost must not grow with the queue."""
 
 
 class Sourcing(Generic[Key]):
@@ -166,7 +166,7 @@ class Sourcing(Generic[Key]):
             self._queue(job)
 
     def forget(self, key: Key) -> None:
-        """Takes a job back, whether or not it was asked for; unknown ones are ignored."""
+        """Withdraws a job, whether or not it was asked for; unknown ones are ignored."""
         job = self._jobs.pop(key, None)
         if job and job.peer is None:
             self._unqueue(job)
@@ -182,21 +182,21 @@ class Sourcing(Generic[Key]):
         return key in self._jobs
 
     def done(self, key: Key) -> None:
-        """The bytes came and were right; the peer that sent them is trusted again."""
+        """Ends a job whose bytes came and were right; the peer that sent them is trusted again."""
         job = self._jobs.get(key)
         if job and job.peer is not None:
             self._rests.pop(job.peer, None)
         self.forget(key)
 
     def released(self, key: Key) -> None:
-        """The job is not being asked for after all, through no fault of its own."""
+        """Puts a job back that is not being asked for after all; this counts as no failure."""
         job = self._jobs.get(key)
         if job:
             self._unload(job)
             self._queue(job)
 
     def failed(self, key: Key, kind: Failure, why: str, now: float) -> None:
-        """The attempt failed; the job waits for its next source."""
+        """Notes a failed attempt; the job waits for its next source."""
         job = self._jobs.get(key)
         if job is None or job.peer is None:
             return
@@ -213,12 +213,12 @@ class Sourcing(Generic[Key]):
         self.released(key)
 
     def peer_failed(self, peer: str, why: str, now: float) -> None:
-        """The peer gets no job until it has rested."""
+        """Lets the peer rest before it gets another job."""
         self._forget_rests(now)
         self._rests[peer] = self._longer(self._rests.get(peer), why, now)
 
     def _forget_rests(self, now: float) -> None:
-        """Lets go of peers that rested long ago and have nothing to do: keys cost nothing."""
+        """Forgets idle peers whose rest ended long ago, since peer ids are free to create."""
         long_ago = now - self._limits.longest_rest_s
         rested = [peer for peer, rest in self._rests.items() if rest.until < long_ago]
         for peer in rested:
@@ -235,10 +235,10 @@ class Sourcing(Generic[Key]):
     def assign(self, now: float, most: int | None = None) -> list[Assignment[Key]]:
         """The jobs to ask for now; each counts as asked until done, failed or released.
 
-        With `most` at most so many: ask again for the others.
+        At most `most` jobs are assigned, if it is given: ask again for the others.
 
         The least loaded peer chooses first. It takes its oldest job whose preferred sources are all
-        busy, so a source further down the list helps as soon as those before it are full.
+        busy. So a source further down the list helps as soon as those before it are full.
         """
         self._wake(now)
         assignments = _Turn(self, now, _SCAN).assign(most)
@@ -247,7 +247,7 @@ class Sourcing(Generic[Key]):
         return assignments
 
     def next_time(self, now: float) -> float | None:
-        """When a rest ends that holds a waiting job back; None if none does."""
+        """When the next rest ends that holds a waiting job back; None if none does."""
         times = [rest.until for peer, rest in self._rests.items() if peer in self._waiting]
         times += [until for until, *_ in self._resting[:1]]
         return min((time for time in times if time > now), default=None)
@@ -328,7 +328,7 @@ class Sourcing(Generic[Key]):
 
 
 def _remove(queues: dict[str, dict[Key, None]], peer: str, key: Key) -> None:
-    """Takes a job out of a peer's queue, and the queue away with its last one."""
+    """Removes a job from a peer's queue, and the queue with its last job."""
     queue = queues.get(peer)
     if queue is not None:
         queue.pop(key, None)
@@ -339,8 +339,8 @@ def _remove(queues: dict[str, dict[Key, None]], peer: str, key: Key) -> None:
 class _Turn(Generic[Key]):
     """One call of `Sourcing.assign`.
 
-    While it lasts peers only become full, so the first free source of a job only moves down its
-    list: nothing is looked at twice, however many sources and jobs there are.
+    During the call peers only become full. So the first free source of a job only moves down its
+    list, and nothing is looked at twice, however many sources and jobs there are.
     """
 
     def __init__(self, sourcing: Sourcing[Key], now: float, scan: int | None) -> None:
@@ -353,12 +353,12 @@ class _Turn(Generic[Key]):
             if sourcing._obstacle(peer, now) is not None
         }
         self._places: dict[Key, int] = {}
-        """Of a job: how many sources from its first on are known not to be free."""
+        """For each job, how many sources from its first on are known not to be free."""
         self._passed: set[str] = set()
         """Free peers that found no job, until one before them is full."""
 
     def assign(self, most: int | None) -> list[Assignment[Key]]:
-        """The least loaded free peer chooses first, by its name if several are."""
+        """The least loaded free peer chooses first; of several, the first by name."""
         sourcing = self._all
         assignments: list[Assignment[Key]] = []
         free = [self._turn_of(peer) for peer in sourcing._waiting if peer not in self._blocked]
@@ -385,7 +385,7 @@ class _Turn(Generic[Key]):
         return self._all._load(peer).num_bytes, peer
 
     def _next_job(self, peer: str) -> _Job[Key] | None:
-        """The oldest that waits for this peer; beyond those looked at, one that prefers it."""
+        """The oldest job that waits for this peer; beyond those looked at, one that prefers it."""
         for job in self._oldest(peer):
             if self._first_free(job) == peer:
                 return job

@@ -1,4 +1,4 @@
-"""Who takes part in the next round, and who of them votes [R1, R2, R7, R8]."""
+"""Who takes part in the next round, and which members vote [R1, R2, R7, R8]."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from swarm.protocol.values.manifest import (
 
 TRIAL_ROUNDS = 10
 """Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
-fair share [R5]: a peer that claims a capacity and cannot do the work, or leaves, has held up few
-experts by then."""
+fair share [R5]. A peer that claims a capacity but cannot do the work, or leaves, has then held up
+few experts."""
 
 
 Members = Mapping[PeerId, Member]
@@ -37,37 +37,37 @@ Members = Mapping[PeerId, Member]
 
 @dataclass(frozen=True)
 class Electorate:
-    """The members of the next manifest, each with its vote or without, and why votes were given."""
+    """The members of the next manifest, each with its vote or without, and why votes changed."""
 
     members: dict[PeerId, Member]
     reasons: tuple[str, ...]
 
 
 Elect = Callable[[Members, Collection[PeerId], str], Electorate]
-"""What `with_voters` is."""
+"""The type of `with_voters`."""
 
 
 def most_unvouched(num_vouched: int) -> int:
-    """How many voters may be without an anchor's word where so many have it.
+    """The most voters that may be without an anchor's word, for so many vouched members.
 
-    They are less than a third of all voters, so they are no majority and block none. With one or
-    two vouched voters there are none: half of two votes decides, with the first convener's.
+    They are less than a third of all voters, so they form no majority and block none. With one or
+    two vouched voters none are allowed: half of two votes decides, with the first convener's.
     """
     return max(0, (num_vouched - 1) // 2)
 
 
 def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -> Electorate:
-    """Gives votes to the vouched and to trainees that have earned them; takes some away [R7].
+    """Gives votes to vouched members and to trainees that earned them; takes some away [R7].
 
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
-        members: of the next manifest, this round counted; those that voted before still do.
+        members: members of the next manifest, this round counted; those that voted still vote.
         contributors: peers that this round counted.
-        seed: of the order in which trainees that have earned their vote get it.
+        seed: draws the order in which trainees that have earned their vote get it.
 
     Returns:
-        At least one voter: if all of them leave, the trainee that most rounds have counted votes.
+        At least one voter: if all of them leave, the trainee counted in the most rounds votes.
     """
     vouched = {peer for peer, member in members.items() if member.vouched}
     voted = {peer for peer, member in members.items() if member.votes}
@@ -103,12 +103,12 @@ def _reasons(members: Members, voters: set[PeerId], waiting: int, most: int) -> 
 
 
 def counted(member: Member, is_counted: bool) -> Member:
-    """The member after a round, one round older if that counted it."""
+    """The member after a round, with one more counted round if that round counted it."""
     return replace(member, counted=min(SEASONED_ROUNDS, member.counted + is_counted))
 
 
 def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
-    """Members that were taken in lately."""
+    """Members that joined lately."""
     return tuple(peer for peer, member in members.items() if member.counted < TRIAL_ROUNDS)
 
 
@@ -118,14 +118,14 @@ def steadiest(
     """The peers of a round that had to be restarted because trainees were missing from it [C4].
 
     However many keys vanish one after the other, a campaign restarts only a few times. Voters stay.
-    After the first setback a quarter of the trainees stay, those that most rounds have counted;
+    From the second setback on a quarter of the trainees stay, those counted in the most rounds;
     then a quarter of these, and so on. The experts of the others come later [O2].
 
     Args:
-        members: of the tip.
-        peers: that have offered and were not missed.
+        members: members of the tip.
+        peers: peers that have offered and were not missed.
         setbacks: how often the round was restarted without trainees.
-        seed: of the order among those that were counted equally often.
+        seed: draws the order of trainees that were counted equally often.
     """
     voters = {peer for peer in peers if peer in members and members[peer].votes}
     trainees = [peer for peer in peers if peer in members and peer not in voters]
@@ -135,7 +135,7 @@ def steadiest(
 
 
 def why_no_vote(manifest: Manifest, peer: PeerId) -> str | None:
-    """What a trainee lacks to vote; None for voters and strangers."""
+    """Why a trainee has no vote; None for voters and strangers."""
     member = manifest.members.get(peer)
     if member is None or member.votes:
         return None
@@ -151,7 +151,7 @@ def why_no_vote(manifest: Manifest, peer: PeerId) -> str | None:
 
 
 def _by_work(members: Members, peers: Collection[PeerId], seed: str) -> list[PeerId]:
-    """Those that most rounds have counted before the others."""
+    """The peers, those counted in the most rounds first."""
     return sorted(peers, key=lambda p: (-members[p].counted, turn(seed, p), p))
 
 
@@ -164,24 +164,24 @@ def _heir(members: Members, seed: str) -> Electorate:
 
 
 MAX_ABSENT = 1024
-"""Vouched former members that a manifest remembers. Those that may let nobody in are forgotten
-first; among equals, the first to leave."""
+"""The most vouched former members that a manifest remembers. Those without invitations to give are
+forgotten first; among equals, the first that left."""
 NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The members of the next manifest, and why anybody came or went."""
+    """The members of the next manifest, and why members joined, left or changed."""
 
     members: dict[PeerId, Member]
     """In peer-id order."""
     reasons: tuple[str, ...]
     invited: dict[PeerId, Credential] = field(default_factory=dict)
-    """What was shown by peers that vote without having earned it, in peer-id order."""
+    """Credentials of peers that vote without having earned it, in peer-id order."""
     invitations: dict[Digest, Used] = field(default_factory=dict)
-    """Invitations that were used and are still good."""
+    """Invitations that were used and are still valid."""
     absent: dict[PeerId, FormerMember] = field(default_factory=dict)
-    """Vouched peers that are no members, in peer-id order."""
+    """Vouched peers that are not members, in peer-id order."""
 
 
 def next_members(
@@ -198,29 +198,28 @@ def next_members(
     guests: Guests | None = None,
     elect: Elect = with_voters,
 ) -> Membership:
-    """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
+    """Counts silence, removes leavers, takes joiners in, and gives votes to peers that earned them.
 
-    A stranger is a trainee at first; the founder, and peers that an anchor vouches for now or did
-    before, vote at once. In a run that is not open nobody else comes. Not contributing never
-    removes a voter: a slow majority would be voted out by the rounds it was too late for.
+    A stranger starts as a trainee. The founder votes at once, and so do peers that an anchor
+    vouches for now or did before. In a run that is not open nobody else may join. Not contributing
+    never removes a voter: otherwise the rounds that a slow majority misses would vote it out.
 
     Args:
         parent: manifest whose members decide.
         heard: peers that sent any READY to the convener in this campaign.
         contributors: peers whose offers are in the round.
         leaving: peers that asked to leave.
-        joiners: capacity of strangers that asked to join. At most as many are taken as there are
+        joiners: capacity of strangers that asked to join. At most as many join as there are
             members (at least one), in an order that the seed draws.
-        seed: of that order.
-        silent_limit: K; a member goes after more than so many silent rounds.
+        seed: draws that order.
+        silent_limit: K; a member is removed after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
         rooms: likewise, and of joiners.
-        guests: who may come, and whom anchors vouch for; None: anybody may, as a trainee.
+        guests: who may join, and whom anchors vouch for; None: anybody may join, as a trainee.
         elect: gives votes.
 
     Returns:
-        At least one member: when everybody would go and nobody joins, those that were to leave
-        stay listed.
+        At least one member: when everybody would leave and nobody joins, all members stay listed.
     """
     present, said = {*heard, *contributors}, (capacities, rooms)
     members, reasons = _staying(parent, present, leaving, silent_limit, said)
@@ -252,13 +251,13 @@ def absent_after(
     number: int,
     given: Mapping[PeerId, int] = NOTHING_SAID,
 ) -> dict[PeerId, FormerMember]:
-    """Vouched peers that are no members after a manifest.
+    """Vouched peers that are not members after a manifest.
 
     Args:
         parent: the manifest before.
-        members: after it.
+        members: the members after it.
         number: training round of the manifest.
-        given: how many peers inviters have let in by now, where that changed.
+        given: how many peers each inviter has let in by now, where that changed.
     """
     gone = {
         peer: FormerMember(number, member.invites, given.get(peer, member.given), member.weight)
@@ -271,7 +270,7 @@ def absent_after(
 
 
 def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
-    """A peer that was vouched for, or the founder, as a member again; None for any other."""
+    """A peer vouched for before, or the founder, as a member again; None for any other peer."""
     if before := parent.absent.get(peer):
         new = Member(1, capacity, counted=0, invites=before.invites, given=before.given)
         return replace(new, weight=before.weight)
@@ -279,7 +278,7 @@ def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
 
 
 def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
-    """All members stay, although none would."""
+    """The membership in which all members stay, since otherwise none would."""
     return Membership(
         {
             peer: replace(member, silent=0 if peer in heard else member.silent)
@@ -293,11 +292,11 @@ def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
 
 @dataclass
 class Guests:
-    """Which peers may come, or are vouched for, one after the other [R8].
+    """Decides peer by peer which may join, and which are vouched for [R8].
 
     Attributes:
         shown: the credential of each peer that has shown one.
-        uses: of invitations, by the parent and by guests since.
+        uses: uses of invitations, by the parent and by guests since.
         came_with: the credentials of these guests.
         given: how many peers each of their inviters has let in by now.
     """
@@ -314,13 +313,13 @@ class Guests:
     def of(
         cls, parent: Manifest, shown: Mapping[PeerId, Credential], *, run: str, is_open: bool
     ) -> Guests:
-        """Before anybody has come."""
+        """The state before anybody has joined."""
         return cls(parent, shown, dict(parent.invitations), is_open, run)
 
     def vouched_for(
         self, members: Mapping[PeerId, Member]
     ) -> tuple[dict[PeerId, Member], list[str]]:
-        """The members, with what anchors vouch for from now on; and a sentence about each."""
+        """The members, with what anchors vouch for from now on, and a sentence about each."""
         known, reasons = dict(members), []
         for peer in sorted(self.shown.keys() & members.keys()):
             if not self.is_raised(peer, members[peer]):
@@ -336,7 +335,7 @@ class Guests:
         return known, reasons
 
     def is_raised(self, peer: PeerId, member: Member) -> bool:
-        """Whether what a member has shown gives it anything that it lacks."""
+        """Whether a member's credential gives it anything that it lacks."""
         shown = self.shown.get(peer)
         if shown is None:
             return False
@@ -350,7 +349,7 @@ class Guests:
     def taken_in(
         self, capacities: Mapping[PeerId, float]
     ) -> tuple[dict[PeerId, Member], list[str]]:
-        """Those of these strangers that become members, in their order, and why or why not."""
+        """Which of these strangers become members, in their order, and why or why not."""
         room, num_refused = max(1, len(self.parent.members)), 0
         members: dict[PeerId, Member] = {}
         reasons = []
@@ -396,7 +395,7 @@ class Guests:
         return member.invites - self.given.get(inviter, member.given) if member else 0
 
     def _use(self, peer: PeerId) -> Invitation:
-        """Counts that a guest has come; it may not have come with this before."""
+        """Counts the use of an invitation by a guest; a repeated use does not count again."""
         credential = self.came_with[peer] = self.shown[peer]
         invitation = credential.invitation
         inviter = self.parent.members.get(invitation.inviter)
@@ -408,7 +407,7 @@ class Guests:
         return invitation
 
     def charged(self, members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
-        """The members, with how many peers each has let in by now."""
+        """The members, each with the number of peers that it has let in by now."""
         return {
             peer: replace(member, given=self.given[peer]) if peer in self.given else member
             for peer, member in members.items()
@@ -428,7 +427,7 @@ class Guests:
 
 
 def _fitted(member: Member, room: int | None) -> Member:
-    """The member with the room that it has declared, if it has."""
+    """The member with the room that it declared, if it declared one."""
     return member if room is None else replace(member, room=room)
 
 

@@ -16,17 +16,17 @@ from swarm.protocol.values.manifest import ALL_EXPERTS, Manifest, PeerId, turn
 
 NO_ROOMS: Mapping[PeerId, int] = MappingProxyType({})
 GREED = 2
-"""A member owns at most so many fair shares (all places divided by the members, rounded up),
-whatever capacity it claims, and on trial one. Nobody can check what a machine is able to do, and
-what one peer owns is what is lost, or held back, with it."""
+"""A member owns at most this many fair shares (all places divided by the members, rounded up),
+whatever capacity it claims; on trial, one. Nobody can check what a machine is able to do, and all
+that a peer owns is lost or held up with it."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who owns what next, and why anything moved."""
+    """The owners of the next round, and why any expert moved."""
 
     owners: dict[int, tuple[PeerId, ...]]
-    """Of each expert, in peer-id order."""
+    """The owners of each expert, in peer-id order."""
     reasons: tuple[str, ...]
     """A sentence per expert and peer that changed hands, in the order of the decisions."""
 
@@ -44,25 +44,25 @@ def assign(
     num_experts: int,
     seed: str,
 ) -> Assignment:
-    """Keeps what is where it is and moves only what must move or strictly balances the load.
+    """Moves only experts that must move, or whose move strictly balances the load.
 
-    Capacities say who gets how much, within limits [R5], as long as contributors within their own
-    limits can take the rest. Nobody is given an expert that does not fit. An expert that fits
-    nowhere has no owner, until a member has room for it; a first owner comes before any second one.
-    A member with less room than experts keeps those that no contributor can take.
+    Capacities determine the shares, within limits [R5], as long as contributors within their own
+    limits can take the rest. Nobody gets an expert that does not fit. An expert that fits nowhere
+    has no owner until a member has room for it. First owners come before any second ones. A member
+    with less room than experts keeps those that no contributor can take.
 
     Args:
         previous: owners so far; experts may be missing.
         members: capacity of each member of the new manifest.
-        contributors: peers that finished the round; others are given what fits none of them.
+        contributors: peers that finished the round; others get what fits none of these.
         stale: experts that were not renewed for too many rounds; their owners that did not
             contribute lose them.
-        rooms: how many experts fit the machine of each member; all of them where it is not said.
+        rooms: how many experts fit the machine of each member; without an entry, all of them.
         silent: members that lose all their experts, though they may come back in time to vote.
-        on_trial: members that were taken in lately.
+        on_trial: members that joined lately.
         owners_per_expert: R; an expert has min(R, members) owners, or all members with room.
         num_experts: experts 0 .. num_experts - 1.
-        seed: breaks ties, so that they do not always favour the same peer.
+        seed: breaks ties, so that they do not always favor the same peer.
 
     Returns:
         The assignment. Idempotent: feeding it back changes nothing.
@@ -115,7 +115,7 @@ class _Work:
         self.turns = {peer: turn(seed, peer) for peer in self.peers}
 
     def keep(self, expert: int, wanted: int, is_stale: bool) -> None:
-        """Takes over the valid owners, contributors first if there are too many."""
+        """Keeps the valid owners, contributors first if there are too many."""
         valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
         valid.sort(key=lambda peer: (peer not in self.contributors, peer))
         staying = [peer for peer in valid if not self._loses(peer, is_stale)]
@@ -131,7 +131,7 @@ class _Work:
         """Adds the least loaded peers until each expert has its owners, or nobody has room.
 
         Where there is too little room, all first owners come before the second ones. Owners that
-        are to lose an expert keep it before others that did not contribute are given anything.
+        are to lose an expert keep it before it goes to a member that did not contribute.
         """
         num_experts = len(self.owners)
         there = sum(min(room, num_experts) for room in self.rooms.values())
@@ -156,7 +156,7 @@ class _Work:
         return self._able(expert, self.peers)
 
     def _able(self, expert: int, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Of these the ones that an expert fits, within their limits if there are such."""
+        """Those of these peers that an expert fits; if there are any, those within their limits."""
         fitting = [p for p in peers if p not in self.owners[expert] and self._fits(p)]
         return [peer for peer in fitting if self._has_room(peer)] or fitting
 
@@ -169,7 +169,7 @@ class _Work:
         )
 
     def _take_from_a_second(self, expert: int) -> None:
-        """An expert without an owner gets one of those that another has more than one of."""
+        """Gives an expert without an owner one of the owners of an expert that has several."""
         spare = [
             (peer not in self.contributors, -len(owners), other, self.turns[peer], peer)
             for other, owners in self.owners.items()
@@ -185,10 +185,10 @@ class _Work:
     def balance(self, wanted: int) -> None:
         """Moves one expert at a time to a contributor whose share stays below the giver's.
 
-        What somebody has beyond its limit or room goes to any contributor within its own. Ends,
-        since each move lowers what is beyond them, or leaves it and lowers the shares, sorted from
-        the largest, lexicographically; where a move makes room for an expert that lacks an owner,
-        the number of owners rises.
+        Experts beyond a member's limit or room go to any contributor within its own. The loop ends:
+        each move lowers that excess, or keeps it and lowers the shares, sorted from the largest,
+        lexicographically. Where a move makes room for an expert that lacks an owner, the number of
+        owners rises.
         """
         while self._move_one():
             self.fill(wanted)
@@ -230,7 +230,7 @@ class _Work:
         ]
         if not movable:
             return False
-        # What the giver would only be adopting costs nothing to give to another.
+        # An expert that the giver does not own yet costs nothing to give to another.
         expert = min(
             movable,
             key=lambda expert: (
@@ -252,7 +252,7 @@ class _Work:
         return self.load[peer] < self.rooms[peer]
 
     def _has_room(self, peer: PeerId) -> bool:
-        """Whether one more fits, and is within the limit."""
+        """Whether one more expert fits, and is within the limit."""
         return self.load[peer] < self.most[peer]
 
     def _is_over(self, peer: PeerId) -> bool:
@@ -313,19 +313,19 @@ class _Work:
 
 
 def waiting_text(rooms: Iterable[int]) -> str:
-    """Why an expert waits for an owner, with the room of all members, who have little."""
+    """Why an expert waits for an owner, with the room of all members together."""
     rooms = list(rooms)
     return f"waits for an owner: {len(rooms)} members have room for {sum(rooms)} in all"
 
 
 def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str | None:
-    """Why nobody is to train on a tip; None when it is trained [R9].
+    """Why training pauses on a tip; None when it does not [R9].
 
     Args:
-        tip: what would be trained.
-        rooms: experts that fit the machines of peers that are there, members or not.
-        least: share of the experts that must have an owner. Where fewer have one, it is enough if
-            the machines that are there have room for so many: a round gives them owners.
+        tip: the manifest to train from.
+        rooms: experts that fit the machines of peers that are present, members or not.
+        least: share of the experts that must have an owner. If fewer have one, enough room for so
+            many on the machines that are present will do: a round gives them owners.
     """
     num_experts = len(tip.owners)
     wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
@@ -340,15 +340,15 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
 
 
 def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0) -> int | None:
-    """How many members may be lost, whichever, before too few experts have an owner.
+    """How many members, whichever they are, may be lost before too few experts have an owner.
 
     Args:
-        num_experts: of the run.
+        num_experts: experts of the run.
         rooms: experts that fit the machine of each member.
         least: share of the experts that must have an owner.
 
     Returns:
-        At most all but one member; None: they have too little room as it is.
+        At most all but one member; None: the members have too little room already.
     """
     from_smallest = sorted(rooms)
     for left in range(1, len(from_smallest) + 1):

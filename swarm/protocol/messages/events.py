@@ -1,7 +1,7 @@
-"""What goes into the round machine and what comes out of it.
+"""The events that go into the round machine, and the effects that come out of it.
 
-The shell hands events in one at a time and carries the returned effects out in order, each
-finished before the next begins (so a `Persist` is durable before the `Send` behind it leaves).
+The shell hands events in one at a time and carries the returned effects out in order. Each is
+finished before the next begins, so a `Persist` is durable before the `Send` after it leaves.
 Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
 back as an event. Nothing here knows a clock, a disk or a socket.
 """
@@ -21,9 +21,10 @@ from swarm.protocol.values.updates import UpdateBound
 
 @dataclass(frozen=True)
 class Regained(OnWire):
-    """Where a peer whose record was lost or rolled back votes again [P5].
+    """The height after which a peer votes again, once its record was lost or rolled back [P5].
 
-    It cannot have voted beyond that height of that generation before, so it knows all its votes.
+    It cannot have voted beyond that height of that generation before. So after it, the peer knows
+    all its votes.
     """
 
     generation: Generation
@@ -36,7 +37,7 @@ class Record:
 
     tip: Manifest
     certificate: messages.Certificate | None
-    """Of the tip; None for manifest 0."""
+    """Certificate of the tip; None for manifest 0."""
     parent: Manifest | None
     """The tip's parent, which is needed to redo a merge."""
     promised: messages.Ballot | None = None
@@ -45,7 +46,7 @@ class Record:
     abstain_until_height: int = 0
     """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
     regained: Regained | None = None
-    """The generation for which another height holds."""
+    """The generation for which another height holds, if any."""
 
 
 # ---------------------------------------------------------------- events
@@ -90,7 +91,7 @@ class Stored:
 class Unobtainable:
     """A peer did not give a blob, or gave one that was refused.
 
-    With this peer's own name: a blob that was here is missing or damaged.
+    With this peer's own id: a blob that was here is missing or damaged.
     """
 
     digest: Digest
@@ -100,9 +101,9 @@ class Unobtainable:
 
 @dataclass(frozen=True)
 class NotMade:
-    """A value that was to be made of a delta came out with another digest, or not at all [W6].
+    """A value that was to be made from a delta came out with another digest, or not at all [W6].
 
-    It says nothing of the value itself, which may have come from another peer meanwhile.
+    The event says nothing of the value itself, which may have come from another peer meanwhile.
     """
 
     digest: Digest
@@ -111,7 +112,7 @@ class NotMade:
 
 @dataclass(frozen=True)
 class Undeliverable:
-    """A peer's machine refused a message: as far as is known, nothing listens there now."""
+    """A peer's machine refused a message: as far as anybody knows, nothing listens there now."""
 
     peer: PeerId
 
@@ -125,7 +126,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """The blobs of this manifest could not be made durable, and nothing tries to any more."""
+    """The blobs of this manifest could not be made durable, and nothing tries again by itself."""
 
     manifest: Digest
     reason: str
@@ -155,7 +156,7 @@ class LeaveAsked:
 
 @dataclass(frozen=True)
 class Discovered:
-    """Some of the peers of this run that the DHT lists, whatever chain they are on; to be greeted.
+    """Some peers of this run that the DHT lists, whatever chain they are on; to be greeted.
 
     Without it two parts of a swarm that forgot each other would never meet again.
     """
@@ -165,7 +166,7 @@ class Discovered:
 
 @dataclass(frozen=True)
 class HeadsFound:
-    """Members have sent links that the chain had lost; wrong signatures were dropped from them."""
+    """Members have sent links that the chain had lost, without their invalid signatures."""
 
     links: tuple[messages.Link, ...]
     """The link before the gap, and steps from there, oldest first."""
@@ -197,7 +198,7 @@ class Purpose(Enum):
     """Why blobs are fetched; a new `Fetch` replaces the running one of the same purpose."""
 
     REDUCE = "reduce"  # inputs of the units that this peer reduces
-    AHEAD = "ahead"  # what has one writer in a roster, before it is proposed
+    AHEAD = "ahead"  # experts with one writer in a roster, before they are proposed
     PROPOSAL = "proposal"  # blobs of a manifest that is to be accepted
     CATCH_UP = "catch_up"  # blobs of a decided manifest that is to be applied
 
@@ -211,14 +212,14 @@ class BlobWanted:
     num_bytes: int
     sources: tuple[PeerId, ...]
     bound: UpdateBound | None = None
-    """How far the value may be from its base [U1]; None: the blob is no update to be judged."""
+    """How far the value may be from its base [U1]; None: the blob is not judged as an update."""
     is_delta: bool = False
     """Whether it is a delta; else it is a value."""
 
 
 @dataclass(frozen=True)
 class Persist:
-    """Make the record durable before going on; before it, what the chain of heads has gained."""
+    """Make the record durable before continuing, and the chain's new links before the record."""
 
     record: Record
     links: tuple[messages.Link, ...] = ()
@@ -226,7 +227,7 @@ class Persist:
 
 @dataclass(frozen=True)
 class RewriteChain:
-    """Make the whole chain of heads durable in the place of what was kept of it."""
+    """Make the whole chain of heads durable in place of the stored one."""
 
     links: tuple[messages.Link, ...]
 
@@ -258,7 +259,7 @@ class CancelFetch:
 class Sync:
     """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`.
 
-    These are the values of all units, and those of its `deltas` that are here.
+    These are the values of all units, and those of its deltas that are here.
     """
 
     manifest: Manifest
@@ -266,7 +267,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Make a value of the one before and a delta, which are both here; store it.
+    """Make a value from the one before and a delta, which are both here, and store it.
 
     Report `Stored`, or `NotMade` if it has another digest [W6].
     """
@@ -275,22 +276,23 @@ class Rebuild:
     base: Digest
     delta: Digest
     digest: Digest
-    """What the value is called."""
+    """Digest of the value."""
 
 
 @dataclass(frozen=True)
 class Reduce:
     """Average these values in the given order, store the result, report `UnitReduced`.
 
-    With a `base` these are deltas: add what earlier means left over (`protocol.remainders`), make
-    the mean a delta, and of that and the base the value. Both are durable before the report [W5].
+    With a `base` the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
+    and the mean becomes a delta. The value is the base plus that delta. Both are durable before
+    the report [W5].
     """
 
     roster_id: Digest
     unit: Unit
     inputs: tuple[tuple[PeerId, Digest], ...]
     weights: tuple[int, ...] | None = None
-    """What each of them weighs; None: all the same [W1]."""
+    """Weight of each input; None: all weigh the same [W1]."""
     base: Digest | None = None
 
 
@@ -319,18 +321,18 @@ class Keep:
 
 @dataclass(frozen=True)
 class Left:
-    """This peer is no longer a member and may go."""
+    """This peer has left the run, or need not wait any longer to leave it."""
 
     reason: str
 
 
 class Topic(Enum):
-    """What a reason is about."""
+    """The subject of a reason."""
 
     ROUND = "round"  # phases of a round: rosters, proposals, decisions
     TAKEOVER = "takeover"  # a convener was replaced or stepped down
     MEMBERSHIP = "membership"  # who joined, left or was removed
-    ADMISSION = "admission"  # what this peer lacks to come in, or to vote
+    ADMISSION = "admission"  # what this peer lacks to join, or to vote
     FORK = "fork"  # reforms and fork choice
     REFUSED = "refused"  # something was not believed; counted
 

@@ -1,4 +1,4 @@
-"""Messages, offers, proofs and evidence as bytes, and what is judged before they are trusted."""
+"""Messages, offers, proofs and evidence as bytes, and the checks before they are trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swarm.protocol.values.manifest import MAX_MANIFEST_BYTES, Manifest, Member,
 from swarm.protocol.values.work import book_of, book_problem
 
 MAX_EVIDENCE_BYTES = 8 * 2**20
-"""At 1,024 members and as many strangers, with 1,000 means: half of it."""
+"""Evidence of 1,024 members and as many strangers, with 1,000 means, has half of this."""
 _EVIDENCE = TypeAdapter(messages.Evidence)
 
 
@@ -45,33 +45,33 @@ def decode_evidence(encoded: Buffer) -> messages.Evidence:
 
 @lru_cache(maxsize=4)
 def known_evidence(encoded: bytes) -> messages.Evidence:
-    """`decode_evidence` of what may have come before: a proposal is repeated."""
+    """`decode_evidence` with a cache, since a proposal is repeated."""
     return decode_evidence(encoded)
 
 
 MAX_OFFER_BYTES = 2 * 2**20
 MAX_ROSTER_BYTES = 2**18
-"""Of the list of 1,024 offers and reducers, some 212 kB."""
+"""Limit of a roster's list; that of 1,024 offers and reducers has some 212 kB."""
 MAX_OFFERS = 512
 """Offers that are kept decoded: those of two rounds of 256 peers."""
 MAX_OFFERS_BYTES = 64 * 2**20
-"""Of these as they were sent, since a trainee may send offers of 2 MiB, and decoded ones take four
-times that; those of one round of 256 peers have some 150 kB each for a 7B."""
+"""Limit of their encoded size. A trainee may send offers of 2 MiB, and decoded ones take four times
+that. Offers of one round of 256 peers have some 150 kB each for a 7B."""
 
 
 class KnownOffers:
-    """Offers that may have come before: with every answer to a poll, and in rosters.
+    """A cache of decoded offers, which come with every answer to a poll, and in rosters.
 
-    From any thread: each step is one that no other thread sees half done.
+    May be called from any thread: no thread sees a step of another half done.
     """
 
     def __init__(self) -> None:
-        """Knows none."""
+        """Starts empty."""
         self._offers: OrderedDict[bytes, messages.Offer] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        """What those that are kept had as they were sent."""
+        """Encoded size of the offers that are kept."""
         return sum(map(len, list(self._offers)))
 
     def __call__(self, encoded: bytes) -> messages.Offer:
@@ -92,11 +92,11 @@ class KnownOffers:
         return offer
 
     def cache_clear(self) -> None:
-        """Forgets all, as functions with a cache do."""
+        """Empties the cache, as that of a cached function."""
         self._offers.clear()
 
     def _forget(self) -> None:
-        """Lets those go that nobody has asked for the longest."""
+        """Drops the least recently used offers."""
         kept = list(self._offers)
         number, num_bytes = len(kept), sum(map(len, kept))
         for oldest in kept:
@@ -136,7 +136,7 @@ _ROSTER_LIST = TypeAdapter(RosterList)
 
 @lru_cache(maxsize=2)
 def decode_roster(encoded: bytes) -> RosterList:
-    """The list of a roster; its repetition costs nothing.
+    """The list of a roster; a repeated one costs nothing.
 
     Raises:
         BadMessage: not of the schema.
@@ -150,7 +150,7 @@ def encode_roster(listed: RosterList) -> bytes:
 
 
 MAX_PROOF_BYTES = 8 * 2**20
-"""Of 16 links at 1,024 members; a certificate of theirs has 420 kB, a head 60."""
+"""Enough for 16 links at 1,024 members; a certificate has 420 kB then, a head 60."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ MAX_AMOUNT = 1e12
 
 @lru_cache(maxsize=4)
 def foreign_manifest(encoded: bytes) -> Manifest:
-    """A manifest whose names are valid and whose book is one; the same come again and again.
+    """A manifest with valid names and a valid book; cached, since the same come again and again.
 
     Raises:
-        BadManifest: it is none, or something in it is no name, or its samples are in no order.
+        BadManifest: it is not a manifest, a name in it is invalid, or its samples are out of order.
     """
     manifest = decode_manifest(encoded)
     wrong = schemas.wrong_name(
@@ -200,13 +200,13 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (schemas.IS_NAME, [manifest.run] if manifest.run else []),
     )
     if wrong is not None:
-        raise BadManifest("manifest_names", f"{wrong[:80]!r} is no name in a manifest")
+        raise BadManifest("manifest_names", f"{wrong[:80]!r} is not a valid name in a manifest")
     if not manifest.sources.keys() <= manifest.entries.keys():
-        raise BadManifest("manifest_names", "a manifest renews what it has no value of")
+        raise BadManifest("manifest_names", "a manifest renews a unit without a value")
     if not all(0 <= count <= MAX_COUNT for count in _counts(manifest)):
         raise BadManifest("manifest_counts", f"a count in a manifest is not 0 .. {MAX_COUNT}")
     amounts = [amount for member in manifest.members.values() for amount in _amounts(member)]
-    if not all(0 <= amount <= MAX_AMOUNT for amount in amounts):  # NaN is not either
+    if not all(0 <= amount <= MAX_AMOUNT for amount in amounts):  # NaN fails this, too
         raise BadManifest("manifest_counts", f"an amount in a manifest is not 0 .. {MAX_AMOUNT:g}")
     problem = book_problem(book_of(manifest))
     if problem:
@@ -312,7 +312,7 @@ _KINDS: Mapping[type, tuple[int, Callable[[bytes], object]]] = {
     RosterList: (MAX_ROSTER_BYTES, decode_roster),
     Proof: (MAX_PROOF_BYTES, decode_proof),
 }
-"""Kind of attachment -> its bytes at most, and how it is read."""
+"""Kind of attachment -> its largest size, and how it is read."""
 
 
 class _Beside:
@@ -325,10 +325,10 @@ class _Beside:
         self.out: dict[str, bytes] = {}
 
     def received(self, kind: type, blob: schemas.Blob) -> object:
-        """What a message refers to.
+        """The attachment that a message refers to.
 
         Raises:
-            BadMessage: it is announced larger than its kind may be, missing or wrong.
+            BadMessage: it is missing, wrong, or announced larger than its kind may be.
         """
         limit, read = _KINDS[kind]
         _require_size(blob, limit)
@@ -365,7 +365,7 @@ def encode(header: messages.Header, message: messages.Message) -> tuple[bytes, d
         them.
 
     Raises:
-        StateError: the message is too large; none is whose lists have the lengths of the schemas.
+        StateError: the message is too large. No message within the schemas' limits is.
     """
     beside = _Beside()
     frame = Frame(header, _as_sent(message, beside))
@@ -377,14 +377,14 @@ def encode(header: messages.Header, message: messages.Message) -> tuple[bytes, d
 
 
 class BareMessage:
-    """A message as far as it can be read without its attachments, parsed once.
+    """A message, parsed once, as far as it can be read without its attachments.
 
     Attributes:
-        header: of the message.
+        header: the header of the message.
         kind: its type as on the wire.
         attachments: digest and size of every blob that the message refers to, to be fetched before
             it is decoded.
-        relays: who passes on what a PROPOSE names [D4]; nobody of any other message.
+        relays: peers that pass on what a PROPOSE names [D4]; empty for any other message.
     """
 
     def __init__(self, payload: Buffer) -> None:
@@ -419,7 +419,7 @@ class BareMessage:
         The holders of a proposed manifest and its evidence are the peers that accepted it. The
         holder of an offer in a roster is its maker.
 
-        `attachments`: what is here of those that it names.
+        `attachments`: those of its attachments that are here.
 
         Raises:
             BadMessage: an attachment is not of its schema.
@@ -442,7 +442,7 @@ def decode(
 
     Raises:
         BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
-        BadManifest: an attached manifest is none.
+        BadManifest: an attached manifest is invalid.
     """
     frame = _frame(payload, _Beside(attachments))
     match frame.message:
@@ -461,7 +461,7 @@ def decode(
 
 
 def _as_sent(message: messages.Message, beside: _Beside) -> SentMessage:
-    """The message with all that travels apart from it in the place where the schema has it."""
+    """The message as it travels, with its attachments where the schema has them."""
     match message:
         case messages.Roster(ballot, roster_id, offers, reducers):
             named = {peer: beside.sent(offer) for peer, offer in offers.items()}
@@ -491,10 +491,10 @@ def _content(blob: schemas.Blob, attachments: Mapping[str, Buffer]) -> bytes:
     if content is None:
         raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
     if len(content) != blob.num_bytes or digest_of(copied := bytes(content)) != blob.digest:
-        raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} is another")
+        raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} has other content")
     return copied
 
 
 def _brief(why: str) -> str:
-    """A reason as a message may hold it: short, and a byte for each character."""
+    """A reason in the form that a message may hold: short, with one byte for each character."""
     return re.sub(r"[^ !#-\[\]-~]", "?", why[: schemas.MAX_REASON_CHARACTERS])

@@ -1,7 +1,7 @@
 """The eight messages that peers exchange to agree on a manifest.
 
-A message's sender is known from the connection that it came on. Its header is bound when the
-message is created, so a vote never crosses tips, generations or electorates [H1, H2].
+The connection that a message came on identifies its sender. Its header is bound when the message is
+created, so a vote never crosses tips, generations or electorates [H1, H2].
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _SIGNATURE = Annotated[schemas.SignatureText, AfterValidator(b64decode), PlainSe
 Signature = Annotated[bytes, schemas.read_as(_SIGNATURE)]
 """Ed25519, 64 bytes; the signer's key follows from its peer id."""
 UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
-"""For peers that trust each other, as in tests of the machine alone."""
+"""A signature for peers that trust each other, as in tests of the machine alone."""
 Uplinks = Annotated[
     Mapping[schemas.PeerText, schemas.Uplink],
     Field(max_length=4096),
     AfterValidator(schemas.in_order),
 ]
-"""Mbit/s from each peer; 0 where it is not known."""
+"""Uplink of each peer in Mbit/s; 0: not known."""
 MAX_REPORTS = 4096
 MAX_ATTEMPT = 2**31
-"""Nobody begins a later attempt, sends one or believes one [A5]."""
+"""Nobody begins, sends or believes a later attempt [A5]."""
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +63,7 @@ def _possible(ballot: Ballot) -> Ballot:
 
 
 PossibleBallot = Annotated[Ballot, AfterValidator(_possible)]
-"""That somebody may send [A5]."""
+"""A ballot that a peer may send [A5]."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class OfferedUnit(schemas.OnWire):
     """One unit's value as its owner offers it."""
 
     digest: schemas.DigestText
-    """Of the value; of a unit whose deltas are averaged, of the delta, and no value is offered."""
+    """Digest of the value; for a unit whose deltas are averaged, that of the delta alone."""
     num_bytes: schemas.Count
     base: schemas.DigestText
     """Digest of the agreed value that it was trained from [S3]."""
     delta: schemas.DigestIfAny = None
-    """The blob that makes the value of the base, where one writer's delta is taken verbatim."""
+    """The blob that makes the value from the base, where one writer's delta is taken verbatim."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Offer(schemas.OnWire):
 
     @cached_property
     def is_late(self) -> bool:
-        """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
+        """Whether it holds only experts, like that of a peer left out by earlier rounds [O2]."""
         return all(expert_of_unit(unit) is not None for unit in self.units)
 
     @cached_property
@@ -112,18 +112,18 @@ class Offer(schemas.OnWire):
 
     @cached_property
     def digest(self) -> Digest:
-        """Name of its blob."""
+        """Digest of its blob."""
         return digest_of(self.encoded)
 
 
 @dataclass(frozen=True)
 class Declaration(schemas.OnWire):
-    """What a peer puts its name to with a READY: others see it behind a proposal [A6]."""
+    """The signed part of a READY: others see it as evidence of a proposal [A6]."""
 
     offer: schemas.DigestText | None
-    """Of its offer's blob; None without an offer."""
+    """Digest of its offer's blob; None without an offer."""
     seconds: schemas.Seconds
-    """Of its offer."""
+    """Seconds of its offer."""
     capacity: schemas.Capacity
     leave: bool
     room: schemas.Room = ALL_EXPERTS
@@ -140,7 +140,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class _Signed(Declaration):
-    """How JSON has it: all in one."""
+    """The form in JSON: all in one object."""
 
     signature: Signature = field(kw_only=True)
 
@@ -169,25 +169,25 @@ class Report(schemas.OnWire):
 
 @dataclass(frozen=True)
 class Evidence(schemas.OnWire):
-    """What is behind the manifest of a round: who has signed what of it [A6]. Travels as a blob."""
+    """The signed statements behind the manifest of a round [A6]. Travels as a blob."""
 
     declared: Mapping[schemas.PeerText, DeclaredText]
-    """Of every member that the convener heard, and of the strangers that it takes in."""
+    """From every member that the convener heard, and from the strangers that it takes in."""
     able: Uplinks
-    """Who was asked to reduce, in peer-id order, with the uplinks by which units were dealt; for
-    both there is the convener's word alone."""
+    """The possible reducers, in peer-id order, with the uplinks by which units were assigned. Both
+    rest on the convener's word alone."""
     roster_id: schemas.DigestText
-    """Under which the reducers signed."""
+    """The roster under which the reducers signed."""
     reports: Annotated[tuple[Report, ...], Field(max_length=MAX_REPORTS)]
-    """What they found; the first of a reducer that has a unit counts."""
+    """Results of the reducers; for a unit, the first report of its reducer that has it counts."""
 
 
 @dataclass(frozen=True)
 class Certificate(schemas.OnWire):
-    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members.
+    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's voters.
 
-    Of a reform: those of the parent's members that have left for it, under the ballot 0 of its
-    author; a quorum would not have needed it.
+    For a reform: those of its parent's electors that have left for it, under the ballot 0 of its
+    author. With a quorum, no reform would have been needed.
     """
 
     ballot: PossibleBallot
@@ -204,8 +204,8 @@ class Link(schemas.OnWire):
     parent: schemas.NamedHead | None = None
     """Its parent's head, unless that is the link before."""
     alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
-    """Whether the heads between the link before and this one all have that one's voters; left out
-    of the JSON where it is false."""
+    """Whether the heads between the link before and this one all have the voters of the former;
+    left out of the JSON where it is false."""
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,12 @@ class Accepted(schemas.OnWire):
     ballot: PossibleBallot
     manifest: Annotated[Manifest, schemas.BESIDE]
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
-    """None of a merge. A convener that proposes the manifest again shows it again [C2]."""
+    """None for a merge. A convener that proposes the manifest again shows this again [C2]."""
 
 
 @dataclass(frozen=True)
 class Ready(schemas.OnWire):
-    """Phase 1b and the offer. A higher ballot than asked refuses; from a stranger it is a join."""
+    """Phase 1b and the offer; with a higher ballot a refusal, from a stranger a wish to join."""
 
     ballot: PossibleBallot
     offer: Annotated[Offer, schemas.BESIDE] | None
@@ -244,31 +244,31 @@ class Ready(schemas.OnWire):
     capacity: schemas.Capacity
     leave: bool = False
     dialable: bool = True
-    """Whether others can dial the sender, and it did not get stuck as a reducer lately: only then
-    is it asked to reduce, if anybody else can."""
+    """Whether others can dial the sender, and it did not get stuck as a reducer lately. Otherwise
+    it is asked to reduce only if nobody else can."""
     remaining_s: schemas.Seconds | None = None
-    """Until the sender's local steps are done, as it expects; None: it does not know."""
+    """Expected time until the sender's local steps are done; None: it does not know."""
     worked_s: schemas.Seconds = 0.0
-    """What the sender's local steps have taken so far; with an offer, until it was made."""
+    """Time that the sender's local steps took so far; with an offer, until it was made."""
     fetched_s: schemas.Seconds = 0.0
     """How long the sender took to fetch the tip before it could begin its steps."""
     wish: schemas.SignatureText | None = None
-    """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
+    """With `leave`: signs `leave_statement`, so that nobody else can have the sender leave."""
     credential: Credential | None = None
-    """Of a peer for which an anchor vouches, until a manifest says so [R8]."""
+    """Shown by a peer for which an anchor vouches, until a manifest says so [R8]."""
     stalls_in_s: schemas.Seconds | None = None
-    """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
+    """Where rounds overlap: time until the sender would wait for the decision; None: it waits."""
     uplink_mbit: schemas.Uplink = 0
-    """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
+    """Measured uplink of the sender; 0: not known [D3]."""
     room: schemas.Room = ALL_EXPERTS
-    """How many experts fit the sender's machine, those that it owns included [R4]."""
+    """Number of experts that fit the sender's machine, including those that it owns [R4]."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
     type: Literal["ready"] = field(default="ready", repr=False)
 
     @cached_property
     def declared(self) -> Declared:
-        """What of it others may be shown."""
+        """The part of it that others may be shown."""
         said = declaration_of(self.offer, self.capacity, self.leave, self.room)
         return Declared(said, self.signature)
 
@@ -284,7 +284,7 @@ class Roster:
     roster_id: Digest
     offers: Mapping[PeerId, Offer]
     reducers: Uplinks
-    """Who may reduce, in peer-id order, with the uplinks by which units are dealt [D3]."""
+    """Possible reducers, in peer-id order, with the uplinks by which units are assigned [D3]."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class ReducedUnit(schemas.OnWire):
     digest: schemas.DigestText
     num_bytes: schemas.Count
     delta: schemas.DigestIfAny = None
-    """The blob that makes it of the agreed value before, where deltas are averaged [W5]."""
+    """The blob that makes it from the agreed value before, where deltas are averaged [W5]."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Reduced(schemas.OnWire):
     missing: Annotated[
         Mapping[schemas.PeerText, schemas.Why], Field(max_length=schemas.MAX_MISSING)
     ]
-    """Contributors whose values could not be had, with the reason."""
+    """Contributors whose values could not be obtained, with the reason."""
     signature: Signature = UNSIGNED
     """Over `reduced_statement`; verified on receipt."""
     type: Literal["reduced"] = field(default="reduced", repr=False)
@@ -326,9 +326,9 @@ class Propose(schemas.OnWire):
     holders: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_HOLDERS)]
     """Peers known to hold every blob of the manifest."""
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
-    """None of a merge."""
+    """None for a merge."""
     relays: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_RELAYS)] = ()
-    """Who passes manifest and evidence on; the others ask these first [D4]."""
+    """Peers that pass manifest and evidence on; the others ask these first [D4]."""
     type: Literal["propose"] = field(default="propose", repr=False)
 
 
@@ -351,7 +351,7 @@ class Commit:
     certificate: Certificate | None
     parent: Manifest | None
     path: tuple[Link, ...] = ()
-    """Proves the manifest to who has another tip than the parent; ends with the manifest's link."""
+    """Proves the manifest to a peer whose tip is not the parent; ends with the manifest's link."""
 
 
 Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
@@ -374,7 +374,7 @@ def declaration_of(
 
 
 def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
-    """The bytes that a peer signs with a READY; once for all that say the same on a tip."""
+    """The bytes that a peer signs with a READY; equal ones on a tip are signed once."""
     what = f"{declared.offer or '-'} {declared.seconds!r} {declared.capacity!r} {declared.leave:d}"
     return f"swarm ready {run} {tip} {what} {declared.room}".encode()
 

@@ -33,11 +33,11 @@ from swarm.protocol.values.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
-"""Of one proof. Each link reaches over some five changes of voters, see `trust.pruned`."""
+"""Most links of one proof. Each reaches over some five changes of voters, see `trust.pruned`."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
-"""Base58, as long as an id of an Ed25519 key at most; a peer that signs or is called has one."""
+"""Base58, at most as long as an id of an Ed25519 key; a peer that signs or is dialed has one."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
 GENERATION = r"^[0-9a-f]{1,32}$"
@@ -46,13 +46,13 @@ IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile
 IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
 MAX_HOLDERS = 16
-"""That a PROPOSE names: those that were the last to say that they have everything."""
+"""Most holders that a PROPOSE names: the last to say that they have everything."""
 MAX_RELAYS = 16
-"""That a PROPOSE names [D4]."""
+"""Most relays that a PROPOSE names [D4]."""
 MAX_MISSING = 64
-"""Peers that one REDUCED says cannot be had."""
+"""Most peers that one REDUCED reports as missing."""
 MAX_RESULTS = 100
-"""Units of one REDUCED."""
+"""Most units of one REDUCED."""
 
 
 def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 # Sums over a run stay below the bound of counts.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Uplink = Annotated[int, Field(ge=0, le=10**6)]
-"""Mbit/s; 0 where it is not known."""
+"""Mbit/s; 0: not known."""
 Electors = Annotated[int, Field(ge=1, le=2**20)]
 Place = tuple[Annotated[int, Field(ge=0, le=2**40)], tuple[Electors, Generation] | tuple[()]]
 CodeText = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_REFORMS + 1)]
@@ -95,7 +95,7 @@ def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
 
 
 def _named(head: Head) -> Head:
-    """A head whose names are names."""
+    """A head whose names are all valid."""
     digests = [name for name in (head.parent, head.seed, head.body) if name is not None]
     generations = [head.generation, *(id_ for _, (_, id_) in head.lineage)]
     wrong = wrong_name(
@@ -104,7 +104,7 @@ def _named(head: Head) -> Head:
         (IS_PEER, (head.founder, *head.voters)),
     )
     if wrong is not None:
-        raise BadMessage("head_names", f"{wrong[:80]!r} is no name in a head")
+        raise BadMessage("head_names", f"{wrong[:80]!r} is not a valid name in a head")
     if list(head.voters) != sorted(set(head.voters)):
         raise BadMessage("head_names", "a head's voters are not in order")
     return head
@@ -119,10 +119,10 @@ NamedHead = Annotated[Head, AfterValidator(_named)]
 
 
 class OnWire:
-    """Base of dataclasses that are read from JSON, as `Strict`: missing keys are errors too.
+    """Base of dataclasses that are read from JSON: as `Strict`, but missing keys are errors, too.
 
-    A default is for the code alone: JSON has one form of each value, and leaves out only what
-    `IF_ANY` says.
+    Defaults are for the code alone. JSON has one form of each value, and leaves out only what
+    `IF_ANY` marks.
     """
 
     __pydantic_config__ = Strict.__pydantic_config__
@@ -154,7 +154,7 @@ class Attachments(Protocol):
     """The context in which messages are read and written."""
 
     def received(self, kind: type, blob: Blob) -> object:
-        """What a message refers to, or the blob's name as long as it is not here."""
+        """The value that a message refers to, or the blob's name as long as it is not here."""
 
     def sent(self, value: Any) -> Blob:
         """Attaches a value to a message; returns the reference that the message carries."""
@@ -180,7 +180,7 @@ def parse(schema: TypeAdapter[T], encoded: Buffer, what: str, context: object = 
     """Checks foreign bytes against a schema.
 
     Raises:
-        BadMessage: they are not of it; the message names the first wrong field.
+        BadMessage: the bytes do not match; the message names the first wrong field.
     """
     try:
         return schema.validate_json(bytes(encoded), context=context)

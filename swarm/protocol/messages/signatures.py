@@ -1,4 +1,4 @@
-"""Who may send what, and which signatures a message holds. Pure: the shell verifies them."""
+"""Who may send which message, and which signatures it holds. Pure: the shell verifies them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from swarm.protocol.values.invitation import Credential, Invitation, possession_
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Wish, leave_statement
 
 MAX_STRANGER_PROOF_BYTES = 2**20
-"""Of 16 links at 256 members: two heads of 14 kB each, and 129 signatures of 64 bytes, which take
-19 kB with their names."""
+"""Enough for 16 links at 256 members. Each has two heads of 14 kB, and 129 signatures of 64 bytes,
+which take 19 kB with their names."""
 FROM_MEMBERS_ONLY = frozenset({"roster", "reduced", "propose", "accept"})
-"""Steps of a round in which only members have a part."""
+"""Steps of a round in which only members take part."""
 FROM_VOTERS_ONLY = frozenset({"roster", "propose", "accept"})
-"""Steps in which a trainee has none either: it convenes nothing and does not vote [R7]."""
+"""Steps that a trainee takes no part in either: it neither convenes nor votes [R7]."""
 
 
 class Standing(StrEnum):
-    """What a sender is to the receiver."""
+    """The role of a sender, as the receiver sees it."""
 
     VOTER = "voter"
     TRAINEE = "trainee"
@@ -35,12 +35,12 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a message says that it is.
+    """The kind, attachments and header that a message claims to have.
 
     Attributes:
         kind: its type as on the wire.
-        attachments: digest and size of each; of a COMMIT manifest, proof and perhaps the parent.
-        header: what its sender says of itself.
+        attachments: digest and size of each; a COMMIT has manifest, proof and perhaps the parent.
+        header: the header of the message.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def claim_of(payload: Buffer) -> Claim:
 
 
 def outline_of(message: messages.Message) -> Claim:
-    """What the claim of a decoded message says, but for what its attachments are called."""
+    """The claim of a decoded message, without the digests and sizes of its attachments."""
     named: list[object] = []
     if isinstance(message, messages.Ready):
         vote = message.accepted
@@ -74,16 +74,16 @@ def outline_of(message: messages.Message) -> Claim:
 
 
 def refusal_of(claim: Claim, standing: Standing) -> str | None:
-    """Why a message is refused for its sender, in a short word; None if it is not.
+    """Why a message is refused because of its sender, in a short word; None if it is not.
 
     | from a stranger | |
     |---|---|
-    | HELLO, PREPARE | taken: they name nothing, and tell who was away that others are ahead |
+    | HELLO, PREPARE | taken: they name nothing, and show a peer that was away who is ahead |
     | READY | taken without offer and vote, as a wish to join |
     | COMMIT | taken with a small proof, which says whether its manifest is fetched at all |
-    | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger has a part in a round |
+    | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger takes part in a round |
 
-    Of a trainee's messages ROSTER, PROPOSE and ACCEPT are refused.
+    From a trainee, ROSTER, PROPOSE and ACCEPT are refused.
     """
     if standing is Standing.VOTER:
         return None
@@ -97,10 +97,11 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
 
 
 def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
-    """Everybody who may rightly take part in a round that this peer hears of, and the trainees.
+    """All peers that may take part in a round that this peer hears of, and the trainees of these.
 
-    The members of the tip; of its parent, which some may still be on; and of the manifest that this
-    peer has voted for, which others may have applied already. Trainees vote in none of these.
+    They are the members of three manifests: the tip, its parent, and the one that this peer voted
+    for. The parent may still be the tip of some peers, and others may have applied the third.
+    Trainees vote in none of them.
     """
     manifests = _plausible(record)
     members = frozenset(peer for manifest in manifests for peer in manifest.members)
@@ -108,7 +109,7 @@ def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]
 
 
 def standing_in(record: Record, peer: PeerId) -> Standing:
-    """What a sender is to a peer with this record."""
+    """The role of a sender for a peer with this record."""
     manifests = _plausible(record)
     if any(peer in manifest.voters for manifest in manifests):
         return Standing.VOTER
@@ -128,15 +129,15 @@ Holds = Callable[[PeerId, bytes, messages.Signature], bool]
 def verified(
     header: messages.Header, message: messages.Message, source: PeerId, run: str, holds: Holds
 ) -> messages.Message:
-    """The message with only those signatures that are right.
+    """The message with only those signatures that are valid.
 
-    Of certificates and evidence the wrong ones are dropped: the rest may be enough, and if it
-    is not, its receiver knows whom to blame.
+    Invalid signatures of certificates and evidence are dropped: the rest may be enough, and if it
+    is not, the receiver knows whom to blame.
 
     Raises:
-        HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign, or a wish to leave
-            that its peer did not, or a credential of another peer, be it in a READY or in a
-            manifest that is to be voted for.
+        HostileInput: an ACCEPT, READY or REDUCED without its sender's signature; a wish to leave
+            without its peer's signature; or a credential of another peer. Wishes and credentials
+            may be in a READY or in a manifest that is to be voted for.
     """
     for peer, credential in _credentials(message, source):
         if problem := credential_problem(credential, peer, holds):
@@ -176,7 +177,7 @@ def verified(
 def _own(
     header: messages.Header, message: messages.Message, run: str
 ) -> tuple[bytes, messages.Signature] | None:
-    """What a message's sender has to have signed, and its signature."""
+    """The statement that a message's sender has to sign, and its signature."""
     if isinstance(message, messages.Accept):
         return messages.accept_statement(run, message.ballot, message.digest), message.signature
     if isinstance(message, messages.Ready):
@@ -192,7 +193,7 @@ def _own(
 def sound(
     certificate: messages.Certificate, digest: Digest, run: str, holds: Holds
 ) -> messages.Certificate:
-    """The certificate of a manifest with only those signatures that are right."""
+    """The certificate of a manifest with only those signatures that are valid."""
     statement = messages.accept_statement(run, certificate.ballot, digest)
     signatures = {
         peer: signature
@@ -205,15 +206,15 @@ def sound(
 def _evidence(
     evidence: messages.Evidence | None, manifest: Manifest, run: str, holds: Holds
 ) -> messages.Evidence | None:
-    """The evidence with only those signatures that are right; the same object if all are."""
+    """The evidence with only those signatures that are valid; the same object if all are."""
     return evidence and _left_of(_Shown(evidence, manifest.parent or "", run, holds))
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """Evidence that all voters show with one vote.
+    """A cache key for evidence that all voters show with one vote.
 
-    The very same object, so that nothing has to be compared, and a forged one is judged by itself.
+    It compares the object's identity, so that a forged copy is judged by itself.
     """
 
     name: int = field(init=False)
@@ -228,7 +229,7 @@ class _Shown:
 
 @lru_cache(maxsize=4)
 def _left_of(shown: _Shown) -> messages.Evidence:
-    """What is right of evidence, verified once: that of 256 peers has 470 signatures."""
+    """The valid part of evidence, verified once: that of 256 peers has 470 signatures."""
     evidence, run, holds = shown.evidence, shown.run, shown.holds
     declared = {
         peer: each
@@ -252,7 +253,7 @@ def _left_of(shown: _Shown) -> messages.Evidence:
 def _wishes(
     message: messages.Message, source: PeerId, header: messages.Header
 ) -> Iterator[tuple[PeerId, Digest, Wish]]:
-    """Whose wishes to leave a message holds, and after which manifest they want to."""
+    """Each wish to leave in a message: its peer, the manifest to leave after, the signature."""
     if isinstance(message, messages.Ready) and message.wish:
         yield source, header.tip, message.wish
     for manifest in _undecided(message):
@@ -282,9 +283,9 @@ def is_signed(invitation: Invitation, holds: Holds) -> bool:
 
 
 def credential_problem(credential: Credential, peer: PeerId, holds: Holds) -> str | None:
-    """Why a credential is not this peer's; None when it is [R8].
+    """Why a credential does not belong to this peer; None when it does [R8].
 
-    The possession names run and peer, so a copy of what is public or was relayed proves nothing.
+    The possession names run and peer. So a copy of one that is public or relayed proves nothing.
     """
     invitation = credential.invitation
     if not is_signed(invitation, holds):
@@ -295,12 +296,12 @@ def credential_problem(credential: Credential, peer: PeerId, holds: Holds) -> st
 
 
 def is_possession(possession: str, key: PeerId, run: str, guest: PeerId, holds: Holds) -> bool:
-    """Whether a possession is by the invitation's key, for this run and guest."""
+    """Whether a possession is signed by the invitation's key, for this run and guest."""
     return _holds(key, possession_statement(run, guest), possession, holds)
 
 
 def _holds(peer: PeerId, statement: bytes, encoded: str, holds: Holds) -> bool:
-    """Whether a signature in base64 is right."""
+    """Whether a signature in base64 is valid."""
     try:
         signature = b64decode(encoded, validate=True)
     except ValueError:

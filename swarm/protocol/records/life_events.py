@@ -3,8 +3,8 @@
 A line is an object with `event` (the kind), `time` (seconds since 1970, by the peer's wall clock)
 and the fields of the kind. A kill may tear off the last line; the next one begins after it.
 
-Members, owners and the like seldom change from one manifest to the next and are long: 46 kB at 256
-members. An `applied` line leaves those out that equal the line before, see `abridged`.
+Members, owners and the like are long, 46 kB at 256 members, and seldom change from one manifest to
+the next. An `applied` line leaves those out that equal the line before, see `abridged`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Progress(Strict):
 
 @dataclass(frozen=True)
 class AppliedPhase(Strict):
-    """What one phase took."""
+    """Time and memory of one phase."""
 
     seconds: float
     peak_rss_bytes: int
@@ -93,7 +93,7 @@ class AppliedRank(Strict):
 
 @dataclass(frozen=True)
 class AppliedWorkers(Strict):
-    """`WorkersStats` of the local steps, and what they are made of."""
+    """`WorkersStats` of the local steps, and the figures of each worker behind them."""
 
     number: int
     step_s: float
@@ -153,7 +153,7 @@ class Validation(Strict):
 
 @dataclass(frozen=True)
 class RefusedOwn(Strict):
-    """Nobody would take a value of this peer, which restarted from the agreed one."""
+    """Others would refuse a value of this peer, so the peer restarted from the agreed one."""
 
     unit: str
     reason: str
@@ -161,7 +161,7 @@ class RefusedOwn(Strict):
 
 @dataclass(frozen=True)
 class MomentsGiven(Strict):
-    """Moments of an expert are out for its next owners."""
+    """Moments of an expert are offered to its next owners."""
 
     expert: int
     round: int
@@ -214,7 +214,7 @@ _SCHEMAS: Mapping[str, TypeAdapter[object]] = {
 
 
 def abridged(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """An `applied` line without what the one before says already.
+    """An `applied` line without the fields that the one before has already.
 
     Args:
         fields: the whole line.
@@ -241,7 +241,7 @@ class EventReader:
         """
         found = json.loads(line)
         if not isinstance(found, dict):
-            raise ValueError("a line is no object")
+            raise ValueError("a line is not an object")
         if found.get("event") == "applied":
             found = {**self._before, **found}
             self._before = {name: found[name] for name in UNCHANGED if name in found}
@@ -251,7 +251,7 @@ class EventReader:
         """Kind, time and fields of a whole line.
 
         Raises:
-            ValueError: it is no event of this version; says which field.
+            ValueError: the line is not an event of this version; the error names the field.
         """
         found = self.read(line)
         kind, time = found.pop("event", None), found.pop("time", None)

@@ -11,13 +11,13 @@ PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
 
 
 def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
-    r"""The text without what would act on a terminal or end a line.
+    r"""The text without characters that would act on a terminal or end a line.
 
-    Shown as escapes, as `\x1b` and `\u202e`, is all that Unicode does not count as printable:
-    control characters, line and paragraph ends, marks that turn the direction of writing or take
-    no room, spaces but the usual one, and halves of surrogate pairs.
+    All characters that Unicode does not count as printable are shown as escapes, such as `\x1b`
+    and `\u202e`. These are control characters, line and paragraph ends, marks that turn the
+    direction of writing or take no room, all spaces but the usual one, and halves of surrogates.
 
-    So many characters are shown at most; how many follow is said.
+    At most `limit` characters are shown, and then the number of those that follow.
     """
     shown = text if len(text) <= limit else text[:limit]
     if not shown.isprintable():

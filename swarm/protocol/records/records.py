@@ -1,4 +1,4 @@
-"""What peers tell everybody in the DHT: small facts, signed by their owner, never commands."""
+"""Records that peers publish in the DHT: small facts, signed by their owner, never commands."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from swarm.protocol.values.texts import Text, TokenizerFile
 
 MAX_REASON = 300
 TOO_LATE = "too late"
-"""In the words of a peer that still trained when its round was decided."""
+"""The reason that a peer gives if it still trained when its round was decided."""
 NOTHING_DONE = "nothing to count"
-"""In the words of a peer that still fetched what others had decided."""
+"""The reason that a peer gives if it still fetched what others had decided."""
 MAX_BRIEF = 120
-"""Of sentences that a record may have several of."""
+"""Limit of sentences that a record may list."""
 MAX_PAIRS = 16
 MAX_LEFT_OUT = 4
 MAX_UNREACHED = 8
@@ -49,10 +49,10 @@ Hex = DigestText
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
-"""Of manifests and rounds: one a second would take 68 years to get there."""
+"""Limit of heights and rounds: at one a second it takes 68 years to get there."""
 MAX_REAL = 1e100
-"""More than any loss, norm or rate that a peer computes; sums, differences and squares of what
-anybody says are finite too."""
+"""More than any loss, norm or rate that a peer computes. Sums, differences and squares of any
+published values are finite, too."""
 Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -62,7 +62,7 @@ Work = Annotated[str, Field(max_length=24, pattern=PRINTABLE)]
 Share = Annotated[int, Field(ge=0, le=1000)]
 Alike = Annotated[int, Field(ge=-1000, le=1000)]
 Pair = tuple[Expert, Expert, Alike]
-"""Two experts, and a thousand times the CKA of what they make of the same tokens."""
+"""Two experts, and a thousand times the CKA of their outputs for the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RoutingFigures(Strict):
     """How a peer's last local steps spread their tokens over the experts."""
 
     max_load: Amount
-    """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
+    """Tokens of the busiest expert over the mean of experts, in the layer where that is largest."""
     idle_experts: Count
     """(Layer, expert) pairs without a token."""
     dropped: Amount
@@ -78,15 +78,15 @@ class RoutingFigures(Strict):
     similarity: Real | None
     """Mean CKA of experts that got the same tokens; None if too few did."""
     shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
-    """Of each expert its permille of all choices, over all layers; 0 only where it got none. () of
-    a model with more than `MAX_SHARES` experts."""
+    """Each expert's permille of all choices, over all layers; 0 only where it got none. Empty for a
+    model with more than `MAX_SHARES` experts."""
     pairs: Annotated[tuple[Pair, ...], Field(max_length=MAX_PAIRS)] = ()
-    """What `similarity` is the mean of, over layers, the most alike first."""
+    """The pairs whose mean is `similarity`, over layers, the most similar first."""
 
 
 @dataclass(frozen=True)
 class RoundFigures(Strict):
-    """What a peer's last round took; durations, since clocks differ."""
+    """Figures of a peer's last round; durations, since clocks differ."""
 
     round: Height
     counted: bool
@@ -98,11 +98,11 @@ class RoundFigures(Strict):
     blob_bytes_sent: Count
     blob_bytes_received: Count
     why_not: Brief = ""
-    """Why it was not counted, by what the peer itself did; "" of one that was."""
+    """Why it was not counted, by the peer's own account; "" if it was."""
     left_out: Annotated[Mapping[Id, Brief], Field(max_length=MAX_LEFT_OUT)] = field(
         default_factory=dict
     )
-    """Other members that were not counted, and why, as this peer decided: it was the convener."""
+    """Other members that were not counted, and why: decided by this peer as the convener."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class WorkersFigures(Strict):
     step_s: Amount
     """Seconds of a step."""
     shares: Annotated[Mapping[Work, Amount], Field(max_length=MAX_KINDS)]
-    """Of each kind of operation between them its part of a step's time, the wait for slower ones
-    included, mean over the workers."""
+    """For each kind of operation between workers, its part of a step's time, including the wait for
+    slower ones; mean over the workers."""
     bubble: Amount | None
     """Part of a pipeline's time in which a stage computes nothing, mean over the stages; None
-    without one."""
+    without a pipeline."""
     expected: Amount | None
-    """The same, if all stages took as long."""
+    """The same, if all stages took equally long."""
     idle: Annotated[tuple[Worker, ...], Field(max_length=MAX_IDLE)]
     """Workers that had fewer micro-batches than others."""
     slowest: Worker | None
@@ -129,7 +129,7 @@ class WorkersFigures(Strict):
 
 
 class Silence(Enum):
-    """What becomes of messages to a peer."""
+    """Why messages to a peer are lost."""
 
     GONE = "gone"  # the peer's machine says that nothing listens there
     SILENT = "silent"  # no answer: its line may be cut
@@ -137,27 +137,27 @@ class Silence(Enum):
 
 @dataclass(frozen=True)
 class LinkFigures(Strict):
-    """What a peer knows of its line; None: not measured."""
+    """A peer's measurements of its link; None: not measured."""
 
     rtt_ms: Amount | None
-    """Shortest of the last control messages to each peer, handling included; median over peers."""
+    """Shortest of the last round trips to each peer, handling included; median over peers."""
     down_mbit: Amount | None
-    """Lower quartile of the day's fetches of over 1 MiB; before one, what was measured to join."""
+    """Lower quartile of the day's fetches of over 1 MiB; before one, the rate found in joining."""
     up_mbit: Amount | None
-    """By tests of the last day, and by what others took since; None where neither is known."""
+    """By tests of the last day, and by the rates at which others received since; None: unknown."""
     unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
     """Peers to which the last messages in a row were lost."""
 
 
 def routing_figures(stats: Mapping[str, Any]) -> RoutingFigures:
-    """Of the fields of `RoutingStats`; what a record has no room for is left out."""
+    """Figures from the fields of `RoutingStats`, as far as a record has room for them."""
     shares = tuple(stats["shares"]) if len(stats["shares"]) <= MAX_SHARES else ()
     pairs = tuple((a, b, round(1000 * cka)) for a, b, cka in stats["pairs"][:MAX_PAIRS])
     return RoutingFigures(**{**stats, "shares": shares, "pairs": pairs})
 
 
 def workers_figures(stats: Mapping[str, Any]) -> WorkersFigures:
-    """Of the fields of `WorkersStats`; what a record has no room for is left out."""
+    """Figures from the fields of `WorkersStats`, as far as a record has room for them."""
     shares: Mapping[str, float] = stats["shares"]
     longest = sorted(shares, key=lambda kind: -shares[kind])[:MAX_KINDS]
     kept = {kind: shares[kind] for kind in sorted(longest)}
@@ -165,18 +165,18 @@ def workers_figures(stats: Mapping[str, Any]) -> WorkersFigures:
 
 
 MAX_RECORD_BYTES = 20_000
-"""Of a `PeerRecord` and a `MergeRecord`; the others need less."""
+"""Limit of a `PeerRecord` and a `MergeRecord`; the others need less."""
 MAX_RUN_RECORD_BYTES = 3_000
 MAX_VALIDATION_BYTES = 9_000
 MAX_SCORE_BYTES = 9_000
 MAX_ADDRESSES = 16
-"""That a peer tells of itself."""
+"""Most addresses in a peer's record."""
 MAX_SCORES = 24
-"""That one peer tells at a time."""
+"""Most scores that one peer publishes at a time."""
 NUM_SHARDS = 16
 FEW_SHARDS = 4
-"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys:
-`NUM_SHARDS` for presence, `FEW_SHARDS` for each of the other kinds, which fewer read."""
+"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys.
+Presence has `NUM_SHARDS` keys. Each other kind, which fewer peers read, has `FEW_SHARDS`."""
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S
@@ -192,7 +192,7 @@ class RunState(Enum):
     """Whether a run trains yet."""
 
     GATHERING = "gathering"  # the founder waits for peers before the first round
-    RUNNING = "running"  # rounds are going on
+    RUNNING = "running"  # rounds take place
 
 
 class PeerState(Enum):
@@ -205,7 +205,7 @@ class PeerState(Enum):
     MERGING = "merging"  # computes or agrees on an expert merge
     CATCHING_UP = "catching_up"  # fetches a decided manifest that it missed
     PAUSED = "paused"  # too few experts have an owner: waits for machines with room
-    LEAVING = "leaving"  # says good-bye
+    LEAVING = "leaving"  # asks to be left out, and hands over its experts
     FINISHED = "finished"  # all rounds done; serves blobs and records
 
 
@@ -214,10 +214,10 @@ class RunRecord(Strict):
     """A run that can be joined; every member repeats it, so it outlives its founder."""
 
     run: RunId
-    """Of a run that gathers: `gathering-` and the founder's nonce."""
+    """While the run gathers: `gathering-` and the founder's nonce."""
     name: RunName
     fingerprint: Hex
-    """Of the run configuration."""
+    """Fingerprint of the run configuration."""
     founder: Id
     founding: Hex
     """Digest of manifest 0."""
@@ -229,16 +229,16 @@ class RunRecord(Strict):
     wait_for_peers: Count
     """How many peers the founder waits for."""
     text: Text | None = None
-    """While peers are gathered, what manifest 0 will say: a peer that lacks it need not wait."""
+    """While peers are gathered: the text of manifest 0. A peer that lacks it need not wait."""
     tokenizer: TokenizerFile | None = None
     """Likewise."""
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9]{0,128}$")] = ""
-    """Of the invitation with which a gathering run counts peers; empty: it counts everybody."""
+    """Key of the invitation by which a gathering run counts peers; empty: it counts everybody."""
 
 
 @dataclass(frozen=True)
 class PeerRecord(Strict):
-    """Presence, progress and ownership of one peer, in one record, so they belong together."""
+    """Presence, progress and ownership of one peer; one record, so that they are consistent."""
 
     peer_id: Id
     name: Word
@@ -247,17 +247,17 @@ class PeerRecord(Strict):
     state: PeerState
     capacity: Annotated[float, Field(gt=0, le=MAX_REAL, allow_inf_nan=False)]
     room: Room
-    """Experts that fit its machine, those that it owns included."""
+    """Experts that fit its machine, including those that it owns."""
     generation: Generation
     height: Height
     round: Height
     rounds_total: Count
     manifest_digest: Hex
-    """Of the peer's tip."""
+    """Digest of the peer's tip."""
     owned_experts: Annotated[tuple[Expert, ...], Field(max_length=1024)]
     """By the peer's tip, ascending."""
     step: Count
-    """Of the run, including the peer's steps since its tip."""
+    """Step of the run, including the peer's steps since its tip."""
     tokens: Count
     """Trained by this peer since it joined."""
     loss: Real | None
@@ -279,14 +279,14 @@ class PeerRecord(Strict):
     reason: Reason
     """The last decision that this peer saw, with its numbers."""
     version: Word
-    """Of its software."""
+    """Version of its software."""
     moments_bytes_sent: Count
-    """Hand-overs of moments, which are not in `blob_bytes_sent`."""
+    """Bytes of moments that it handed over, which are not in `blob_bytes_sent`."""
     moments_bytes_received: Count
     zero_moments: Count
-    """Experts that it took up without moments, since it started."""
+    """Experts that it took over without moments, since it started."""
     moments_reason: Reason
-    """Where the moments came from of the expert that it took up last."""
+    """Origin of the moments of the expert that it took over last."""
     routing: RoutingFigures | None
     """None before the first local steps."""
     grad_norm: Amount | None
@@ -294,23 +294,23 @@ class PeerRecord(Strict):
     grad_spikes: Count
     """Steps since it started whose gradient norm stood out from those before."""
     last_round: RoundFigures | None
-    """Of the last training round that it applied; None before the first."""
+    """Figures of the last training round that it applied; None before the first."""
     tokens_lost: Count
-    """Of local steps whose result entered no manifest, since it started."""
+    """Tokens of local steps whose result entered no manifest, since it started."""
     engine: Brief
-    """What computes its steps, and how much of the model stays on the device."""
+    """The engine of its steps, and how much of the model stays on the device."""
     trouble: Brief
-    """What this machine waits for a person to mend, such as a full disk; "" for nothing."""
+    """A fault of this machine that a person has to mend, such as a full disk; "" for none."""
     link: LinkFigures | None
     workers: WorkersFigures | None
-    """Of the last local steps; None of a peer that computes in one process."""
+    """Figures of the last local steps; None for a peer that computes in one process."""
     possession: Possession
-    """While a run gathers: of its founder's invitation, so that this peer is counted; else ""."""
+    """While a run gathers: proof that this peer has the founder's invitation, and counts; or ""."""
 
 
 @dataclass(frozen=True)
 class MergeRecord(Strict):
-    """A peer announces the donors of the experts that it owns in a merge."""
+    """A peer's announcement of the donors of its own experts in a merge."""
 
     generation: Generation
     round: Height
@@ -333,11 +333,11 @@ class ValidationRecord(Strict):
     text_bytes: Positive
     """Bytes of text that these tokens spell, in UTF-8."""
     recent: Annotated[tuple[tuple[Height, Real], ...], Field(max_length=200)] = ()
-    """(round, val_loss) of rounds before, as far as the publisher knows them."""
+    """(round, val_loss) of earlier rounds, as far as the publisher knows them."""
 
     @property
     def bits_per_byte_of_nat(self) -> float:
-        """How many bits per byte are one nat per token, in all rounds of the run."""
+        """Bits per byte that equal one nat per token, in all rounds of the run."""
         return self.tokens / (self.text_bytes * math.log(2))
 
 
@@ -346,7 +346,7 @@ class Score(Strict):
     """How good an agreed model is at one task, by one metric."""
 
     manifest_digest: Hex
-    """Which model."""
+    """Manifest of the model."""
     round: Height
     task: TaskName
     metric: TaskName
@@ -357,7 +357,7 @@ class Score(Strict):
 
 @dataclass(frozen=True)
 class ScoreRecord(Strict):
-    """What somebody measured of a run's models, member or not; it binds nobody to believe it."""
+    """Scores of a run's models by any peer, member or not; nobody has to believe them."""
 
     scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
 
@@ -418,7 +418,7 @@ def shortened(reason: str, most: int = MAX_REASON) -> str:
 
 
 def fitted(record: MergeRecord) -> MergeRecord:
-    """The announcement without the donors of its last experts, where all would be too many."""
+    """The announcement without the donors of its last experts, if all would be too many."""
     while len(_json(record)) > MAX_RECORD_BYTES:
         experts = sorted(record.donors)[: len(record.donors) // 2]
         record = replace(record, donors={expert: record.donors[expert] for expert in experts})
@@ -426,7 +426,7 @@ def fitted(record: MergeRecord) -> MergeRecord:
 
 
 def shard_of(peer_id: str, shards: int = NUM_SHARDS) -> int:
-    """Which of the keys of a kind holds a peer's record."""
+    """The number of the key that holds a peer's record, among the keys of its kind."""
     return blake3(peer_id.encode()).digest()[0] % shards
 
 
@@ -485,11 +485,11 @@ def _json(record: DhtRecord) -> bytes:
 
 
 MAX_ROUNDS = 4096
-"""Losses of rounds that are remembered; of more, every second one of the older half is let go."""
+"""Most rounds whose loss is kept. Beyond that, every second one of the older half is dropped."""
 MAX_MANIFESTS = 256
-"""States whose own loss is remembered."""
+"""Most states whose own loss is kept."""
 ALIKE = 0.01
-"""By so much of a loss two machines that measure one state may differ."""
+"""Relative difference that two machines may find in the loss of one state."""
 
 
 @dataclass(frozen=True)
@@ -497,7 +497,7 @@ class Losses:
     """Held-out losses in nats per token.
 
     Attributes:
-        by_round: round -> loss; of a round that was measured twice, as with a merge, either.
+        by_round: round -> loss; for a round that was measured twice, as with a merge, either.
         by_manifest: digest of a manifest -> loss of exactly this state.
         bits_per_byte_of_nat: how many bits per byte are one nat per token; None: not known.
     """
@@ -507,14 +507,14 @@ class Losses:
     bits_per_byte_of_nat: float | None = None
 
     def until(self, manifest: Manifest) -> tuple[tuple[int, float], ...]:
-        """(round, loss) up to this state, ascending; of its own round only what is its own."""
+        """(round, loss) up to this state, ascending; for its own round only its own loss."""
         found = {number: loss for number, loss in self.by_round.items() if number < manifest.round}
         if manifest.digest in self.by_manifest:
             found[manifest.round] = self.by_manifest[manifest.digest]
         return tuple(sorted(found.items()))
 
     def with_newer(self, newer: Losses) -> Losses:
-        """Both, where what is newer wins; of long runs not every round, see `MAX_ROUNDS`."""
+        """Both, where newer losses win; in long runs not every round, see `MAX_ROUNDS`."""
         manifests = dict(self.by_manifest) | dict(newer.by_manifest)
         return Losses(
             _thinned(dict(self.by_round) | dict(newer.by_round)),
@@ -527,13 +527,13 @@ def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | 
     """Held-out losses by the records of the tip's members; anybody may publish any figure.
 
     The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
-    round is the median of what voters say. Where voters contradict each other, those count that are
-    contradicted least: one peer alone measures a round, so a liar that rewrites the curve
+    round is the median of the voters' figures. If voters contradict each other, only those count
+    that are contradicted least. One peer alone measures a round, so a liar that rewrites the curve
     contradicts all others.
 
     Args:
         validations: the newest record of each peer.
-        tip: None while nobody has shown a manifest; then everybody counts, and every round.
+        tip: None while nobody has shown a manifest; then all peers and all rounds count.
     """
     heard = {p: r for p, r in sorted(validations.items()) if tip is None or p in tip.members}
     said: dict[int, dict[PeerId, float]] = {}
@@ -552,7 +552,7 @@ def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | 
 
 
 def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
-    """How often another one has said something else of the same round, of each peer."""
+    """For each peer, how often another one has published a different loss of the same round."""
     found: Counter[PeerId] = Counter()
     for claims in rounds:
         losses = sorted(claims.values())
@@ -564,7 +564,7 @@ def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
 
 
 def _believed(claims: Mapping[PeerId, float], doubts: Mapping[PeerId, int]) -> float:
-    """The median of those that are contradicted least; of two the higher, the less flattering."""
+    """The median of the least contradicted claims; of two, the higher and less flattering one."""
     least = min(doubts[peer] for peer in claims)
     sound = sorted(loss for peer, loss in claims.items() if doubts[peer] == least)
     return sound[len(sound) // 2]
@@ -580,14 +580,14 @@ def _thinned(by_round: dict[int, float]) -> dict[int, float]:
 
 
 PEERS_A_HEARTBEAT = 64
-"""In a run of so many one look a heartbeat takes 9 kB/s; in larger ones there are fewer."""
+"""In a run of so many, one look a heartbeat takes 9 kB/s; larger runs look less often."""
 
 
 def shards_at_once(num_peers: int) -> int:
     """How many of the keys one look reads: all while nobody is seen, one from 16 peers on.
 
     Args:
-        num_peers: that were seen in the DHT.
+        num_peers: peers that were seen in the DHT.
     """
     return max(1, NUM_SHARDS // max(1, num_peers))
 
@@ -596,6 +596,6 @@ def look_every_s(num_peers: int) -> float:
     """Seconds from one look to the next.
 
     Args:
-        num_peers: that were seen in the DHT.
+        num_peers: peers that were seen in the DHT.
     """
     return HEARTBEAT_S * max(1, num_peers // PEERS_A_HEARTBEAT)

@@ -17,8 +17,8 @@ from swarm.protocol.values.manifest import Manifest, PeerId
 from swarm.protocol.values.updates import REFUSALS
 
 LEAP = 1024
-"""Attempts that others may have made without this peer: more than an hour of takeovers without a
-pause. A peer that was away for longer believes the second member that says so."""
+"""Attempts that others may have made without this peer: over an hour of continuous takeovers. A
+peer that was away for longer believes such an attempt once a second member names it."""
 
 
 def attempt_problem(
@@ -31,16 +31,16 @@ def attempt_problem(
 ) -> str | None:
     """Why a ballot's attempt cannot have come about by takeovers, or None.
 
-    It may exceed what another member has named by `LEAP`, and by what takeovers could add since
-    this peer is at this height. An attempt that its sender named counts for nothing: so a liar
-    gets on only as honest members do, by `LEAP` a takeover, and needs half a year at one height for
-    2^31.
+    The attempt may exceed the highest one that another member named: by `LEAP`, and by the
+    takeovers that were possible since this peer reached this height. The sender's own earlier
+    claims do not count. So a liar advances no faster than honest members do, by `LEAP` a takeover,
+    and needs half a year at one height for 2^31.
 
     Args:
         ballot: of a message.
         source: the member that sent it.
         claims: the highest attempt that each member has named at this height, believed or not.
-        passed_s: since this peer has the tip, or has started.
+        passed_s: time since this peer applied the tip, or started.
         takeover_s: the least time between two attempts.
     """
     others = max((attempt for peer, attempt in claims.items() if peer != source), default=0)
@@ -54,13 +54,13 @@ def attempt_problem(
 
 
 MAX_PROPOSALS = 2
-"""Different ones of one convener, one after the other, that a member takes up at one height [A7].
-The second may lack the sources that the first was waiting for [C6]."""
+"""Different proposals of one convener in a row that a member takes up at one height [A7]. The
+second may leave out the sources that the first was waiting for [C6]."""
 
 
 @dataclass(eq=False)
 class Acceptor(Role):
-    """Votes. Only voters of the tip do; trainees and joiners fetch proposals but stay silent."""
+    """Votes on proposals. Only voters of the tip vote; others fetch proposals but stay silent."""
 
     blobs: Blobs
     succession: Succession
@@ -68,7 +68,7 @@ class Acceptor(Role):
     merger: Merger
 
     def _ballot_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Only voters convene, under their own name, and attempt 0 is the first convener's."""
+        """Only voters convene, under their own name; attempt 0 belongs to the first convener."""
         if ballot.convener != source:
             return f"its ballot belongs to {ballot.convener}"
         if source not in self.standing.electorate():
@@ -80,15 +80,15 @@ class Acceptor(Role):
         return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
     def turn_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why it is others' turn: `source` had a vote or its time, and nothing was decided [A7].
+        """Why others convene first: `source` had its chance, and nothing was decided [A7].
 
-        Without this, a convener that takes votes and never announces the decision would come back
-        each time before its successors, and hold the height up for ever.
+        Without this rule, a convener that takes votes and never announces the decision could return
+        before its successors each time, and block the height for ever.
         """
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # The present convener has the time that it is given [K1]; all others have it in turn.
+        # If another peer convenes, that peer keeps its time [K1]; else all others get theirs.
         places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
         if self.now - self.succession.convener_at > limit_s:
@@ -97,7 +97,7 @@ class Acceptor(Role):
         return f"{had[1]}: others convene next"
 
     def _what_it_had(self, convener: PeerId) -> tuple[int, str] | None:
-        """With which attempt a convener had its chance at this height; None if it has one yet."""
+        """The attempt in which a convener had its chance at this height, and how; None before."""
         vote = self.standing.record.accepted
         if vote and vote.ballot.convener == convener:
             return vote.ballot.attempt, f"its attempt {vote.ballot.attempt} had this peer's vote"
@@ -107,7 +107,7 @@ class Acceptor(Role):
         return None
 
     def attempt_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""
+        """Why an attempt that a member names is not believed; it is noted all the same [A5]."""
         if source == self.me:
             return None
         claims = self.succession.claims
@@ -121,15 +121,15 @@ class Acceptor(Role):
         )
 
     def _is_distrusted(self, convener: PeerId) -> bool:
-        """Whether a convener is not followed at this height any more [A4].
+        """Whether a convener is no longer followed at this height [A4].
 
-        Members that hear it no longer replace it as a silent one, however often it asks [K1]. Not
-        to promise is always safe.
+        Members that ignore it replace it like a silent one, however often it asks [K1]. It is
+        always safe not to promise.
         """
         return convener in self.succession.distrusted
 
     def hear_convener(self, source: PeerId, what: str, ballot: messages.Ballot) -> bool:
-        """Whether to handle a convener's message; an overtaken one is sent this peer's promise."""
+        """Whether to handle a convener's message; one that is overtaken gets the own promise."""
         problem = self._ballot_problem(source, ballot)
         if problem:
             self.out.refuse(source, what, problem)
@@ -153,18 +153,18 @@ class Acceptor(Role):
         if not self.hear_convener(source, "PREPARE", ballot):
             return
         if ballot == self.succession.top:
-            # How long that may last is the convener's matter [C7].
+            # The convener itself limits how long this may last [C7].
             self.succession.collected_at = self.now
         if self.standing.may_vote():
             if ballot.attempt >= 1 and ballot != self.standing.record.promised:
                 self.standing.persist_promise(ballot)
             self.out.post(source, self.contributor.ready(ballot))
         elif self.standing.is_member:
-            # A member that abstains, or has no vote, contributes; attempt 0 is no promise.
+            # A member that abstains, or has no vote, contributes; attempt 0 is not a promise.
             self.out.post(source, self.contributor.ready(messages.Ballot(0, self.tip.order[0])))
 
     def on_propose(self, source: PeerId, propose: messages.Propose) -> None:
-        """Starts to bring the proposal here; a repeated one gets the same vote again [A2]."""
+        """Starts to fetch the proposal; a repeated one gets the same vote again [A2]."""
         ballot, manifest = propose.ballot, propose.manifest
         if not self.hear_convener(source, "PROPOSE", ballot):
             return
@@ -192,19 +192,19 @@ class Acceptor(Role):
         self.pursue()
 
     def _has_accepted(self, ballot: messages.Ballot, manifest: Manifest) -> bool:
-        """Whether this very vote was cast; it is repeated for the asking [A2]."""
+        """Whether exactly this vote was cast, which is repeated on request [A2]."""
         vote = self.standing.record.accepted
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
     def _voted_otherwise(self, ballot: messages.Ballot) -> bool:
-        """Whether this ballot got a vote for another value: it may have one value only."""
+        """Whether this peer voted for another value under this ballot, which may have only one."""
         vote = self.standing.record.accepted
         return vote is not None and vote.ballot == ballot
 
     def _refuse_second_value(self, convener: PeerId, ballot: messages.Ballot) -> None:
-        """Follows a convener with two values no longer: it may have split the votes [A4].
+        """Stops following a convener with two values: it may have split the votes [A4].
 
-        An honest one never proposes two under one ballot [P3, C6].
+        An honest convener never proposes two under one ballot [P3, C6].
         """
         self.out.refuse(convener, "PROPOSE", f"a second value under attempt {ballot.attempt}")
         self.succession.distrusted.add(convener)
@@ -236,7 +236,7 @@ class Acceptor(Role):
         )
 
     def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
-        """Asks peers that have all blobs by now, but does not start over for a mere repeat."""
+        """Adds peers that now have all blobs; a mere repeat does not restart the fetch."""
         new = [peer for peer in holders if peer not in proposal.sources]
         idle_s = self.now - proposal.progress_at
         if new and (proposal.failed or idle_s > self.timers.heartbeat_s):
@@ -281,7 +281,7 @@ class Acceptor(Role):
         self.out.post(ballot.convener, self.standing.signed_accept(ballot, manifest.digest))
 
     def judge_proposer(self, event: Unobtainable) -> None:
-        """A convener that proposes a value of its own that is refused is not followed [A4, U1]."""
+        """Stops following a convener whose own proposed value is refused [A4, U1]."""
         proposal = self.blobs.proposal
         if proposal is None or event.reason not in REFUSALS:
             return

@@ -1,4 +1,4 @@
-"""Everybody: decided manifests are fetched whole and applied at once [X1, X2, P4, GC]."""
+"""Adopter: decided manifests are fetched whole and applied at once [X1, X2, P4, GC]."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Adopter(Role):
     reform_choice: ReformChoice
     heights: Heights
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
-    """Of a generation that this peer has left."""
+    """Manifests of a generation that this peer has left."""
     _appended: int = field(init=False, default=0)
-    """Links that the disk has got since the chain was written there as a whole, or the start."""
+    """Links appended on the disk since the whole chain was written there, or since the start."""
 
     def on_commit(self, source: PeerId, commit: Commit) -> None:
-        """Judges what is said to be decided, and adopts it if it is better than the tip."""
+        """Judges a manifest that is said to be decided, and adopts it if it beats the tip."""
         manifest = commit.manifest
         if manifest.code < self.tip.code:
             self.gossip.tell_tip(source, manifest.code)
@@ -58,9 +58,9 @@ class Adopter(Role):
         self._consider(source, commit)
 
     def _lacks_proof(self, commit: Commit) -> bool:
-        """Whether a proof that begins with what this peer trusts is still to be asked for [L1].
+        """Whether this peer must still ask for a proof that begins at a head it trusts [L1].
 
-        A COMMIT that goes to everybody carries none: most of them have the manifest's parent.
+        A COMMIT to everybody carries no proof, since most peers have the manifest's parent.
         """
         if not self.rules.certificates or commit.manifest.parent == self.tip.digest:
             return False
@@ -97,10 +97,11 @@ class Adopter(Role):
         return pursuit is not None and pursuit.manifest.digest == manifest.digest
 
     def adopt(self, source: PeerId, commit: Commit) -> None:
-        """Brings the manifest here and applies it; a better one replaces a running fetch.
+        """Fetches the manifest and applies it; a better one replaces a running fetch.
 
-        A manifest that is here and being made durable is applied first: a slow disk would else
-        start over with each, and never apply any. A disk that hangs holds up nothing for long [X1].
+        A complete manifest that is being made durable is applied first. Otherwise a slow disk would
+        start over with each new manifest, and never apply any. A disk that hangs delays this for a
+        limited time [X1].
         """
         manifest, blobs = commit.manifest, self.blobs
         if self._is_being_fetched(manifest):
@@ -116,7 +117,7 @@ class Adopter(Role):
             tuple(dict.fromkeys([source, *signers])),
             moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
-            # A newer target is no progress: only blobs are [X2].
+            # Only blobs are progress [X2]; a newer target is not.
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
             began_at=replaced.began_at if replaced else self.now,
@@ -159,7 +160,7 @@ class Adopter(Role):
         self.apply(replace(commit, parent=parent), text)
 
     def apply(self, commit: Commit, text: str) -> None:
-        """One atomic write of the new tip, then the whole model at once [P4]."""
+        """Writes the new tip in one atomic step, then has the whole model applied at once [P4]."""
         old, manifest = self.standing.record, commit.manifest
         certificate = self.with_own_signature(commit)
         record = events.Record(
@@ -193,7 +194,7 @@ class Adopter(Role):
         self.heights.begin()
 
     def with_own_signature(self, commit: Commit) -> Certificate | None:
-        """A reform's certificate with this peer among those that have left for it [L2]."""
+        """A certificate; that of a reform with this peer's signature, if it is an elector [L2]."""
         manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
         if manifest.kind is not Kind.REFORM or certificate is None:
             return certificate
@@ -204,7 +205,7 @@ class Adopter(Role):
         return replace(certificate, signatures=signatures)
 
     def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
-        """Puts the new tip's head, and what led to it, on the chain; returns what is new there."""
+        """Adds the links up to the new tip's head to the chain; returns those that are new."""
         head, before = commit.manifest.head, self.standing.chain
         step = commit.path[-1] if commit.path else Link(head)
         parent = commit.parent.head if commit.parent else step.parent
@@ -213,7 +214,7 @@ class Adopter(Role):
         return self.standing.chain.beyond(before)
 
     def on_heads_found(self, event: events.HeadsFound) -> None:
-        """Puts links that were lost into the chain, to prove more to others [L3]."""
+        """Puts lost links back into the chain, so that it proves more to others [L3]."""
         standing = self.standing
         standing.chain, problem = filled(standing.chain, event.links)
         if problem:
@@ -231,11 +232,11 @@ class Adopter(Role):
     def _collect_garbage(self, old: events.Record) -> None:
         """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].
 
-        A peer that leaves a generation keeps one manifest more, and its accepted proposal there:
-        others may still need them to finish that round.
+        A peer that leaves a generation also keeps the parent of its tip there, and its accepted
+        proposal: others may still need them to finish that round.
         """
-        # A manifest that is being synced stays: were it dropped and fetched again, the end of the
-        # first sync would be taken for that of the second.
+        # Manifests that are being synced stay. If one were dropped and fetched again, the end of
+        # the first sync would be taken for the end of the second.
         kept = [self.tip, old.tip, *self._lingering, *self.blobs.syncing.values()]
         self._lingering = ()
         if self.tip.generation != old.tip.generation:
@@ -259,7 +260,7 @@ class Adopter(Role):
             yield from (*manifest.blobs, *manifest.deltas)
 
     def _fetch_is_stuck(self) -> bool:
-        """Whether a fetch brought nothing new for T_reform / 2: it may be unobtainable [X2]."""
+        """Whether a fetch had no progress for `patience_s`: it may be unobtainable [X2]."""
         pursuit = self.blobs.catch_up
         return (
             pursuit is not None
@@ -268,7 +269,7 @@ class Adopter(Role):
         )
 
     def tick(self) -> None:
-        """Continues a fetch, or drops one that brings nothing."""
+        """Continues a fetch, or drops one without progress."""
         pursuit = self.blobs.catch_up
         if pursuit is None:
             return

@@ -1,4 +1,4 @@
-"""A roster is out: results come in, and reducers or sources hold it up [C3, C4]."""
+"""The results of a closed roster, and the reducers or sources that hold it up [C3, C4]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Averaging(Role):
     contacts: Contacts
 
     def take(self, campaign: Campaign, source: PeerId, reduced: Reduced) -> bool:
-        """Notes the results of a reducer; whether they are of this roster."""
+        """Notes the results of a reducer; whether they belong to this roster."""
         if not self._is_result_of_roster(campaign, reduced):
             return False
         roster = campaign.roster
@@ -46,7 +46,7 @@ class Averaging(Role):
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
-        """Whether a result belongs to the roster that is out: one roster per manifest [C3]."""
+        """Whether a result belongs to the closed roster: one roster per manifest [C3]."""
         return (
             campaign.stage is Stage.REDUCE
             and campaign.closed is not None
@@ -55,7 +55,7 @@ class Averaging(Role):
         )
 
     def composed(self, campaign: Campaign) -> Value | None:
-        """The manifest that follows, once all results are here."""
+        """The manifest to propose, once all results are here."""
         roster = campaign.roster
         plan = roster.plan
         if any(unit not in roster.results for unit in plan.reducers):
@@ -75,7 +75,7 @@ class Averaging(Role):
         return Value(manifest, evidence, why)
 
     def refused_values(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers whose values came and were refused: waiting makes no other of them [C4, U1]."""
+        """Peers whose values came and were refused, so that waiting does not help [C4, U1]."""
         return {
             peer: f"{reporter} refuses its values: {why}"
             for reporter in sorted(self.late_reducers(roster) & roster.missing.keys())
@@ -88,7 +88,7 @@ class Averaging(Role):
         late = self.late_reducers(roster)
         reported = (roster.missing.get(reporter, {}) for reporter in late)
         missed = late.union(*reported) & self.contacts.gone.keys()
-        return dict.fromkeys(sorted(missed), "it is gone")
+        return dict.fromkeys(sorted(missed), "its machine refuses messages")
 
     def late_reducers(self, roster: ClosedRoster) -> set[PeerId]:
         """Reducers whose results are not here yet."""
@@ -113,7 +113,7 @@ class Averaging(Role):
         return bad
 
     def silent_reducers(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Late reducers that have said nothing of this roster for so long, or more [C4]."""
+        """Late reducers without a word on this roster for at least `limit_s` [C4]."""
         said, since = roster.reported_at, self.now - limit_s
         return {
             reducer: "it is silent as a reducer"
@@ -128,7 +128,7 @@ class Averaging(Role):
         return named & roster.plan.offers.keys() - {self.me}
 
     def accused(self, roster: ClosedRoster) -> set[PeerId]:
-        """Peers whose values most reducers, two at least, could not have [C8]."""
+        """Peers whose values most reducers, at least two, could not get [C8]."""
         reducers = set(roster.plan.reducers.values())
         reports = (roster.missing.get(reporter, {}) for reporter in reducers)
         named = Counter(
@@ -138,7 +138,7 @@ class Averaging(Role):
         return {peer for peer, count in named.items() if count > most[peer]}
 
     def silent_sources(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Of these who has not answered for so long, though it was greeted with each poll [C4]."""
+        """Missed peers that were silent for `limit_s`, although each poll greets them [C4]."""
         heard, since = self.contacts.heard, self.now - limit_s
         return {
             peer: "its values are missing, and it is silent"
@@ -147,10 +147,10 @@ class Averaging(Role):
         }
 
     def slow_sources(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers for whose values most of the late reducers wait, two at least [C4].
+        """Peers for whose values most of the late reducers wait, at least two [C4].
 
-        These are late through no fault of theirs. One alone may be cut off from who is named, or
-        lie.
+        These reducers are late through no fault of theirs. A single reducer may lie, or be cut off
+        from the peer that it names.
         """
         late = self.late_reducers(roster)
         reports = (roster.missing.get(reporter, {}) for reporter in late)

@@ -1,4 +1,4 @@
-"""What is here of the values, and what is being brought here to be accepted or applied."""
+"""The blobs that are stored here, and the manifests whose blobs are being fetched."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from swarm.protocol.values.updates import UpdateBound
 
 @dataclass
 class Pursuit:
-    """A manifest whose blobs are being brought here, to be accepted or applied."""
+    """A manifest whose blobs are being fetched, so that it can be accepted or applied."""
 
     purpose: ClassVar[events.Purpose]
     manifest: Manifest
     missing: dict[Digest, Unit]
-    """Blobs that are not here yet, in the order of their units; a proposal's deltas behind them."""
+    """Blobs that are not here yet, in the order of their units; a proposal's deltas come last."""
     sources: tuple[PeerId, ...]
-    """Peers that said they have everything, best first."""
+    """Peers that claim to have all blobs, best first."""
     since: float
     progress_at: float
     is_fetching: bool = False
     is_syncing: bool = False
     failed: dict[Digest, set[PeerId]] = field(default_factory=dict)
     moves: dict[Digest, Move] = field(default_factory=dict)
-    """How values can be made; those whose deltas were of no use are taken out."""
+    """How values can be made from deltas. Moves whose delta was of no use are removed."""
     asked: dict[Digest, tuple[PeerId, ...]] = field(default_factory=dict)
-    """Who was asked for each blob."""
+    """Peers that were asked for each blob."""
 
 
 @dataclass(kw_only=True)
 class Proposal(Pursuit):
-    """A proposal on its way to being accepted [A2]."""
+    """A proposal that is being fetched for a vote [A2]."""
 
     purpose: ClassVar[events.Purpose] = events.Purpose.PROPOSAL
     ballot: Ballot
@@ -48,7 +48,7 @@ class Proposal(Pursuit):
 
 @dataclass(kw_only=True)
 class CatchUp(Pursuit):
-    """A decided manifest on its way to being applied [X1]."""
+    """A decided manifest that is being fetched to be applied [X1]."""
 
     purpose: ClassVar[events.Purpose] = events.Purpose.CATCH_UP
     commit: Commit
@@ -68,9 +68,9 @@ class Blobs(Role):
     proposal: Proposal | None = field(init=False, default=None)
     catch_up: CatchUp | None = field(init=False, default=None)
     rebuilding: set[Digest] = field(init=False, default_factory=set)
-    """Values that are being made of deltas."""
+    """Values that are being made from deltas."""
     unmade: set[Digest] = field(init=False, default_factory=set)
-    """Values for which this peer's arithmetic gives other bits: it fetches them."""
+    """Values that this peer has to fetch, since its own arithmetic gives other bits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +81,7 @@ class Blobs(Role):
 
     @property
     def pursuits(self) -> tuple[Pursuit, ...]:
-        """What is being brought here."""
+        """The fetches under way."""
         return tuple(each for each in (self.proposal, self.catch_up) if each)
 
     def missing(self, manifest: Manifest) -> dict[Digest, Unit]:
@@ -93,12 +93,12 @@ class Blobs(Role):
         }
 
     def lacking(self, manifest: Manifest) -> dict[Digest, Unit]:
-        """Blobs that are not here and have to be for a vote: deltas, too, for others [W6]."""
+        """Blobs that a vote needs and that are not here; also deltas, for other peers [W6]."""
         deltas = {d: unit for d, unit in manifest.deltas.items() if d not in self.stored}
         return {**self.missing(manifest), **deltas}
 
     def have(self, digests: Iterable[Digest]) -> None:
-        """These blobs are here now."""
+        """Notes that these blobs are here."""
         pursuits = self.pursuits
         for digest in digests:
             is_new = digest not in self.stored
@@ -116,17 +116,17 @@ class Blobs(Role):
             return
         pursuit.progress_at = self.now
         pursuit.is_fetching &= bool(pursuit.missing)
-        if digest in pursuit.manifest.deltas:  # what was synced as decided lacked it [W6]
+        if digest in pursuit.manifest.deltas:  # an earlier sync, as decided, lacked it [W6]
             self.synced.discard(pursuit.manifest.digest)
             pursuit.is_syncing = False
 
     def moves_of(self, *manifests: Manifest | None) -> dict[Digest, Move]:
-        """How values of these manifests can be made here."""
+        """Moves by which values of these manifests can be made here."""
         moves = moves_of(manifest for manifest in manifests if manifest)
         return {value: move for value, move in moves.items() if value not in self.unmade}
 
     def _way_to(self, value: Digest, unit: Unit, pursuit: Pursuit) -> tuple[Move, ...]:
-        """How a value that is not here is made of what is; empty if it has to be fetched."""
+        """Moves that lead from a stored value to a missing one; empty if it must be fetched."""
         size = self.rules.delta_bytes.get(unit)
         if size is None:
             return ()
@@ -134,7 +134,7 @@ class Blobs(Role):
         return way_to(value, pursuit.moves, self.stored, size, whole) or ()
 
     def _rebuild(self, pursuit: Pursuit) -> None:
-        """Has values made of the deltas that have arrived, each of the one before."""
+        """Has values made from deltas that have arrived, one after the other."""
         for value, unit in pursuit.missing.items() if pursuit.moves else ():
             for move in self._way_to(value, unit, pursuit)[:1]:
                 if move.delta in self.stored and move.value not in self.rebuilding:
@@ -142,20 +142,20 @@ class Blobs(Role):
                     self.out.emit(events.Rebuild(move.unit, move.base, move.delta, move.value))
 
     def note_not_made(self, event: events.NotMade) -> None:
-        """A value is fetched with the next tick, unless it has come meanwhile."""
+        """Has a value that could not be made fetched with the next tick, if it is missing."""
         self.rebuilding.discard(event.digest)
         self.unmade.add(event.digest)
         for pursuit in () if event.digest in self.stored else self.pursuits:
             self._do_without(pursuit, event.digest)
 
     def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
-        """Fetches what a value would have led to, itself included, by no delta."""
+        """Has this value, and those that follow from it, fetched whole instead of by deltas."""
         if pursuit.moves.pop(value, None) is not None:
             pursuit.is_fetching = False
             self.out.emit(events.CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
-        """The shell found that a blob is not here after all; fetches of it continue."""
+        """Notes that a blob is not here after all, as the shell found, and has it fetched."""
         self.stored.discard(digest)
         for pursuit in [each for each in self.pursuits if digest not in each.missing]:
             for unit, entry in pursuit.manifest.entries.items():
@@ -166,7 +166,7 @@ class Blobs(Role):
                     self.synced.discard(pursuit.manifest.digest)
 
     def note_synced(self, digest: Digest) -> None:
-        """All blobs of a manifest are durable, unless one was lost since."""
+        """Notes that all blobs of a manifest are durable, unless one was lost since."""
         self.syncing.pop(digest, None)
         pursuits = [each for each in self.pursuits if each.manifest.digest == digest]
         if pursuits and all(each.missing for each in pursuits):
@@ -174,7 +174,7 @@ class Blobs(Role):
         self.synced.add(digest)
 
     def note_failed(self, event: events.Unobtainable) -> None:
-        """A peer did not give a blob; others are asked first from now on."""
+        """Notes that a peer did not give a blob: others are asked first from now on."""
         for pursuit in self.pursuits:
             is_awaited = event.digest in pursuit.asked and event.digest not in self.stored
             if event.digest in pursuit.missing or is_awaited:
@@ -183,19 +183,19 @@ class Blobs(Role):
                 self._judge_delta(event.digest, failed, pursuit)
 
     def _judge_delta(self, delta: Digest, failed: set[PeerId], pursuit: Pursuit) -> None:
-        """A delta that nobody has is done without, unless a vote needs it [W6, W7]."""
+        """Gives up a delta that nobody has, unless a vote needs it [W6, W7]."""
         if delta in pursuit.missing or not failed.issuperset(pursuit.asked[delta]):
             return
         for move in [each for each in pursuit.moves.values() if each.delta == delta]:
             self._do_without(pursuit, move.value)
 
     def drop_proposal(self) -> None:
-        """The height is over."""
+        """Drops the proposal, as its height is over."""
         self.cancel_fetch(events.Purpose.PROPOSAL, self.proposal)
         self.proposal = None
 
     def on_sync_failed(self, event: events.SyncFailed) -> None:
-        """Whatever still needs this manifest durable tries again with the next tick [A3]."""
+        """Lets the pursuits of this manifest sync it again with the next tick [A3]."""
         self.syncing.pop(event.manifest, None)
         for pursuit in self.pursuits:
             if pursuit.manifest.digest == event.manifest:
@@ -220,11 +220,11 @@ class Blobs(Role):
     def start_fetch(
         self, purpose: events.Purpose, pursuit: Pursuit, everybody: list[PeerId]
     ) -> None:
-        """Fetches what is missing: from where a value came, from known holders, from anybody.
+        """Fetches missing blobs: from a value's source, then known holders, then anybody.
 
-        Each unit starts at another of the holders, to spread the load; experts of a large proposal
-        at relays [D4]. A unit that an earlier round renewed is asked of a holder first: its source
-        may have left long ago.
+        Each unit starts at another holder, to spread the load. Experts of a large proposal start
+        at relays [D4]. A unit that an earlier round renewed is asked of a holder first, since its
+        source may have left long ago.
         """
         wants = []
         relays = self._relays(pursuit)
@@ -284,5 +284,5 @@ class Blobs(Role):
     def bound(
         self, unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int]
     ) -> UpdateBound | None:
-        """How far a value that these peers made may be from the tip's [U1]."""
+        """Largest distance from the tip's value that a value of these peers may have [U1]."""
         return update_bound(unit, peers, work, self.tip, self.rules)

@@ -1,4 +1,4 @@
-"""What a convener remembers of its campaign."""
+"""The state of a convener's campaign."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish, turn
 
 @dataclass
 class Declarations:
-    """One declaration of each peer: that of its offer in the roster, or else the last it made.
+    """One declaration of each peer: that of its offer in the roster, otherwise its last one.
 
-    A peer that restarts, or whose messages overtake each other, says now this, now that. Of those
-    that name the very offer which is averaged, the last counts.
+    A peer that restarts, or whose messages overtake each other, makes several declarations. The
+    last one that names the averaged offer counts.
     """
 
     last: dict[PeerId, messages.Declared] = field(default_factory=dict)
     offered: dict[PeerId, messages.Declared] = field(default_factory=dict)
-    """With the offer that would be averaged."""
+    """Declarations of the offers that would be averaged."""
     closed: dict[PeerId, messages.Declared] = field(default_factory=dict)
-    """With the offer that is in the roster which is out."""
+    """Declarations of the offers in the closed roster."""
 
     def note(self, peer: PeerId, declared: messages.Declared) -> None:
-        """A peer has declared something."""
+        """Notes a peer's declaration."""
         self.last[peer] = declared
         offer = declared.declaration.offer
         for known in (self.offered, self.closed):
@@ -36,19 +36,19 @@ class Declarations:
                 known[peer] = declared
 
     def count(self, peer: PeerId) -> None:
-        """The offer that a peer declared last is the one to be averaged."""
+        """Makes the offer that a peer declared last the one to average."""
         self.offered[peer] = self.last[peer]
 
     def close(self, peers: Iterable[PeerId]) -> None:
-        """The roster is closed with the offers of these peers."""
+        """Closes the roster with the offers of these peers."""
         self.closed = {peer: self.offered[peer] for peer in peers}
 
     def shown(
         self, tip: Manifest, guests: Collection[PeerId] = ()
     ) -> dict[PeerId, messages.Declared]:
-        """What goes with the proposal: of strangers no more than may come in one round [R2].
+        """Declarations for the proposal, of at most as many strangers as a round admits [R2].
 
-        However many ask, that keeps it small. Guests are shown first, the others by lot.
+        This keeps the proposal small, however many ask. Guests come first, the others by lot.
         """
         strangers = sorted(
             self.last.keys() - tip.members.keys(),
@@ -63,25 +63,25 @@ class Stage(Enum):
     """How far a campaign has come."""
 
     COLLECT = "collect"  # phase 1 and offers, or the own computation of a merge
-    REDUCE = "reduce"  # a roster is out
+    REDUCE = "reduce"  # a roster is closed, and its values are averaged
     VOTE = "vote"  # a manifest is proposed
-    DECIDED = "decided"  # chosen; the own blobs may still be missing
+    DECIDED = "decided"  # chosen; blobs may still be missing here
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """When a member said that its local steps will end."""
+    """A member's word on when its local steps will end."""
 
     due_at: float
     total_s: float
-    """How long they will have taken then."""
+    """How long the steps will have taken by then."""
     final_at: float
-    """Until then it may say something else: half of the time that it said first."""
+    """Until then the member may revise its word: half of the time that it first named."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a campaign has found to propose, and why."""
+    """The value that a campaign proposes, and the reason."""
 
     manifest: Manifest
     evidence: messages.Evidence | None
@@ -90,12 +90,12 @@ class Value:
 
 @dataclass
 class ClosedRoster:
-    """A roster that is out, and what its reducers have said."""
+    """A roster that is closed, and the reports of its reducers."""
 
     plan: Plan
     closed_at: float
     averaged_s: float
-    """What the slowest line of the roster takes for values that others average."""
+    """Seconds that the slowest link of the roster needs for values that others average."""
     results: dict[Unit, messages.ReducedUnit] = field(default_factory=dict)
     reports: dict[PeerId, tuple[messages.Report, ...]] = field(default_factory=dict)
     """Signed results of each reducer, the newest first."""
@@ -103,16 +103,16 @@ class ClosedRoster:
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
     """Reporter -> peers whose values it could not get, with the reason [C4]."""
     missed_at: dict[PeerId, float] = field(default_factory=dict)
-    """When such a peer was named first, but for those whose values are only slow."""
+    """When such a peer was first named, unless its values were only slow."""
     extensions: int = 0
-    """How often T_red was granted once more."""
+    """How often T_red was extended."""
 
     def message(self, ballot: messages.Ballot) -> messages.Roster:
-        """What says who averages what."""
+        """The message that assigns the averaging."""
         return messages.Roster(ballot, self.plan.roster_id, self.plan.offers, self.plan.able)
 
     def heartbeat(self, ballot: messages.Ballot) -> messages.Roster:
-        """What says only that the convener is there."""
+        """An empty roster, as a sign of life of the convener."""
         return messages.Roster(ballot, self.plan.roster_id, {}, {})
 
 
@@ -124,68 +124,68 @@ class Campaign:
     started_at: float
     next_poll: float
     excluded: dict[PeerId, str] = field(default_factory=dict)
-    """Contributors that are not waited for or averaged any more, with the reason [C4, C6]."""
+    """Contributors that are no longer waited for or averaged, with the reason [C4, C6]."""
     stage: Stage = Stage.COLLECT
     stage_at: float = 0.0
     num_polls: int = 0
     setbacks: int = 0
-    """How often a roster was given up because trainees were missed."""
+    """How often a roster was given up because trainees held it up."""
     relieved: set[PeerId] = field(default_factory=set)
     """Reducers whose units were given to others [C4]."""
     # Phase 1 [C2].
     answers: dict[PeerId, messages.Ready] = field(default_factory=dict)
-    """READYs of this very ballot."""
+    """READYs for exactly this ballot."""
     answered_at: dict[PeerId, float] = field(default_factory=dict)
     # A roster is open.
     seen: dict[PeerId, float] = field(default_factory=dict)
-    """When the last READY of a member came, for whatever ballot [R1]."""
+    """When the last READY of each member came, for any ballot [R1]."""
     silent_since: dict[PeerId, float] = field(default_factory=dict)
-    """Of a convener that was replaced for its silence: when it was heard last [K1]."""
+    """When a convener that was replaced for its silence was last heard [K1]."""
     ready_at: dict[PeerId, float] = field(default_factory=dict)
     """When a member expects to have finished its local steps."""
     stalls_at: dict[PeerId, float | None] = field(default_factory=dict)
-    """When a member that has offered would wait, as it said last; None: it does."""
+    """When a member with an offer runs out of steps, by its last word; None: it waits already."""
     worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """How long a member has worked on the tip, and when it said so."""
     fetched: dict[PeerId, float] = field(default_factory=dict)
-    """How long a member has fetched the tip."""
+    """How long a member took to fetch the tip."""
     words: dict[PeerId, Estimate] = field(default_factory=dict)
-    """When members said that they will have finished their local steps."""
+    """Members' words on when their local steps will end."""
     awaited_at: float = 0.0
-    """When there was somebody to wait for."""
+    """When the roster last had a member to wait for."""
     offers: dict[PeerId, messages.Offer] = field(default_factory=dict)
     grounds: Declarations = field(default_factory=Declarations)
     """What members and joiners have declared."""
     credentials: dict[PeerId, Credential] = field(default_factory=dict)
-    """What joiners, and members without an anchor's word, have shown."""
+    """Credentials of joiners, and of members that no anchor vouches for."""
     guests: set[PeerId] = field(default_factory=set)
-    """Strangers that an anchor vouches for: no number of others takes their places."""
+    """Strangers that an anchor vouches for. Other strangers never take their places."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
-    """Members that asked to leave, with what they signed."""
+    """Members that asked to leave, with their signed wishes."""
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""
     uplinks: dict[PeerId, int] = field(default_factory=dict)
-    """Mbit/s, as members said last."""
+    """Uplink of each member in Mbit/s, as last reported."""
     quorum_offered_at: float | None = None
     has_told_wait: bool = False
     planned: (
         tuple[tuple[Mapping[PeerId, messages.Offer], Set[PeerId], messages.Uplinks], Loads] | None
     ) = None
-    """The inputs of the last plan, then that plan: planning takes long for 256 peers."""
-    # A roster is out.
+    """Inputs of the last plan, and that plan: planning takes long for 256 peers."""
+    # A roster is closed.
     closed: ClosedRoster | None = None
-    """The last one; what came in for those before is forgotten."""
+    """The last closed roster. Results for earlier ones are dropped."""
     # A manifest is proposed.
     proposal: Manifest | None = None
     evidence: messages.Evidence | None = None
-    """Of the proposal."""
+    """Evidence of the proposal."""
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""
     accepts: dict[PeerId, messages.Signature] = field(default_factory=dict)
 
     @property
     def roster(self) -> ClosedRoster:
-        """The one that is out, from the stage REDUCE on."""
+        """The closed roster, which exists from the stage REDUCE on."""
         assert self.closed is not None
         return self.closed
 

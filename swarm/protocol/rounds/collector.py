@@ -1,4 +1,4 @@
-"""Collector: offers, until a roster can be closed [C3]."""
+"""Collector: gathers offers until a roster can be closed [C3]."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from swarm.protocol.timing.deadlines import SAFETY
 from swarm.protocol.values.manifest import PeerId
 
 MAX_TRAINEES = 4
-"""From one network, with the strangers that ask to become some."""
+"""Most trainees from one network, counting the strangers that ask to join."""
 
 
 @dataclass(eq=False)
 class Collector(Role):
-    """Collects what members and joiners say and offer, and says when no more is waited for."""
+    """Collects words and offers of members and joiners, and decides when to wait no longer."""
 
     contacts: Contacts
     work: Work
     contributor: Contributor
 
     def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> bool:
-        """Notes an offer, and the wish to come or go; whether the READY counts as a member's."""
+        """Notes an offer, or the wish to join or leave; whether the READY counts as a member's."""
         if source not in self.tip.members:
             self._note_joiner(campaign, source, ready)
             return False
@@ -60,7 +60,7 @@ class Collector(Role):
         return True
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
-        """Notes a stranger's wish to come; one that may not is not drawn by lot [R8]."""
+        """Notes a stranger's wish to join; one that may not join is not drawn by lot [R8]."""
         guests = self.contributor.guests(stranger, ready.credential)
         if ready.leave or not guests.may_come(stranger):
             return
@@ -73,7 +73,7 @@ class Collector(Role):
         campaign.credentials |= guests.shown
 
     def _has_place(self, campaign: Campaign, stranger: PeerId) -> bool:
-        """Whether its network has fewer trainees than it may have: addresses cost, keys do not."""
+        """Whether its network is below its limit of trainees: addresses cost, keys are free."""
         network = self.peer.network_of(stranger)
         if network is None:
             return True
@@ -84,7 +84,7 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """A member is held to its early word: its last word may slip for ever [C3]."""
+        """Holds a member to its early word, since its last word may slip for ever [C3]."""
         first = campaign.words.get(peer)
         final_at = first.final_at if first else self.now + remaining_s / 2
         if first is None or self.now < final_at:
@@ -168,7 +168,7 @@ class Collector(Role):
         return max(0.0, self._free_s(campaign, waiting) - transfer_s)
 
     def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """For how long all of these have steps to take [V8]."""
+        """How long all of these peers still have steps to take [V8]."""
         known = {**campaign.stalls_at, self.me: self.work.stalls_at}
         ends = [known.get(peer) for peer in waiting]
         stalls_at = min((end for end in ends if end is not None), default=self.now)
@@ -197,20 +197,20 @@ class Collector(Role):
         )
 
     def _remaining_s(self, campaign: Campaign, peer: PeerId) -> float | None:
-        """Until its local steps are done, as it said last."""
+        """Seconds until a peer's local steps are done, as it last said."""
         ready_at = self.work.ready_at if peer == self.me else campaign.ready_at.get(peer)
         return None if ready_at is None else max(0.0, ready_at - self.now)
 
     def _worked_s(self, campaign: Campaign, peer: PeerId) -> float:
-        """How long a member has worked since the tip; one that has offered does no longer."""
+        """How long a member has worked on the tip; its offer ends the count."""
         worked_s, at = campaign.worked.get(peer, (0.0, campaign.started_at))
         offer = campaign.offers.get(peer)
         return worked_s if offer and not offer.is_late else worked_s + self.now - at
 
     def _is_patient(self) -> bool:
-        """Whether this round waits for new trainees as for voters, and for those that fetch.
+        """Whether this round waits for new trainees as for voters, and for peers that fetch.
 
-        A lone voter's rounds are: its only way to company is that others come to where it is.
+        A lone voter is always patient: it gains company only from peers that reach its tip.
         """
         return self.standing.decides_alone or roster_deadline.is_patient(self.tip.round + 1)
 
@@ -220,9 +220,9 @@ class Collector(Role):
         return not is_known and not self._is_patient()
 
     def _those_behind(self, campaign: Campaign) -> tuple[PeerId, ...]:
-        """Members that live but have not got the tip yet: they greet and do not answer.
+        """Live members that do not have the tip yet: they greet, but do not answer.
 
-        One round in so many of a lone voter waits for strangers, too, that would join.
+        In one round in several, a lone voter also waits for strangers that would join.
         """
         if not self._is_patient():
             return ()
@@ -232,10 +232,10 @@ class Collector(Role):
         return tuple(sorted(behind))
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
-        """When a member last answered; one that was not asked before is silent since the campaign.
+        """When a member last answered; if it has not, when the campaign began.
 
-        A convener that was replaced for its silence has been asked twice, and is not waited for
-        as long once more. Nor is a peer that refused messages before.
+        Earlier silence counts, too, for a peer that refuses messages. The same holds for a convener
+        that was replaced for its silence, once it has been asked twice.
         """
         since = campaign.started_at
         if peer in self.contacts.gone:
@@ -245,11 +245,11 @@ class Collector(Role):
         return campaign.seen.get(peer, since)
 
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
-        """Of those that have offered, with whom the roster is closed [C4]."""
+        """The peers with an offer that enter the roster, after so many setbacks [C4]."""
         return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
-        """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""
+        """Fixes the offers to average. Nothing is proposed yet, so this may be repeated."""
         offers = self._kept_offers(campaign)
         loads = self._loads(campaign, offers)
         for peer, reason in self._too_thin(campaign, loads).items():
@@ -271,7 +271,7 @@ class Collector(Role):
         return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
 
     def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
-        """The round over these offers, by the known lines; planned again if either has changed."""
+        """The plan of a round over these offers and known uplinks, kept until either changes."""
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone.keys()
         follows_from = offers, unable, dict(campaign.uplinks)
@@ -288,7 +288,7 @@ class Collector(Role):
         roster: roster_deadline.OpenRoster,
         absentees: roster_deadline.Absentees,
     ) -> dict[PeerId, str]:
-        """Who is not waited for, as its line would have its offer left out, and why [D5]."""
+        """Absent peers whose slow links would exclude their offers, with the reason [D5]."""
         if campaign.quorum_offered_at is None:
             return {}
         uplinks = campaign.uplinks
@@ -306,7 +306,7 @@ class Collector(Role):
     def _too_thin(
         self, campaign: Campaign, loads: Loads, late: roster_deadline.Absentees | None = None
     ) -> dict[PeerId, str]:
-        """Who is left out since its line would hold the others up, with the reason [D5]."""
+        """Peers to leave out because their links would hold the others up, and why [D5]."""
 
         def invested_s(sender: Sender) -> float:
             if late and sender.is_late:

@@ -18,34 +18,34 @@ from swarm.protocol.values.manifest import Code, Digest, PeerId
 
 MAX_KNOWN_PEERS = 512
 MAX_STRANGERS = 512
-"""Of so many that are no members it is remembered what they said; the first are forgotten first."""
+"""Limit on the non-members whose messages are remembered. The oldest are forgotten first."""
 
 SELDOM_S = 30.0
-"""A peer that needs a quorum and hears none greets the others so often at least."""
+"""Upper bound of the growing pause between greetings while no quorum is heard."""
 
 Exchanged = dict[tuple[PeerId, Digest], float]
-"""When a peer was last sent this tip, or asked for a newer one than this."""
+"""When a peer was last sent this tip, or asked for a newer one."""
 
 
 @dataclass(eq=False)
 class Contacts(Role):
-    """The others, as far as messages show them."""
+    """What messages have shown about the other peers."""
 
     heard: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """When a message of this generation came from them last [H3]. Of members, and MAX_STRANGERS."""
+    """When each peer was last heard in this generation [H3]. Members, and MAX_STRANGERS others."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """When a message came last from them with a lesser tip, unless one with this tip followed."""
+    """Peers whose newest message had a lesser tip, and when it came."""
     gone: dict[PeerId, None] = field(init=False, default_factory=dict)
-    """Peers whose machine refused a message, until they are heard again; likewise bounded."""
+    """Peers whose machine refused a message, until they are heard again. Bounded likewise."""
     known: dict[PeerId, None] = field(init=False)
-    """Peers to greet now and then, the one remembered last at the end."""
+    """Peers to greet now and then, the newest at the end."""
     told: Exchanged = field(init=False, default_factory=dict)
     asked: Exchanged = field(init=False, default_factory=dict)
     _asked_all_at: float = field(init=False, default=-inf)
     readies: dict[PeerId, Ready] = field(init=False, default_factory=dict)
-    """What peers said at this height to a convener without a campaign."""
+    """READYs of this height that came while this peer had no campaign."""
     somebody_is_ahead: bool = field(init=False, default=False)
-    """Whether somebody has a tip that is better, since listening or the height began."""
+    """Whether another peer has shown a better tip since the height, or the listening, began."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class Contacts(Role):
             self.known |= dict.fromkeys(sorted(parent.members))
 
     def forget_height(self, *, is_new_generation: bool) -> None:
-        """Resets what referred to the old tip."""
+        """Resets the state of the old tip."""
         self.readies = {}
         self.somebody_is_ahead = False
         self.told = {key: at for key, at in self.told.items() if key[1] == self.tip.digest}
@@ -82,12 +82,12 @@ class Contacts(Role):
         self.forget_strangers(self.gone)
 
     def keep_ready(self, peer: PeerId, ready: Ready) -> None:
-        """Keeps what a peer said for the campaign of this height that may follow."""
+        """Keeps a peer's READY for a campaign that may follow at this height."""
         self.readies[peer] = ready
         self.forget_strangers(self.readies)
 
     def forget_strangers(self, entries: dict[PeerId, Any]) -> None:
-        """Bounds the entries of keys that anybody can make, also while a height lasts for weeks."""
+        """Bounds entries by peer id: ids are free to create, and a height may last for weeks."""
         excess = len(entries) - len(self.tip.members) - MAX_STRANGERS
         if excess > 0:
             strangers = [peer for peer in entries if peer not in self.tip.members]
@@ -95,29 +95,29 @@ class Contacts(Role):
                 del entries[peer]
 
     def those_behind(self) -> set[PeerId]:
-        """Peers that live, and said lately that their tip is a lesser one."""
+        """Live peers whose messages lately showed a lesser tip."""
         since = self.now - self.timers.silence_s
         return {peer for peer, at in self.behind.items() if at > since}
 
     def hears_quorum(self, limit_s: float) -> bool:
         """Whether a quorum of the voters was heard within the limit.
 
-        This peer counts itself among them, unless it abstains: a quorum that cannot vote is dead.
+        This peer counts itself, unless it abstains: a quorum that cannot vote is dead.
         """
         since = self.now - limit_s
         heard = [peer for peer, at in self.heard.items() if at > since]
         return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
 
     def ask_unheard(self, limit_s: float, waited_s: float = 0.0) -> None:
-        """Greets voters that were silent for half the limit, unless a quorum was heard in it [H4].
+        """Greets voters not heard for half the limit, unless a quorum was heard in that half [H4].
 
-        A peer that needs to have heard a quorum does not leave it to chance: of hundreds of voters
-        that are well only a few have anything to say to it in some seconds.
+        Hearing a quorum must not be left to chance: of hundreds of healthy voters only a few have a
+        message for this peer within some seconds.
 
         Args:
-            limit_s: within which a quorum must have been heard.
-            waited_s: for how long this peer has had to know by now. The longer, the more seldom it
-                asks, or those that are left of a large swarm would do little else.
+            limit_s: time within which a quorum must have been heard.
+            waited_s: how long this peer has needed a quorum. The longer, the less often it asks.
+                Otherwise the rest of a large swarm would do little else.
         """
         pause_s = max(self.timers.poll_s, limit_s / 4, min(SELDOM_S, waited_s / 8))
         if self.now - self._asked_all_at < pause_s or self.hears_quorum(limit_s / 2):
@@ -129,7 +129,7 @@ class Contacts(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def remember(self, peers: Iterable[PeerId]) -> None:
-        """Greets these now and then, also when they are no longer members: forks must meet."""
+        """Notes peers to greet now and then, members or not, so that forks meet."""
         for peer in sorted(peers):
             self.known.pop(peer, None)
             self.known[peer] = None
@@ -137,7 +137,7 @@ class Contacts(Role):
             self.known.pop(next(iter(self.known)))
 
     def is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
-        """Whether that was done less than a poll period ago; else it is noted as done now."""
+        """Whether `key` was used less than a poll period ago; if not, it counts as used now."""
         if key in last and self.now - last[key] < self.timers.poll_s:
             return True
         last.pop(key, None)  # the newest are at the end
@@ -156,7 +156,7 @@ MAX_GREETED_AT_ONCE = 16
 
 @dataclass(eq=False)
 class Gossip(Role):
-    """Lets chains meet: all that peers on different tips say to each other."""
+    """Lets chains meet: the messages between peers on different tips."""
 
     contacts: Contacts
     next_hello: float = field(init=False)
@@ -179,7 +179,7 @@ class Gossip(Role):
             self.out.post(peer, Hello(ask=True))
 
     def on_hello(self, source: PeerId, header: Header, hello: Hello) -> None:
-        """Answers a greeting, if it was asked for or tips differ."""
+        """Answers a greeting that asks for an answer, or whose tip differs."""
         if header.code != self.tip.code:
             self.align(source, header)
         elif hello.ask:
@@ -193,9 +193,9 @@ class Gossip(Role):
             self.ask_tip(source)
 
     def tick(self) -> None:
-        """Greets two voters, and one of the others, who may be on another chain.
+        """Greets two voters, and one other peer, which may be on another chain.
 
-        Voters must hear a quorum of each other every few seconds, however many others there are.
+        Voters must hear a quorum of voters every few seconds, however many other peers there are.
         """
         if self.now < self.next_hello:
             return
@@ -208,7 +208,7 @@ class Gossip(Role):
             self.out.post(peer, Hello(ask=True))
 
     def on_discovered(self, event: Discovered) -> None:
-        """Greets newcomers at once, and all of them again now and then."""
+        """Greets new peers at once, and all discovered peers now and then."""
         new = [peer for peer in event.peers if peer not in self.contacts.known and peer != self.me]
         self.contacts.remember(event.peers)
         for peer in new[:MAX_GREETED_AT_ONCE]:

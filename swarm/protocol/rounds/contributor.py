@@ -19,7 +19,7 @@ from swarm.protocol.values.manifest import PeerId, Wish, leave_statement
 
 @dataclass(eq=False)
 class Contributor(Role):
-    """Puts this peer's work, and its wish to come or go, before the convener."""
+    """Reports this peer's work, and its wish to join or leave, to the convener."""
 
     life: Life
     blobs: Blobs
@@ -32,12 +32,12 @@ class Contributor(Role):
         self._has_told_outside = False
 
     def on_offered(self, offer: messages.Offer) -> None:
-        """Local steps are done: offer them, if they started from the tip [O1, S1]."""
+        """Offers finished local steps, if they started from the tip [O1, S1]."""
         for unit in offer.units.values():
             self.blobs.have([unit.digest, *([unit.delta] if unit.delta else [])])
         problem = self._why_not_offer(offer)
         if problem:
-            text = f"own offer for round {self.tip.round + 1} kept: {problem}"
+            text = f"own offer for round {self.tip.round + 1} not sent: {problem}"
             self.out.explain(Topic.ROUND, text)
             return
         work = self.work
@@ -52,11 +52,11 @@ class Contributor(Role):
             self.say_ready()
 
     def on_expected(self, expected: Expected) -> None:
-        """Notes when the trainer expects to finish; the next answer carries this to the convener.
+        """Notes when the trainer expects to finish; the next READY carries this to the convener.
 
-        Where rounds overlap, a peer that has offered already trains for the next round: after those
-        steps it would wait [V8]. Until the trainer reports on a new tip, its steps are taken to
-        last as long as before.
+        Where rounds overlap, a peer with an offer already trains for the next round, and waits once
+        those steps are done [V8]. Until the trainer reports on a new tip, its steps are expected to
+        take as long as the last ones.
         """
         if expected.tip != self.tip.digest or self.standing.is_due(self.tip):
             return
@@ -79,7 +79,7 @@ class Contributor(Role):
         return offer_problem(offer, peer, self.tip, self.rules)
 
     def say_ready(self) -> None:
-        """READY to the convener, unasked."""
+        """Sends READY to the convener, unasked."""
         self.out.post(self.succession.convener, self.ready(self.standing.promised()))
 
     def ready(self, ballot: messages.Ballot) -> messages.Ready:
@@ -105,14 +105,14 @@ class Contributor(Role):
         )
 
     def _signed_declaration(self, declaration: messages.Declaration) -> messages.Signature:
-        """Signed once, however often it is repeated; forgotten with the tip that it names [A6]."""
+        """The signature under a declaration, made once and kept as long as the tip [A6]."""
         if declaration not in self.work.signed:
             statement = messages.ready_statement(self.rules.run, self.tip.digest, declaration)
             self.work.signed[declaration] = self.peer.sign(statement)
         return self.work.signed[declaration]
 
     def _wish(self) -> Wish:
-        """Proves to all that this peer asked to leave: no convener can say so of another [R1]."""
+        """The signed wish to leave: no convener can claim it for another peer [R1]."""
         return b64encode(self.peer.sign(leave_statement(self.rules.run, self.tip.digest))).decode()
 
     def worked_s(self) -> float:
@@ -124,29 +124,29 @@ class Contributor(Role):
         return max(0.0, until - self.standing.applied_at)
 
     def on_leave_asked(self) -> None:
-        """Tells the convener and goes when a manifest lists this peer no longer."""
+        """Asks the convener to be left out, and leaves once a manifest does so."""
         if self.life.is_leaving:
             return
         self.life.leave_until = self.now + self.timers.leave_s
         if not self.standing.is_member or self.standing.is_alone:
-            self._leave("nobody has to be told")
+            self._leave("no other member needs to know")
             return
         self.out.explain(
             Topic.MEMBERSHIP,
-            f"asked to leave: goes with the next manifest, or in {self.timers.leave_s:.1f} s",
+            f"asked to leave: leaves with the next manifest, or in {self.timers.leave_s:.1f} s",
         )
         if not self.life.is_listening:
             self.say_ready()
 
     def tick_leaving(self) -> None:
-        """Goes when no manifest lets it go in time."""
+        """Leaves when no manifest without this peer came in time."""
         if self.life.leave_until is None or self.life.has_left:
             return
         if self.now >= self.life.leave_until:
             self._leave(f"no manifest came within {self.timers.leave_s:.1f} s")
 
     def check_left(self) -> None:
-        """Goes once a manifest lists it no longer."""
+        """Leaves once a manifest lists this peer no longer."""
         if self.life.is_leaving and not self.life.has_left and not self.standing.is_member:
             self._leave(f"manifest {self.tip.height} lists this peer no longer")
 
@@ -157,7 +157,7 @@ class Contributor(Role):
         self.out.emit(Left(reason))
 
     def tick_membership(self) -> None:
-        """A stranger asks to join, a leaver to be left out, each T_hello until it is heard."""
+        """Asks to join, or to be left out, every T_hello until a manifest does so."""
         wants_in = not self.standing.is_member and not self.life.is_leaving
         wants_out = self.standing.is_member and self.life.is_leaving
         if (wants_in or wants_out) and not self.life.has_left:
@@ -166,25 +166,25 @@ class Contributor(Role):
                 self._tell_why_outside()
 
     def _credential(self) -> Credential | None:
-        """What this peer shows as long as it may gain by it [R8]."""
+        """The credential, as long as this peer may gain by showing it [R8]."""
         member, shown = self.tip.members.get(self.me), self.peer.credential
         if member and not self.guests(self.me, shown).is_raised(self.me, member):
             return None
         return shown
 
     def why_no_vote(self) -> str | None:
-        """What this trainee lacks to vote, and what is wrong with its invitation."""
+        """Why this trainee has no vote, and what is wrong with its invitation."""
         lack, shown = why_no_vote(self.tip, self.me), self.peer.credential
         problem = self.guests(self.me, shown).problem(self.me) if lack and shown else None
         return f"{lack}; {problem}" if problem else lack
 
     def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
-        """Peers that may come, or be vouched for, after the tip; of these one alone [R8]."""
+        """Who may join, or be vouched for, after the tip, by one peer's credential alone [R8]."""
         shown = {peer: credential} if credential else {}
         return self.rules.guests(self.tip, shown)
 
     def _tell_why_outside(self) -> None:
-        """Says once a tip what is wrong with its invitation; no other peer will."""
+        """Explains once per tip what is wrong with this peer's invitation; no other peer will."""
         if self._has_told_outside:
             return
         guests = self.guests(self.me, self.peer.credential)
@@ -193,10 +193,10 @@ class Contributor(Role):
             return
         self._has_told_outside = True
         if guests.may_come(self.me):
-            text = f"this peer comes as a trainee, without a vote: {problem}"
+            text = f"this peer joins as a trainee, without a vote: {problem}"
         else:
             text = (
-                f"this run takes in peers that were invited, and this one is not: {problem}; ask "
-                "an anchor for what swarm-invite prints, and pass it on with --invitation"
+                f"this run admits invited peers only, and this peer is not invited: {problem}; ask "
+                "an anchor for the text that swarm-invite prints, and pass it with --invitation"
             )
         self.out.explain(Topic.ADMISSION, text)

@@ -21,12 +21,12 @@ from swarm.protocol.rounds.withholding import Withholding
 from swarm.protocol.values.manifest import PeerId
 
 SLACK, LONGEST = 1.25, 2.5
-"""A line may take so much longer than it says, and so many T_red: others give an attempt three."""
+"""Factor on a link's predicted time, and its limit in T_red; others allow an attempt three."""
 
 
 @dataclass(eq=False)
 class Convener(Role):
-    """Takes a campaign from stage to stage: to collect, to reduce, to vote, decided."""
+    """Takes a campaign through its stages: collect, reduce, vote, decided."""
 
     contacts: Contacts
     succession: Succession
@@ -44,9 +44,9 @@ class Convener(Role):
         self.standing.persist_promise(ballot)
 
     def start(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
-        """Opens a campaign under a new ballot, which averages nothing of the excluded.
+        """Opens a campaign under a new ballot, without the offers of excluded peers.
 
-        Nor of peers that withheld their values from rounds before [C8].
+        Peers that withheld their values from earlier rounds are excluded, too [C8].
         """
         withheld = self.withholding.left_out()
         succession = self.succession
@@ -62,7 +62,7 @@ class Convener(Role):
         campaign.enter(Stage.COLLECT, self.now)
         succession.campaign = campaign
         if ballot.attempt == 0:
-            # Offers that came before the campaign [C1]; what is missing is asked for by polls.
+            # Offers that came before the campaign [C1]; polls ask for the missing ones.
             for peer, ready in self.contacts.readies.items():
                 self._take_ready(campaign, peer, ready)
         else:
@@ -75,7 +75,7 @@ class Convener(Role):
                 self.out.post(peer, message)
 
     def on_ready(self, source: PeerId, ready: Ready) -> None:
-        """What a peer has to say and to offer; without a campaign it is kept for one."""
+        """Takes a peer's READY into the campaign; without a campaign, keeps it for one."""
         campaign = self.succession.campaign
         if source in self.standing.electorate() and (
             problem := self.acceptor.attempt_problem(source, ready.ballot)
@@ -101,26 +101,26 @@ class Convener(Role):
             self.phase1.take(campaign, source, ready)
 
     def _redirect(self, source: PeerId, ready: Ready) -> None:
-        """Tells a peer that takes this one for the convener about a higher ballot."""
+        """Sends the higher ballot to a peer that takes this one for the convener."""
         promised = self.standing.promised()
         if source != self.me and promised > ready.ballot:
             self.out.post(source, self.contributor.ready(promised))
 
     def on_reduced(self, source: PeerId, reduced: Reduced) -> None:
-        """Results of a reducer."""
+        """Takes the results of a reducer."""
         campaign = self.succession.campaign
         if campaign and self.averaging.take(campaign, source, reduced):
             self._exclude_refused(campaign)
             self.advance()
 
     def on_accept(self, source: PeerId, accept: Accept) -> None:
-        """A vote."""
+        """Takes a vote."""
         campaign = self.succession.campaign
         if campaign and self.proposer.take(campaign, source, accept):
             self.advance()
 
     def advance(self) -> None:
-        """Takes the campaign, if there is one, as far as it goes."""
+        """Advances the campaign, if there is one, as far as it goes."""
         campaign = self.succession.campaign
         if campaign is None:
             return
@@ -135,7 +135,7 @@ class Convener(Role):
             self.proposer.decide(campaign)
 
     def _collected(self, campaign: Campaign) -> Value | None:
-        """What is to be proposed without a roster, if anything; else it may close the roster."""
+        """A value to propose without a roster, if there is one; otherwise may close the roster."""
         promises = self.phase1.promises(campaign)
         if promises is None:
             return None
@@ -148,7 +148,7 @@ class Convener(Role):
         return None
 
     def tick(self) -> None:
-        """Polls, waits no longer for what does not come, and ends what has no prospect."""
+        """Polls, gives up overdue answers, and ends a campaign that cannot succeed."""
         campaign = self.succession.campaign
         if campaign is None:
             return
@@ -159,7 +159,7 @@ class Convener(Role):
             self.succession.step_down(reason)
             return
         if self.now >= campaign.next_poll:
-            # From when it was due: from now on, each would come a tick later than the one before.
+            # From the due time: counted from now, each poll would come a tick later than the last.
             campaign.next_poll = max(campaign.next_poll, self.now - self.timers.tick_s)
             campaign.next_poll += self.timers.poll_s
             campaign.num_polls += 1
@@ -176,10 +176,10 @@ class Convener(Role):
             self.advance()
 
     def _tick_reducing(self, campaign: Campaign) -> None:
-        """A new roster without those that hold the round up, once T_red is over [C4].
+        """Begins a new roster without the peers that hold the round up, once T_red is over [C4].
 
-        T_red is longer where the roster has a line that is known to need more [D5]. The wait is
-        shorter for reducers that refuse messages or are silent, and for such peers whose values are
+        T_red is longer where a link of the roster is known to need more [D5]. The wait is shorter
+        for peers that are silent or refuse messages, if they are late reducers or their values are
         missing.
         """
         age_s = self.now - campaign.stage_at
@@ -208,7 +208,7 @@ class Convener(Role):
             campaign.roster.extensions += 1
 
     def _exclude_refused(self, campaign: Campaign) -> None:
-        """Leaves out whose values were refused, without waiting for anything [C4, U1]."""
+        """Leaves out peers whose values were refused, at once [C4, U1]."""
         self._exclude(campaign, self.averaging.refused_values(campaign.roster), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
@@ -227,9 +227,9 @@ class Convener(Role):
         self.advance()
 
     def _relieve(self, campaign: Campaign) -> bool:
-        """Gives the units of reducers that are there, but stuck, to others; once a campaign [C4].
+        """Reassigns the units of reducers that are alive but stuck, once per campaign [C4].
 
-        Two peers that do not reach each other are no reason to drop the work of either: others
+        Two peers that cannot reach each other are not a reason to drop the work of either: others
         reach both.
         """
         stuck = self.averaging.late_reducers(campaign.roster)
@@ -243,9 +243,9 @@ class Convener(Role):
         return True
 
     def _poll(self, campaign: Campaign) -> None:
-        """Repeats the stage's message, as a question and as heartbeat.
+        """Repeats the stage's message, as a question and as a heartbeat.
 
-        Only a PREPARE is answered by everybody [H4].
+        Only a PREPARE is answered by all peers [H4].
         """
         self.succession.convener_at = self.now
         self.contacts.ask_unheard(self._deaf_after_s)

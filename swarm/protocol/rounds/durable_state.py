@@ -1,4 +1,4 @@
-"""Where a peer stands: its durable record, and what follows from it."""
+"""A peer's durable record, and the state derived from it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 from swarm.protocol.values.schedule import merge_due
 
 NO_GENERATION = "00"
-"""In the header of a peer that abstains; generations are "0" or have 32 digits."""
+"""Generation in the header of a peer that abstains. Real ones are "0" or have 32 digits."""
 
 
 class Standing:
-    """The tip, what was promised and accepted after it, and the rules that need nothing else.
+    """The tip, the promise and the vote after it, and the rules that need only these.
 
-    Persistent is `record`, with `chain`; everything else is lost in a crash, by design.
+    Only `record` and `chain` are persistent. A crash loses everything else, by design.
     """
 
     def __init__(self, peer: LocalPeer, record: Record, chain: Chain | None) -> None:
         self.peer, self.me, self.rules = peer, peer.me, peer.rules
         self.record = record
         self.chain = chain or Chain.of(record)
-        """Heads behind the tip, to prove it to those that have another one."""
+        """Heads behind the tip, which prove it to peers with another tip."""
         self.applied_at = peer.now
-        """Since when this peer has the tip, or runs."""
+        """When this peer applied the tip, or started."""
         self.out = Outbox(peer.me, self.header())
 
     @property
@@ -73,7 +73,7 @@ class Standing:
         return self.me in self.electorate() and not self.abstains()
 
     def abstains(self) -> bool:
-        """Whether an unknown vote of this peer may be out: its record was rolled back [P5]."""
+        """Whether a rolled-back record may have lost a vote that this peer cast [P5]."""
         return abstains(self.record)
 
     def is_due(self, manifest: Manifest) -> bool:
@@ -85,20 +85,20 @@ class Standing:
         return manifest.code > self.tip.code
 
     def promised(self) -> messages.Ballot:
-        """The ballot that a READY may carry: the durable promise, else attempt 0, which is none."""
+        """The ballot of a READY: the durable promise, or attempt 0, which promises nothing."""
         return self.record.promised or messages.Ballot(0, self.tip.order[0])
 
     def header(self) -> messages.Header:
         """The header of all messages under this tip [H2].
 
-        A peer that casts no vote names no generation: others must not take it for part of a living
-        quorum [H3, F2], or two peers, one of them abstaining, would wait for each other for ever.
+        A peer that abstains names no generation: others must not count it into a living quorum
+        [H3, F2]. Otherwise two peers, one of them abstaining, would wait for each other for ever.
         """
         generation = NO_GENERATION if self.abstains() else self.tip.generation
         return messages.Header(self.tip.code, self.tip.digest, generation)
 
     def signed_accept(self, ballot: messages.Ballot, digest: Digest) -> messages.Accept:
-        """This peer's vote, for the wire."""
+        """This peer's signed vote."""
         statement = messages.accept_statement(self.rules.run, ballot, digest)
         return messages.Accept(ballot, digest, self.peer.sign(statement))
 
@@ -118,7 +118,7 @@ class Standing:
 
 @dataclass(eq=False)
 class Role:
-    """What every role knows; its fields name the records and roles that it uses besides."""
+    """Base of the roles. The fields of a role name the other records and roles that it uses."""
 
     standing: Standing
 
@@ -135,7 +135,7 @@ class Role:
 
     @property
     def timers(self) -> Timers:
-        """As they are now."""
+        """The present timers, in seconds."""
         return self.peer.timers
 
     @property

@@ -18,7 +18,7 @@ MAX_EARLY = 2048
 
 @dataclass(eq=False)
 class Listener(Role):
-    """Decides when this peer hears only, and which messages are for now."""
+    """Decides when this peer only listens, and which messages it may handle now."""
 
     life: Life
     contacts: Contacts
@@ -45,7 +45,7 @@ class Listener(Role):
         self.tick()
 
     def tick(self) -> None:
-        """Asks everybody for their tips, until that is over."""
+        """Asks all known peers for their tips, until the listening ends."""
         until = self.life.listen_until
         assert until is not None
         is_over = self.now >= until and not self._is_changing_generation()
@@ -58,10 +58,10 @@ class Listener(Role):
                     self.out.post(peer, Hello(ask=True))
 
     def _is_changing_generation(self) -> bool:
-        """Whether survivors' chain, found while listening, is still on its way here [B1].
+        """Whether a survivors' chain, found while listening, is still being fetched [B1].
 
-        It may take longer than T_disc; to act in the old generation meanwhile could roll the
-        survivors back. A fetch without progress ends the listening as well [X2].
+        The fetch may take longer than T_disc. Acting in the old generation meanwhile could roll the
+        survivors back. A fetch without progress also ends the listening [X2].
         """
         return (
             self.life.may_listen_on
@@ -70,14 +70,14 @@ class Listener(Role):
         )
 
     def end(self) -> None:
-        """From now on this peer takes part; others get the full time again in which to show up."""
+        """Ends the listening. Others get the full time again to give a sign of life."""
         self.life.listen_until = None
         succession = self.succession
         succession.top_since = succession.convener_at = succession.reign.since = self.now
         self.heights.begin()
 
     def have_spoken(self) -> bool:
-        """Whether all other members have shown, since listening began, to be no further."""
+        """Whether all other members were heard since listening began, and none is ahead."""
         return (
             not self.blobs.catch_up
             and not self.contacts.somebody_is_ahead
@@ -85,21 +85,21 @@ class Listener(Role):
         )
 
     def may_handle(self, header: Header, message: Message) -> bool:
-        """Whether a message is for now: HELLO and COMMIT always, others on equal tips [H1]."""
+        """Whether to handle a message now: HELLO and COMMIT always, others on equal tips [H1]."""
         if isinstance(message, (Hello, Commit)):
             return True
         return not self.life.is_listening and header.tip == self.tip.digest
 
     def keep_early(self, source: PeerId, header: Header, message: Message) -> None:
-        """Keeps what belongs to a tip that this peer is about to have, as the network might [C1].
+        """Keeps messages under a tip that this peer may soon have [C1].
 
-        The newest of each kind and peer; the rest is repeated anyway.
+        Only the newest of each kind and peer is kept; senders repeat the others anyway.
         """
         if header.code >= self.tip.code and len(self._early) < MAX_EARLY:
             self._early[source, type(message)] = (header, message)
 
     def replay_early(self) -> None:
-        """Delivers what was kept for the tip, before the event is over."""
+        """Delivers the messages kept for the new tip, before the event is over."""
         early, self._early = self._early, {}
         for (source, kind), (header, message) in early.items():
             if header.tip == self.tip.digest:

@@ -35,9 +35,9 @@ from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
 
 
 class Phase(Enum):
-    """What a machine is doing, for people."""
+    """The activity of a machine, as users see it."""
 
-    LISTENING = "listening"  # just started: hears what the others have before it says anything
+    LISTENING = "listening"  # just started: learns the others' tips before it takes part
     TRAINING = "training"  # a member without an offer yet
     OFFERED = "offered"  # waits for the roster
     REDUCING = "reducing"  # averages units for the others
@@ -51,12 +51,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class CampaignInfo:
-    """Who convenes this height, for people."""
+    """The convener of this height, as users see it."""
 
     convener: PeerId
     attempt: int
     stage: str
-    """Of this peer's own campaign; empty when another convenes."""
+    """Stage of this peer's own campaign; empty when another peer convenes."""
     age_s: float
 
 
@@ -82,7 +82,7 @@ def phase_of(life: Life, standing: Standing, blobs: Blobs, work: Work, job: Job 
 
 
 def campaign_info(succession: Succession) -> CampaignInfo:
-    """Who convenes this height as far as this peer knows."""
+    """The convener of this height as far as this peer knows."""
     own, top = succession.campaign, succession.highest
     return CampaignInfo(
         convener=top.convener,
@@ -94,7 +94,7 @@ def campaign_info(succession: Succession) -> CampaignInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The class of each part; a test replaces one to see what its rule is for."""
+    """The class of each part. A test replaces one by a subclass without its rule."""
 
     standing: type[Standing] = Standing
     contacts: type[Contacts] = Contacts
@@ -121,11 +121,11 @@ class Parts:
 class RoundMachine:
     """One peer's part in agreeing on manifests.
 
-    Hand every event to `handle` and carry the returned effects out in order. It never raises on
-    what other peers sent: refused things give `Reason(REFUSED, ...)`. `timers` may be replaced
-    between events.
+    Hand every event to `handle`, and carry out the returned effects in order. `handle` never raises
+    because of input from other peers: a refused message gives `Reason(REFUSED, ...)`. `timers` may
+    be replaced between events.
 
-    What a shell may use besides is public and listed under "for the shell".
+    The rest of the interface for a shell is public and stands under "for the shell".
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class RoundMachine:
 
         Args:
             peer: this peer, its rules and its clock.
-            record: what outlasted the last crash.
+            record: the durable record, as the last life of the process left it.
             stored: blobs that are durable here.
             chain: heads behind the tip; None: those that follow from the record.
-            parts: the class of each part; None: with all rules.
+            parts: the class of each part; None: the classes with all rules.
         """
         parts, now = parts or Parts(), peer.now
         self._peer = peer
@@ -192,19 +192,19 @@ class RoundMachine:
     # ------------------------------------------------------------ events
 
     def start(self, now: float) -> list[events.Effect]:
-        """Boots: listens to the others before it says anything [B1]."""
+        """Boots: listens to the other peers before it takes part [B1]."""
         self._peer.now = self._life.event_at = self._standing.applied_at = now
         self._listener.listen()
         return self._finish()
 
     def handle(self, event: events.Event, now: float) -> list[events.Effect]:
-        """Takes one event in; returns what is to be done, in order."""
+        """Handles one event; returns the effects to carry out, in order."""
         self._peer.now = now
         if self._listener.was_paused():
             self._out.explain(
                 events.Topic.TAKEOVER,
                 f"nothing happened for {now - self._life.event_at:.1f} s (limit "
-                f"{self.timers.pause_s:.1f}): listens before it goes on",
+                f"{self.timers.pause_s:.1f}): listens before it continues",
             )
             self._listener.listen()
         self._life.event_at = now
@@ -212,7 +212,7 @@ class RoundMachine:
         return self._finish()
 
     def _finish(self) -> list[events.Effect]:
-        """Delivers what this peer sent to itself, then hands the effects over."""
+        """Delivers this peer's messages to itself, then returns the effects."""
         to_self = self._out.to_self
         while to_self:
             self._receive(*to_self.popleft())
@@ -328,7 +328,7 @@ class RoundMachine:
     # ------------------------------------------------------------ heights
 
     def _forget_height(self, old: events.Record) -> None:
-        """Everybody forgets what referred to the height after the old tip."""
+        """Has every part drop its state of the height after the old tip."""
         standing, work = self._standing, self._work
         self._out.header = standing.header()
         standing.applied_at = self._peer.now
@@ -339,21 +339,21 @@ class RoundMachine:
         self._merger.forget_height()
         self._succession.forget_height()
         self._takeover.forget_height()
-        # A reform finds local steps done: a peer that has finished them offers at once.
+        # Local steps are done before a reform: a peer that has finished them offers at once.
         steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
         work.forget_height(None if steps_s is None else self._peer.now + steps_s)
         self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)
         self._reform_choice.forget_height()
 
     def _begin_height(self) -> None:
-        """Starts what a new tip, or the end of listening, allows."""
+        """Starts the work that a new tip, or the end of listening, allows."""
         life, standing = self._life, self._standing
         if life.is_listening or life.has_left:
             return
         self._merger.start()
         self._listener.replay_early()
         if standing.is_alone and standing.abstains():
-            # It may have decided this height already, and others may hold that.
+            # It may have decided this height already, and others may hold that decision.
             self._reformer.reform("the only member has lost its record and casts no vote")
         elif standing.may_vote() and self._phase1.may_use_ballot_zero():
             self._convener.start(messages.Ballot(0, self.me), {})
@@ -366,9 +366,9 @@ class RoundMachine:
     # ------------------------------------------------------------ for the shell
 
     def foresee(self, message: messages.Message) -> None:
-        """Works out what takes long of a message that is about to be received; changes nothing.
+        """Runs the slow checks of a message that is about to be received; changes no state.
 
-        May be called in another thread; if the tip moves meanwhile, the result is unused.
+        May run in another thread. If the tip moves meanwhile, the result is not used.
         """
         shown = message.accepted if isinstance(message, messages.Ready) else message
         tip = self.tip
@@ -380,7 +380,7 @@ class RoundMachine:
             proposal_problem(shown.manifest, shown.evidence, tip, self.rules, due=due)
 
     def foothold(self) -> Foothold:
-        """From where the shell judges the proofs of strangers, before it fetches what they name."""
+        """The basis on which the shell judges strangers' proofs before it fetches their blobs."""
         pursued = self.pursued
         return Foothold(self.chain, pursued.blob if pursued else None)
 
@@ -395,12 +395,12 @@ class RoundMachine:
 
     @property
     def rules(self) -> Rules:
-        """Of the run."""
+        """The rules of the run."""
         return self._peer.rules
 
     @property
     def timers(self) -> Timers:
-        """As they are now, in seconds."""
+        """The present timers, in seconds."""
         return self._peer.timers
 
     @timers.setter
@@ -409,12 +409,12 @@ class RoundMachine:
 
     @property
     def record(self) -> events.Record:
-        """What outlasts a crash."""
+        """The durable record, which survives a crash."""
         return self._standing.record
 
     @property
     def chain(self) -> Chain:
-        """Heads behind the tip, to prove it to those that have another one."""
+        """Heads behind the tip, which prove it to peers with another tip."""
         return self._standing.chain
 
     @property
@@ -430,18 +430,18 @@ class RoundMachine:
 
     @property
     def reduced_units(self) -> Collection[Unit]:
-        """Units that fall to this peer in the roster that is out."""
+        """Units that the current roster assigns to this peer."""
         job = self._reducer.job
         return job.inputs.keys() if job else ()
 
     @property
     def listened_at(self) -> float:
-        """When this peer began to listen last, in seconds of the shell's clock [B1, B2]."""
+        """When this peer last began to listen, in seconds of the shell's clock [B1, B2]."""
         return self._life.boot_at
 
     @property
     def is_listening(self) -> bool:
-        """Whether it hears what the others have before it says anything [B1]."""
+        """Whether this peer still listens, before it takes part [B1]."""
         return self._life.is_listening
 
     @property
@@ -451,7 +451,7 @@ class RoundMachine:
 
     @property
     def reason(self) -> str:
-        """Last sentence that explained a decision."""
+        """The last sentence that explained a decision."""
         return self._out.reason
 
     @property

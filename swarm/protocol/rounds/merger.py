@@ -1,4 +1,4 @@
-"""Merges: a due tip is merged here, from the agreed values, and agreed on like a round [M2-M6]."""
+"""Merges: computed here from the values of a due tip, and agreed on like a round [M2-M6]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Merger(Role):
 
     blobs: Blobs
     merged: dict[Unit, ReducedUnit] | None = field(init=False, default=None)
-    """The own result for the tip."""
+    """This peer's result for the tip."""
     _asked_for: Digest | None = field(init=False, default=None)
 
     def forget_height(self) -> None:
@@ -38,7 +38,7 @@ class Merger(Role):
             self.out.emit(ComputeMerge(self.tip))
 
     def take(self, event: MergeComputed) -> bool:
-        """Notes what was computed; whether it is for the tip."""
+        """Notes a computed merge; whether it is for the tip."""
         self.blobs.have([unit.digest for unit in event.units.values()])
         if event.tip != self.tip.digest or event.units.keys() != self.rules.expert_units.keys():
             return False
@@ -46,7 +46,7 @@ class Merger(Role):
         return True
 
     def composed(self) -> Value | None:
-        """The manifest that follows, once the merge is computed [M2]."""
+        """The manifest to propose, once the merge is computed [M2]."""
         if self.merged is None:
             return None
         holders = dict.fromkeys(self.rules.expert_units, self.me)

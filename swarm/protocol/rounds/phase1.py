@@ -1,4 +1,4 @@
-"""Phase 1 of a ballot: the promises of a quorum, and the value that they bind to [C1, C2, C6]."""
+"""Phase 1 of a ballot: a quorum's promises, and the value to which they bind it [C1, C2, C6]."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Phase1(Role):
         return ballot.attempt >= 1
 
     def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
-        """Notes a member's READY if it is a voter's of the campaign's very ballot."""
+        """Notes a READY, if it comes from a voter and names the campaign's ballot."""
         if ready.ballot == campaign.ballot and source in self.standing.electorate():
             campaign.answers[source] = ready
             campaign.answered_at[source] = self.now
@@ -40,22 +40,22 @@ class Phase1(Role):
         return sum(at >= since for at in campaign.answered_at.values())
 
     def is_answered(self, campaign: Campaign, since: float) -> bool:
-        """Whether a quorum answered lately; an almost deaf convener must not hold an attempt."""
+        """Whether a quorum answered since then; a nearly deaf convener must not keep an attempt."""
         recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
         return self.standing.has_quorum([self.me, *recent])
 
     def promises(self, campaign: Campaign) -> Mapping[PeerId, Ready] | None:
-        """Those of a quorum, or no one's where none are required; None while a quorum lacks."""
+        """A quorum's promises; empty where none are required; None while there is no quorum."""
         if not self._is_required(campaign.ballot):
             return {}
         promises = self._promises(campaign)
         return promises if self.standing.has_quorum(promises) else None
 
     def _promises(self, campaign: Campaign) -> Mapping[PeerId, Ready]:
-        """The promises to go by, at first without those of excluded peers [C2, C6].
+        """The promises that count, at first without those of excluded peers [C2, C6].
 
-        Any quorum will do. One without the sources of unobtainable blobs does not have to propose
-        these again, only because a source itself has voted for them.
+        Any quorum will do. A quorum without the sources of unobtainable blobs need not propose
+        these blobs again just because a source itself voted for them.
         """
         answers = campaign.answers
         sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}
@@ -76,7 +76,7 @@ class Phase1(Role):
         return Value(chosen.manifest, chosen.evidence, why)
 
     def _votes_found(self, promises: Mapping[PeerId, Ready]) -> list[Accepted]:
-        """Votes cast under lower ballots, as far as they could have become a decision."""
+        """Votes under lower ballots that could have led to a decision."""
         votes = (ready.accepted for ready in promises.values())
         return [
             vote
@@ -85,5 +85,5 @@ class Phase1(Role):
         ]
 
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
-        """The vote with the highest ballot: it may have been decided already [C2]."""
+        """The vote with the highest ballot: its value may be decided already [C2]."""
         return max(accepted, key=lambda vote: vote.ballot)

@@ -27,7 +27,7 @@ class Proposer(Role):
     def propose(
         self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
     ) -> None:
-        """Phase 2; one ballot never proposes two values [C6]."""
+        """Phase 2: proposes a manifest; one ballot never proposes two values [C6]."""
         assert campaign.proposal is None, "a ballot proposes once"
         campaign.proposal, campaign.evidence = manifest, evidence
         campaign.enter(Stage.VOTE, self.now)
@@ -42,13 +42,13 @@ class Proposer(Role):
         return Propose(campaign.ballot, manifest, holders, campaign.evidence, relays)
 
     def _uplinks(self, campaign: Campaign) -> dict[PeerId, int]:
-        """Of the other members that can be dialled."""
+        """Uplinks in Mbit/s of the other members that can be dialed."""
         unable = campaign.undialable | self.contacts.gone.keys() | {self.me}
         said = campaign.uplinks.items()
         return {p: mbit for p, mbit in said if p in self.tip.members and p not in unable}
 
     def _holders(self, campaign: Campaign) -> tuple[PeerId, ...]:
-        """The last that said that they have everything: earlier messages have named the others."""
+        """The newest holders of all blobs; earlier messages have named the others."""
         return tuple(campaign.holders)[-MAX_HOLDERS:]
 
     def _concerned(self, manifest: Manifest) -> list[PeerId]:
@@ -56,7 +56,7 @@ class Proposer(Role):
         return sorted({**self.tip.members, **manifest.members})
 
     def repeat(self, campaign: Campaign, manifest: Manifest) -> None:
-        """Asks once more for the votes that are missing, and whether missing sources still live."""
+        """Asks again for missing votes, and greets the sources of missing values."""
         message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
             # Those that have voted need a sign of life only now and then.
@@ -73,7 +73,7 @@ class Proposer(Role):
         return {digest: entries[unit].source for digest, unit in proposal.missing.items()}
 
     def take(self, campaign: Campaign, source: PeerId, accept: Accept) -> bool:
-        """Notes a vote; whether it is one for the proposal."""
+        """Notes a vote; whether it is for the proposal."""
         if (
             campaign.stage is not Stage.VOTE
             or campaign.proposal is None
@@ -90,7 +90,7 @@ class Proposer(Role):
         """A majority decides at once, half with the tie-breaker after a grace [C5].
 
         The grace keeps a swarm of two from deciding every round on one disk. It lasts T_vote / 2,
-        or until none of the others has been heard for as long as a convener may be deaf.
+        or less if no other voter was heard for as long as a convener may be deaf.
         """
         votes = [peer for peer in campaign.accepts if peer in self.standing.electorate()]
         if 2 * len(votes) > len(self.tip.voters):
@@ -117,19 +117,19 @@ class Proposer(Role):
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
             self.out.post(peer, commit)
-            # Votes in flight make a peer look behind that has just been sent the tip.
+            # A peer with a vote in flight looks behind, although it was just sent the tip.
             self.contacts.told[peer, manifest.digest] = self.now
 
     def _signers(self, campaign: Campaign) -> list[PeerId]:
-        """A smallest quorum among the votes, so that certificates stay small."""
+        """The fewest votes that are a quorum, so that certificates stay small."""
         votes = sorted(peer for peer in campaign.accepts if peer in self.standing.electorate())
         return votes[: len(self.tip.voters) // 2 + 1]
 
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
-        """Blobs are missing here and T_vote is over: whom the next attempt does without [C6].
+        """Peers that the next attempt excludes, if blobs are still missing after T_vote [C6].
 
-        T_vote ends sooner when the sources have failed. The same holds when they refuse messages or
-        are silent, and nothing arrives any more.
+        The wait is shorter when all sources have failed to give them. It is shorter, too, when all
+        sources refuse messages or are silent, and nothing arrives any more.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
@@ -169,6 +169,6 @@ class Proposer(Role):
         return limit_s
 
     def _is_silent(self, peer: PeerId, since: float, limit_s: float) -> bool:
-        """Whether another peer, asked since then, was not heard for so long."""
+        """Whether another peer was asked at `since`, and not heard for `limit_s` after that."""
         heard_at = max(since, self.contacts.heard.get(peer, since))
         return peer != self.me and self.now - heard_at >= limit_s

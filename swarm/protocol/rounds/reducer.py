@@ -1,4 +1,4 @@
-"""Reducer: fetches offered values of its units, has them averaged [D1], others ahead [D2]."""
+"""Reducer: fetches and averages the values of its units [D1], and fetches experts ahead [D2]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swarm.protocol.values.updates import REFUSALS
 
 MUCH_MORE = 2
 SLOW = "has not come yet"
-"""Why a value is missing that nobody has failed to give."""
+"""Reason for a value that is missing although no peer has failed to give it."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Job:
     ballot: Ballot
     roster_id: Digest
     inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
-    """Of each unit: the values to average, in peer-id order."""
+    """For each unit, the values to average, ordered by peer id."""
     work: Mapping[PeerId, int]
-    """Tokens of each offer in the roster: what its values weigh."""
+    """Tokens of each offer in the roster, which weigh its values."""
     asked: set[Unit] = field(default_factory=set)
     """Units whose averaging was started."""
     results: dict[Unit, ReducedUnit] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Job:
     """Peers whose values were reported as refused."""
     is_fetching: bool = False
     since: float = 0.0
-    """When it was begun."""
+    """When the job began."""
     ahead: frozenset[Digest] = frozenset()
     """Blobs that are fetched meanwhile, before they are proposed [D2]."""
 
@@ -63,7 +63,7 @@ class Job:
         return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
 
     def unserved(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers whose values could not be had, or not nearly all; refused ones did come [C8]."""
+        """Peers that failed to give values, or are far behind; refused values did come [C8]."""
         failed = {
             peer
             for digest, reasons in self.failed.items()
@@ -73,9 +73,9 @@ class Job:
         return (failed | self.slow(stored)) & self.asked_of
 
     def slow(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers of whose values much more is still out than of a usual peer's [C4].
+        """Peers with far more values outstanding than the median peer [C4].
 
-        Where as much is out of most, the line may be this one's own.
+        If most peers have as many outstanding, this peer's own link may be the cause.
         """
         out = Counter[PeerId]()
         for values in self.inputs.values():
@@ -94,23 +94,23 @@ def wanted_ahead(
     tip: Manifest,
     rules: Rules,
 ) -> tuple[events.BlobWanted, ...]:
-    """Experts that a manifest of this roster takes verbatim, so that links carry them meanwhile.
+    """Experts that a manifest of this roster takes verbatim, so that links carry them early.
 
-    Their bound is that of a peer that trained no tokens in this round: one of a proposal is never
-    narrower, whatever work the roster claims, so what comes ahead need not be judged again [U1].
+    Their bound is that of a peer that trained no tokens in this round. A proposal's bound is never
+    narrower, whatever work the roster claims. So blobs that came ahead need no second check [U1].
 
     Args:
-        roster: sound, of the tip.
-        sources: of each unit of its offers.
-        averaged: units that have a reducer, and which.
-        me: whose own values are here. Peers begin at different writers.
+        roster: a valid roster of the tip.
+        sources: the sources of each unit of its offers.
+        averaged: the reducer of each unit that has one.
+        me: this peer, which has its own values. Peers begin at different writers.
         stored: blobs that are here.
-        tip: what the offers were trained from.
+        tip: the manifest from which the offers were trained.
         rules: the run's rules.
 
     Returns:
-        Of a unit that moves by a delta the delta, else the value; each from its writer, or from
-        relays [D4], which the writer follows with the proposal.
+        The delta of a unit that moves by a delta, else its value. The source is the writer, or
+        relays [D4]; with the proposal, the writer is asked after the relays.
     """
     relays = relays_among(averaged.values(), roster.reducers)
     wanted = _wants(roster, sources, averaged, tip, rules)
@@ -139,7 +139,7 @@ def _wants(
 
 
 RELIEF_ROUNDS = 4
-"""A reducer that got stuck is one again only after so many rounds."""
+"""A reducer that got stuck reduces again only after so many rounds."""
 
 
 @dataclass(eq=False)
@@ -156,12 +156,12 @@ class Reducer(Role):
     def forget_height(self) -> None:
         """Ends the job with the height."""
         if self.job and not self.job.is_done:
-            # The round did without: peers that it did not reach now it will not in a minute [C4].
+            # The round did without it: peers out of reach now will still be so in a minute [C4].
             self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
         self._cancel_job()
 
     def on_roster(self, source: PeerId, roster: Roster) -> None:
-        """Starts to average what falls to this peer; a repeated one gets the same report."""
+        """Starts to average this peer's units; a repeated roster gets the same report."""
         if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot):
             return
         if not roster.offers:  # only a heartbeat, maybe of a roster in which this peer has no part
@@ -187,7 +187,10 @@ class Reducer(Role):
         return None
 
     def _suspect_dropped(self, roster: Roster) -> None:
-        """Two witnesses: this peer got no values of them, and the new roster omits them [C8]."""
+        """Suspects peers that gave this peer no values and are not in the new roster [C8].
+
+        So there are two witnesses. A new roster's heartbeat lists no peer, so it omits them all.
+        """
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:
             dropped = job.unserved(self.blobs.stored) - roster.offers.keys()
@@ -238,7 +241,7 @@ class Reducer(Role):
     def _fetch_ahead(
         self, job: Job, roster: Roster, sources: Sources, averaged: Mapping[Unit, PeerId]
     ) -> None:
-        """Fetches what is proposed as it was offered while means are computed [D2]."""
+        """Fetches experts that will be proposed as offered, while means are computed [D2]."""
         stored, tip, rules = self.blobs.stored, self.tip, self.rules
         wants = wanted_ahead(
             roster, sources, averaged, self.me, stored=stored, tip=tip, rules=rules
@@ -255,17 +258,17 @@ class Reducer(Role):
         self.job = None
 
     def note_missing(self, event: events.Unobtainable) -> None:
-        """An input that a peer did not give; a refused one is reported at once [C4, U1]."""
+        """Notes an input that a peer did not give; a refused one is reported at once [C4, U1]."""
         job = self.job
         if job is None or event.digest in self.blobs.stored or event.digest in job.ahead:
-            return  # what is missing of a proposal is its acceptors' matter
+            return  # missing blobs of a proposal are its acceptors' matter
         job.failed.setdefault(event.digest, {})[event.peer] = event.reason
         if event.reason in REFUSALS and event.peer not in job.refused:
             job.refused.add(event.peer)
             self._report(job)
 
     def after_blob(self) -> None:
-        """Something arrived."""
+        """Starts the averaging of units whose inputs are complete."""
         if self.job and self.job.is_fetching:
             self._reduce_complete_units(self.job)
 
@@ -292,7 +295,7 @@ class Reducer(Role):
             self._report(job)
 
     def _report(self, job: Job) -> None:
-        """Tells the convener what is done and whose values could not be had."""
+        """Reports to the convener the finished means, and the peers whose values are missing."""
         missing = dict.fromkeys(job.slow(self.blobs.stored), SLOW)
         for values in job.inputs.values():
             for _, digest in values:

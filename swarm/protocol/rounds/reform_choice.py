@@ -21,10 +21,10 @@ class ReformChoice(Role):
     contacts: Contacts
     blobs: Blobs
     candidate: tuple[PeerId, Commit] | None = field(init=False, default=None)
-    """The best reform that is held back, and where it is from."""
+    """The best reform that is held back, and its sender."""
 
     def forget_height(self) -> None:
-        """Forgets what the new tip is better than, and ends its fetch."""
+        """Drops manifests that do not beat the new tip, and ends their fetch."""
         pursuit = self.blobs.catch_up
         if pursuit and not self.standing.is_better(pursuit.manifest):
             self.blobs.cancel_fetch(Purpose.CATCH_UP, pursuit)
@@ -34,7 +34,7 @@ class ReformChoice(Role):
 
     @property
     def quiet_s(self) -> float:
-        """How long this peer has listened or had its tip."""
+        """Seconds since this peer began to listen or applied its tip, whichever came last."""
         return self.now - max(self.life.boot_at, self.standing.applied_at)
 
     def hold_back(self, source: PeerId, commit: Commit) -> None:
@@ -47,8 +47,8 @@ class ReformChoice(Role):
         self.out.explain(
             Topic.FORK,
             f"reform {manifest.generation[:8]} with {len(manifest.members)} members is held back: "
-            f"applied {self.now - self.standing.applied_at:.1f} s ago, a quorum counts as alive "
-            f"for {self.timers.reform_s:.1f} s",
+            f"this peer's tip is {self.now - self.standing.applied_at:.1f} s old, and a quorum "
+            f"counts as alive for {self.timers.reform_s:.1f} s",
         )
 
     def leaves_my_generation(self, manifest: Manifest) -> bool:
@@ -57,13 +57,13 @@ class ReformChoice(Role):
         return len(other) > len(mine) and other[: len(mine)] == mine
 
     def may_leave_generation(self) -> bool:
-        """While listening the best chain is taken as it is [B1], later only when stalled [F2]."""
+        """Whether to follow a reform: while listening always [B1], later only if stalled [F2]."""
         return self.life.is_listening or self.is_stalled(self.timers.reform_s)
 
     def set_reform_aside(self) -> None:
-        """A quorum that came back while a reform was fetched keeps this peer [F2].
+        """Ends the fetch of a reform if a quorum of the own generation came back [F2].
 
-        The fetch ends, for as long as it lasts nothing of the own generation can be adopted.
+        During that fetch nothing of the own generation could be adopted.
         """
         pursuit = self.blobs.catch_up
         if (
@@ -77,5 +77,5 @@ class ReformChoice(Role):
         self.hold_back(pursuit.sources[0], pursuit.commit)
 
     def is_stalled(self, limit_s: float) -> bool:
-        """Whether this generation has given no sign of life for so long [F2]."""
+        """Whether this generation has given no sign of life for `limit_s` [F2]."""
         return self.quiet_s >= limit_s and not self.contacts.hears_quorum(limit_s)

@@ -1,4 +1,4 @@
-"""A lost majority is given up: survivors go on as a generation of their own [F2, F3]."""
+"""Gives up a lost majority: survivors continue as a generation of their own [F2, F3]."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Reformer(Role):
     reform_choice: ReformChoice
     adopter: Adopter
     _told: Digest | None = field(init=False, default=None)
-    """The tip under which this peer has said that it waits for others."""
+    """The tip under which this peer has logged that it waits for others."""
 
     def tick(self) -> None:
         """Leaves the generation once it gives no sign of life any more."""
         reform_choice = self.reform_choice
         if reform_choice.quiet_s >= self.timers.reform_s / 2:
-            # So that all that live are heard in the half of T_reform that counts as survivors'.
+            # All live peers shall be heard in the half of T_reform that decides who survives.
             self.contacts.ask_unheard(self.timers.reform_s / 2)
         if reform_choice.quiet_s < self.timers.reform_s:
             return
@@ -58,28 +58,29 @@ class Reformer(Role):
     def _may_reform(self) -> bool:
         """Whether others would believe a reform by this peer [L2].
 
-        It would else go on alone for good: its chain is better than that of a voter that comes
-        back with an earlier tip [F1], and as long as it waits that voter finds the newest one here.
+        If not, its reform would leave it alone for good: its chain would beat that of a voter that
+        comes back with an earlier tip [F1]. As long as it waits, such a voter finds the newest tip
+        here.
         """
         return self.me in reform_electors(self.tip.head)
 
     def _tell_wait(self) -> None:
-        """Says once a height why nothing happens, and what a person can do."""
+        """Explains once per tip why nothing happens, and what a person can do."""
         if self._told != self.tip.digest:
             self._told = self.tip.digest
             self.out.explain(
                 Topic.FORK,
                 f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} "
                 "s: this peer has no vote, so it waits until one of them, or the founder, is back; "
-                "if all are gone for good, a new run can begin with this model: swarm-export "
+                "if none of them will return, start a new run with this model: swarm-export "
                 "--state-dir, then swarm-peer --initialise-from",
             )
 
     def _reform_due(self) -> bool:
         """Whether to give up the lost majority; higher ranks wait a little longer [F3].
 
-        A peer that is still at its local steps loses nothing by waiting: there is nothing to
-        average yet. By a reform it would lose them if its majority came back.
+        A peer in its local steps loses nothing by waiting: there is nothing to average yet. After a
+        reform it would lose these steps if its majority came back.
         """
         jitter_s = self.standing.rank * self.timers.heartbeat_s
         return (
@@ -96,7 +97,7 @@ class Reformer(Role):
         return ready_at is not None and self.now < ready_at + self.timers.grace_s
 
     def reform(self, why: str) -> None:
-        """Continues with the peers that still answer, as a generation of their own [F3]."""
+        """Continues with the peers that still answer, as a new generation [F3]."""
         since = self.now - self.timers.reform_s / 2
         heard = [peer for peer, at in self.contacts.heard.items() if at > since]
         heard = [peer for peer in heard if self._may_survive(peer)]
@@ -112,8 +113,8 @@ class Reformer(Role):
         self.standing.record = replace(self.standing.record, regained=begun)
         self.adopter.apply(
             commit,
-            f"reformed at height {manifest.height}: {why}, {len(members)} go on; who joins without "
-            f"the founder there needs --tip {manifest.height}:{manifest.digest}",
+            f"reformed at height {manifest.height}: {why}, {len(members)} continue; a peer that "
+            f"joins without the founder needs --tip {manifest.height}:{manifest.digest}",
         )
         for peer in members:
             if peer != self.me:

@@ -18,7 +18,7 @@ Sign = Callable[[bytes], messages.Signature]
 
 
 def unsigned(_: bytes) -> messages.Signature:
-    """For peers that trust each other, as in a simulation."""
+    """A signer for peers that trust each other, as in a simulation."""
     return messages.UNSIGNED
 
 
@@ -28,7 +28,7 @@ def room_for_all() -> int:
 
 
 def nowhere(_: PeerId) -> str | None:
-    """Where a peer is connected from, as far as a shell knows that knows nothing of networks."""
+    """The `network_of` of a shell that knows nothing of networks."""
     return None
 
 
@@ -47,85 +47,85 @@ class LocalPeer:
     sign: Sign = unsigned
     is_dialable: bool = True
     uplink_of: Callable[[], int] = int
-    """Mbit/s that its line carries away from it, as it was measured; 0: not known [D3]."""
+    """Measured uplink of this peer in Mbit/s; 0: not known [D3]."""
     room_of: Callable[[], int] = room_for_all
-    """Experts that fit its machine, those that it owns included [R4]."""
+    """Number of experts that fit this machine, including those that it owns [R4]."""
     fetches_ahead: bool = False
-    """Whether it fetches what a roster has of one writer before that is proposed [D2]."""
+    """Whether to fetch single-writer experts of a roster before they are proposed [D2]."""
     network_of: Callable[[PeerId], str | None] = nowhere
-    """Public /24 or /48 from which another peer is connected; None where it is not known."""
+    """Public /24 or /48 network from which another peer connects; None if unknown."""
     credential: Credential | None = None
-    """With which this peer asks for a vote [R8]."""
+    """The credential with which this peer asks for a vote [R8]."""
 
 
 @dataclass(eq=False)
 class Outbox:
-    """What this peer says and does because of one event, in order."""
+    """The messages and other effects of one event, in order."""
 
     me: PeerId
     header: messages.Header
-    """Of all messages under the present tip [H2]."""
+    """Header of all messages under the present tip [H2]."""
     reason: str = ""
-    """Last sentence that explained a decision."""
+    """The last sentence that explained a decision."""
     effects: list[Effect] = field(default_factory=list)
     to_self: deque[tuple[PeerId, messages.Header, messages.Message]] = field(default_factory=deque)
-    """Messages that are delivered before the event is over."""
+    """Messages to this peer itself, delivered before the event is over."""
 
     def emit(self, effect: Effect) -> None:
-        """Has the shell do something."""
+        """Adds an effect for the shell to carry out."""
         self.effects.append(effect)
 
     def post(self, destination: PeerId, message: messages.Message) -> None:
-        """Sends under the header of the present tip [H2]; to oneself without the network."""
+        """Sends a message with the header of the present tip [H2]; to itself without network."""
         if destination == self.me:
             self.to_self.append((self.me, self.header, message))
         else:
             self.emit(Send(destination, self.header, message))
 
     def explain(self, topic: Topic, text: str) -> None:
-        """Tells people why."""
+        """Explains a decision to users."""
         self.reason = text
         self.emit(Reason(topic, text))
 
     def refuse(self, source: PeerId, message: str, problem: str) -> None:
-        """Says why a message is not handled."""
+        """Explains why a message is refused."""
         self.reason = f"{message} from {source} refused: {problem}"
         self.emit(Reason(Topic.REFUSED, self.reason, message))
 
     def take(self) -> list[Effect]:
-        """Hands over all effects since the last time."""
+        """Returns the effects since the last call, and clears them."""
         effects, self.effects = self.effects, []
         return effects
 
 
 @dataclass(frozen=True)
 class Heights:
-    """From one height to the next, for the parts that apply a tip or end the listening."""
+    """Calls between two heights, for the parts that apply a tip or end the listening."""
 
     forget: Callable[[Record], None]
     """Has all parts forget the height after the old record's tip."""
     begin: Callable[[], None]
-    """Starts what the new tip allows."""
+    """Starts the work that the new tip allows."""
 
 
 @dataclass(eq=False)
 class Life:
-    """How far this process is between its start and its leave: listening, taking part, left."""
+    """The stage of this process: listening, taking part, leaving or left."""
 
     boot_at: float
-    """When it began to listen last: after its start, or after a stand-still [B1, B2]."""
+    """When it last began to listen: after its start, or after a stand-still [B1, B2]."""
     event_at: float
     listen_until: float | None
-    """While it listens; None once it takes part."""
+    """End of the listening; None once this peer takes part."""
     may_listen_on: bool = False
     """Whether to wait for a chain of survivors that is being fetched."""
     leave_until: float | None = None
-    """Once it was asked to leave: how long a manifest without it is waited for."""
+    """Once asked to leave: until when this peer waits for a manifest without it."""
     has_left: bool = False
 
     @property
     def is_listening(self) -> bool:
-        """Whether it hears what the others have before it says anything [B1]."""
+        """Whether this peer still listens, before it takes part [B1]."""
         return self.listen_until is not None
 
     @property
@@ -144,18 +144,18 @@ class Work:
     ready_at: float | None = None
     """When this peer expects to have finished its local steps."""
     stalls_at: float | None = None
-    """When it will have taken the steps after its offer, where rounds overlap [V8]."""
+    """When it will have finished the steps after its offer, where rounds overlap [V8]."""
     steps_s: float | None = None
-    """From a new tip to the end of its local steps, as expected last."""
+    """Seconds from a new tip to the end of its local steps, as last expected."""
     fetched_s: float = 0.0
-    """Seconds of fetching the tip, and the tips that it overtook, before the first step."""
+    """Seconds spent on fetching the tip, and the tips it replaced, before the first step."""
     signed: dict[messages.Declaration, messages.Signature] = field(default_factory=dict)
-    """By this peer, for the tip."""
+    """This peer's signatures under its declarations for the tip."""
     reduces_from: int = 0
-    """Round from which this peer is a reducer like others, after it failed as one."""
+    """Round of the tip from which this peer reduces again, after it failed as a reducer."""
 
     def forget_height(self, ready_at: float | None) -> None:
-        """Resets what referred to the old tip; `ready_at`: when the next steps may end."""
+        """Resets the state of the old tip; `ready_at`: when the next steps may end."""
         self.offer = self.offered_at = self.stalls_at = None
         self.signed = {}
         self.ready_at = ready_at

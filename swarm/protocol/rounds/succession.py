@@ -1,4 +1,4 @@
-"""Who convenes this height: the highest ballot, since when, and the campaign of this peer."""
+"""The convener of this height, the highest ballot, and the campaign of this peer."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from swarm.protocol.values.manifest import Digest, PeerId
 
 @dataclass
 class Reign:
-    """The attempts that one convener has begun at one height, one after the other [K1, A7]."""
+    """Consecutive attempts of one convener at one height [K1, A7]."""
 
     since: float
     attempt: int
-    """The first."""
+    """The first attempt."""
     last_attempt: int = 0
-    """With a proposal."""
+    """The last attempt with a proposal."""
     proposals: set[Digest] = field(default_factory=set)
-    """What this peer has taken up of them."""
+    """Digests of its proposals that this peer has taken up."""
 
 
 @dataclass(eq=False)
 class Succession(Role):
-    """Conveners of this height; all of it is forgotten with the tip."""
+    """Conveners of this height. A new tip resets everything here."""
 
     blobs: Blobs
     top: Ballot | None = field(init=False)
     """The highest ballot seen."""
     top_since: float = field(init=False)
     convener_at: float = field(init=False)
-    """When the convener showed last that it is there."""
+    """When the convener last gave a sign of life."""
     collected_at: float = field(init=False)
-    """When it was heard collecting [K1]."""
+    """When the convener was last heard collecting offers [K1]."""
     reign: Reign = field(init=False)
     campaign: Campaign | None = field(init=False)
-    """Of this peer, while it convenes."""
+    """This peer's campaign, while it convenes."""
     was_deaf: bool = field(init=False)
-    """In the last campaign that it gave up [C7]."""
+    """Whether this peer's last campaign ended because too few answers were heard [C7]."""
     distrusted: set[PeerId] = field(init=False)
     """Conveners whose proposals were refused [A4]."""
     claims: dict[PeerId, int] = field(init=False)
-    """The highest attempt that members have named [A5]."""
+    """The highest attempt that each member has named [A5]."""
     passed_over: int = field(init=False)
     """The highest attempt that was refused as out of turn [A7]."""
 
@@ -71,7 +71,7 @@ class Succession(Role):
 
     @property
     def convener(self) -> PeerId:
-        """Who convenes this height, as far as this peer knows."""
+        """The convener of this height, as far as this peer knows."""
         return self.highest.convener
 
     def note_ballot(self, ballot: Ballot) -> None:
@@ -88,12 +88,12 @@ class Succession(Role):
                 self.step_down(reason)
 
     def why_step_down(self, campaign: Campaign) -> str | None:
-        """Why a campaign has no prospect: overtaken or too old [C7]."""
+        """Why a campaign cannot succeed: overtaken or too old [C7]. None while it may."""
         attempt = campaign.ballot.attempt
         if self.top and self.top > campaign.ballot:
             return f"overtaken by attempt {self.top.attempt} of {self.top.convener}"
         if campaign.stage is Stage.DECIDED and self.blobs.catch_up is None:
-            return "what was decided gave way to a better manifest, which could not be fetched"
+            return "the decided manifest gave way to a better one, which could not be fetched"
         age_s = self.now - max(campaign.started_at, campaign.awaited_at)
         limit_s = self.timers.attempt_limit_s(attempt)
         if age_s > limit_s and not self.standing.decides_alone:
@@ -107,9 +107,9 @@ class Succession(Role):
         self.out.explain(Topic.TAKEOVER, f"stepped down: {reason}")
 
     def is_out_of_attempts(self) -> bool:
-        """Whether there is no higher ballot at this height: nobody would believe one [A5]."""
+        """Whether this height has no higher ballot that anybody would believe [A5]."""
         return self.highest.attempt >= MAX_ATTEMPT
 
     def next_ballot(self) -> Ballot:
-        """Higher than everything seen or promised at this height [K1]."""
+        """A ballot above all that were seen or promised at this height [K1]."""
         return Ballot(max(self.highest.attempt, self.passed_over) + 1, self.me)

@@ -43,7 +43,7 @@ class Takeover(Role):
             self.take_over(reason)
 
     def _probe_convener(self) -> None:
-        """Greets a convener whose polls stay away: if it has ended, its machine says so at once."""
+        """Greets a convener without polls: if its process is dead, its machine says so at once."""
         poll_s = self.timers.poll_s
         is_silent = self.now - self.succession.convener_at >= 2 * poll_s
         if is_silent and self.now - self._probed_at >= poll_s and not self.succession.campaign:
@@ -51,7 +51,7 @@ class Takeover(Role):
             self.out.post(self.succession.convener, Hello(ask=False))
 
     def take_over(self, reason: str) -> None:
-        """Begins an attempt of its own."""
+        """Begins an attempt of this peer."""
         if self.succession.is_out_of_attempts():
             return
         replaced, heard_at = self.succession.convener, self.succession.convener_at
@@ -64,9 +64,9 @@ class Takeover(Role):
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not [K1].
 
-        In the order of members, going round, each waits longer than the one before. Only a peer
-        that hears a quorum deposes a convener. A peer that was cut off hears no campaign: with a
-        higher ballot of its own it would, on its return, end the campaign that runs without it.
+        Each voter waits longer than the one before it, in the cyclic order of members. Only a peer
+        that hears a quorum deposes a convener. A peer that was cut off hears no campaign. With a
+        higher ballot it would, on its return, end the campaign that runs without it.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None
@@ -77,7 +77,7 @@ class Takeover(Role):
         convener = succession.convener
         is_quiet = silent_s <= self._silence_limit_s(convener)
         if is_quiet and age_s <= timers.attempt_limit_s(attempt) and self.blobs.proposal is None:
-            return None  # not even the first in turn would
+            return None  # not even the first successor would take over
         place = self._place_after_convener()
         silence_limit_s = self._silence_limit_s(convener) * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
@@ -101,16 +101,16 @@ class Takeover(Role):
         return self.timers.poll_s if convener in self.contacts.gone else self.timers.heartbeat_s
 
     def _why_in_vain(self, place: int) -> str | None:
-        """Why the present proposal will not be decided: a part of it cannot be had [K1].
+        """Why the present proposal will not be decided: blobs of it cannot be fetched [K1].
 
-        Its convener may have what nobody else can fetch, or what all others refuse, and an attempt
-        may last as long as a roster may wait.
+        Its convener may have blobs that nobody else can fetch, or that all others refuse. The
+        attempt itself may last as long as a roster may wait.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing:
             return None
-        # Another convener gets the full time, else two would depose each other. The same one does
-        # not, or it could convene for ever.
+        # A new convener gets the full time, otherwise two would depose each other. The same one
+        # does not, otherwise it could convene for ever.
         stuck_s = self.now - max(proposal.progress_at, self.succession.reign.since)
         limit_s = self.timers.proposal_limit_s(self.succession.reign.attempt)
         limit_s += self.timers.heartbeat_s * place
@@ -122,10 +122,10 @@ class Takeover(Role):
         )
 
     def _place_after_convener(self) -> int:
-        """How many voters come between the convener and this one, it included.
+        """The number of places from the present convener to this voter, in cyclic order.
 
-        0 for the convener itself, unless it has to let all others go first. Counted from the
-        present convener: one that was deposed once is not the first to depose others.
+        0 for the convener itself, unless it has to let all others go first. The count starts at the
+        present convener, so that one which was deposed is not the first to depose others.
         """
         order, convener = self.tip.order, self.succession.convener
         if convener == self.me and self._goes_last():
@@ -134,23 +134,23 @@ class Takeover(Role):
         return (self.standing.rank - start) % len(order)
 
     def _goes_last(self) -> bool:
-        """Whether this peer waits behind all others before it convenes once more [K1].
+        """Whether this peer lets all others go first before it convenes again [K1].
 
-        A convener that got no answers may hear everybody and be heard by one member alone. If it
-        were back before its successors are done, that one would refuse them all, for ever.
+        A convener that got no answers may hear everybody but be heard by one member alone. If it
+        returned before its successors are done, that member would refuse them all, for ever.
         """
         return self.succession.was_deaf
 
     def _last_place(self) -> int:
-        """Behind all others, each of those that go last by its own turn.
+        """A place behind all others; peers that go last differ by their ranks.
 
-        Two conveners that got no answers may each have refused the other while it convened itself
-        [A7]. With the same wait they would begin at the same moment for ever.
+        Two conveners without answers may each have refused the other while they convened themselves
+        [A7]. With equal waits they would begin at the same moment for ever.
         """
         return len(self.tip.order) + self.standing.rank
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
-        """Says once a height why nothing happens."""
+        """Explains once per height why nothing happens."""
         if not self._has_told_wait:
             self._has_told_wait = True
             self.out.explain(
@@ -162,7 +162,7 @@ class Takeover(Role):
     def _is_busy_catching_up(self) -> bool:
         """Whether a decided manifest is arriving, so that this height is over anyway.
 
-        A unit of a large model takes half a minute on a thin line, and shows when it is whole.
+        A unit of a large model takes half a minute on a slow link, and counts once it is complete.
         """
         pursuit = self.blobs.catch_up
         limit_s = max(2 * self.timers.heartbeat_s, self.timers.vote_s / 2)

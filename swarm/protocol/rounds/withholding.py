@@ -1,4 +1,4 @@
-"""Peers that offer values and serve nobody: a convener leaves them out from the start [C8]."""
+"""Peers that offer values but serve nobody. A convener leaves them out from the start [C8]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.values.manifest import Manifest, PeerId
 
 LEFT_OUT_ROUNDS = 8
-"""Then the peer is tried again: one costly round in nine."""
+"""After these rounds the peer is tried again: one costly round in nine."""
 
 
 def left_out_after(
@@ -19,11 +19,11 @@ def left_out_after(
 ) -> dict[PeerId, int]:
     """Peers to leave out of the rounds after `tip`, each with the last of these rounds [C8]. Pure.
 
-    A peer that the tip counts has served others, so it is forgotten, as is one that is no member.
-    Fewer than half of the members are ever left out: those that were seen to withhold last.
+    A peer that the tip counts has served others, so it is forgotten. So is a peer that is no
+    member. Fewer than half of the members are ever left out: those last seen to withhold.
 
     Args:
-        known: what this function said for the manifest before.
+        known: the result of this function for the manifest before.
         withheld: peers that served nothing in the round of the tip, though they were heard.
         tip: the manifest that was decided.
     """
@@ -43,22 +43,22 @@ class Withholding(Role):
 
     contacts: Contacts
     until: dict[PeerId, int] = field(init=False, default_factory=dict)
-    """The last round that a peer is left out of where this one convenes."""
+    """For each peer, the last round from which this peer leaves it out as convener."""
     suspects: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers that this height continues without, since when: their values did not come."""
+    """Peers whose values did not come, and since when this height continues without them."""
 
     def greet(self, peers: Collection[PeerId]) -> None:
-        """Asks peers whose values are missing whether they live, unless that was just heard."""
+        """Asks peers whose values are missing whether they live, unless they were just heard."""
         heard, since = self.contacts.heard, self.now - self.timers.poll_s
         for peer in sorted(peers):
             if heard.get(peer, since) <= since:
                 self.out.post(peer, Hello(ask=True))
 
     def suspect(self, peers: Collection[PeerId], asked: Collection[PeerId]) -> None:
-        """Notes peers that the round continues without, as their values could not be had.
+        """Notes peers that the round continues without, because their values did not come.
 
-        If most of those that were asked gave nothing, the line may be this peer's own. A peer that
-        is silent has died or is cut off, and may come back as well as it was.
+        If most of the asked peers gave nothing, this peer's own link may be the cause. A silent
+        peer is not noted: it has died or is cut off, and may come back as well as it was.
         """
         if 2 * len(peers) > len(asked):
             return
@@ -75,14 +75,14 @@ class Withholding(Role):
         return is_heard and peer not in self.contacts.gone
 
     def forget_height(self) -> None:
-        """Judges the round that the new tip brought: suspects that answered since do live."""
+        """Judges the round of the new tip: suspects that have answered since did withhold."""
         heard = self.contacts.heard
         withheld = [peer for peer, at in self.suspects.items() if heard.get(peer, at) > at]
         self.until = left_out_after(self.until, withheld, self.tip)
         self.suspects = {}
 
     def left_out(self) -> dict[PeerId, str]:
-        """Peers that the next round is begun without, with the reason."""
+        """Peers that are left out of the next round from its start, with the reason."""
         return {
             peer: f"it offered values and served none: tried again after round {last}"
             for peer, last in self.until.items()

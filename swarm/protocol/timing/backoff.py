@@ -1,4 +1,4 @@
-"""How long whatever failed is left alone: twice as long after each failure, up to a limit."""
+"""The rest after failures: twice as long after each further one, up to a limit."""
 
 from __future__ import annotations
 

@@ -10,16 +10,16 @@ MIN_ROSTER_S = 6.0
 """T_roster is never shorter: a busy laptop must not lose its tokens."""
 MIN_REFORM_S = 600.0
 SAFETY = 3.0
-"""Transfers may take so many times what the measured rate says."""
+"""Transfers may take this many times what they would at the measured rate."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
 MADE_BYTES_PER_S = 1e8
-"""A value is made of its delta, hashed and written so fast at least: a hard disk does."""
+"""Lowest rate at which a value is made from its delta, hashed and written: a hard disk's."""
 FIRST_STEP_S = 1800.0
 """Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
 HICCUP = 5
-"""Silence of one whose work cannot be done without may last so many times as long, at most."""
+"""Most times as long that the silence of an indispensable peer may last."""
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,36 @@ class Timers:
     tick_s: float = 0.5
     """The shell sends a `Tick` at least this often."""
     poll_s: float = 1.5
-    """A convener repeats its message so often; also the rate limit of answers per peer."""
+    """How often a convener repeats its message; also the rate limit of answers per peer."""
     heartbeat_s: float = 5.0
-    """T_hb: the next member replaces a convener silent for so long; each further one later."""
+    """T_hb: the next member replaces a convener after this silence; each further one later."""
     silence_s: float = 6.0
-    """A roster waits no longer for a missing peer that has been silent for so long."""
+    """A roster waits no longer for a missing peer after this silence."""
     roster_s: float = 6.0
-    """T_roster: a roster may close without slow peers so long after the campaign began."""
+    """T_roster: a roster may close without slow peers this long after the campaign began."""
     straggler_factor: float = 1.5
-    """Local steps may take this multiple of what their peer said first that they would take."""
+    """Local steps may take this multiple of the time that their peer said first."""
     roster_late_s: float = 14.0
-    """T_late: silence, or delay after its word, for which one that a quorum needs is waited for."""
+    """T_late: for a peer that a quorum needs, the limit of its silence, or of its delay."""
     wordless_s: float = 14.0
-    """T_word: so long it is waited for that does not say when it will be ready."""
+    """T_word: how long a peer is waited for that does not say when it will be ready."""
     reduce_s: float = 5.0
     """T_red: a reducer's results must be there."""
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att of attempt 0, from when nobody is waited for any more. Attempts 1 and 2 may take twice
-    and three times as long."""
+    """T_att of attempt 0, counted once nobody is waited for any more. Attempt 1 may take twice as
+    long, and later ones three times."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
     """T_disc: a booting peer only listens."""
     reform_s: float = 60.0
-    """T_reform: silence of a quorum after which the survivors go on alone; inf: never."""
+    """T_reform: silence of a quorum after which the survivors continue alone; inf: never."""
     fetch_s: float = 0.0
-    """A fetch without a new blob for so long is dropped, though never before T_reform / 2 [X2]."""
+    """A fetch without a new blob for this long is dropped, but not before T_reform / 2 [X2]."""
     leave_s: float = 30.0
-    """A leaving peer goes at the latest after this."""
+    """A leaving peer leaves after this time at the latest."""
 
     def attempt_limit_s(self, attempt: int) -> float:
         """How long a campaign of this attempt may last."""
@@ -74,9 +74,9 @@ class Timers:
         return self.silence_s / 2
 
     def lost_after_s(self, phase_s: float) -> float:
-        """The silence after which nothing more is hoped for from a peer that a phase waits for.
+        """The silence after which a phase no longer hopes for a peer that it waits for.
 
-        Peers that live answer every poll, however many bytes the phase moves.
+        Live peers answer every poll, however many bytes the phase moves.
 
         Args:
             phase_s: how long the phase may last: T_red or T_vote.
@@ -106,7 +106,7 @@ class AdaptedTimers:
 
 @dataclass(frozen=True)
 class Measured:
-    """What this peer saw of the run so far; empty or zero means not measured yet."""
+    """What this peer has seen of the run so far; empty or zero: not measured yet."""
 
     reduce_bytes: int
     """Bytes a reducer has to receive in a round."""
@@ -117,9 +117,9 @@ class Measured:
     rate_bytes_per_s: float
     """Rate at which this peer receives from others."""
     reduced_bytes: int = 0
-    """Of the values that a reducer makes of deltas."""
+    """Bytes of the values that a reducer makes from deltas."""
     proposed_bytes: int = 0
-    """Of those that a peer makes of deltas before it can accept a manifest."""
+    """Bytes of the values that a peer makes from deltas before it can accept a manifest."""
 
 
 def production_timers(
@@ -131,15 +131,15 @@ def production_timers(
 ) -> AdaptedTimers:
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
-    T_red and T_vote are three times what the bytes take at the measured rate, and values that are
-    made of deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
-    T_reform is no shorter, at least 10 minutes, unless the run fixes it. A fetch may bring the
-    whole model [X2]. No timer follows the length of rounds: they would lengthen each other, a peer
-    that starts again knows of none, and peers that live are heard every few seconds.
+    T_red and T_vote are three times the time of the bytes at the measured rate, and of making
+    values from deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
+    T_reform is at least T_att and 10 minutes, unless the run fixes it. A fetch may bring the whole
+    model [X2]. No timer follows the length of rounds: both would lengthen each other. A peer that
+    starts again knows no rounds, and live peers are heard every few seconds.
 
     Args:
         measured: sizes and rate.
-        roster_after_s: T_roster, and the silence after which nobody is waited for any more.
+        roster_after_s: T_roster, and the silence after which a peer is not waited for any more.
         reform_after_s: the run's T_reform, or None to derive it.
         base: smallest values; the model's by default.
 
@@ -218,18 +218,18 @@ def _reform_s(attempt_s: float, fixed_s: float | None, reasons: list[str]) -> fl
 
 
 def _fetch_s(measured: Measured, reasons: list[str]) -> float:
-    """Half of what the whole model may take: blobs that arrive together end together."""
+    """Half of the time that the whole model may take: blobs that arrive together end together."""
     return _transfer_s("the whole model", measured.model_bytes, measured, 0.0, reasons) / 2
 
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What a peer has still to do before it offers, as it expects."""
+    """The work that a peer expects to do before it offers."""
 
     steps: int
     """0: it offers now."""
     seconds: float | None
-    """Until it offers; None: not known yet."""
+    """Time until it offers; None: not known yet."""
     reason: str
 
 
@@ -238,12 +238,12 @@ def local_work_left(
 ) -> LocalWork:
     """How many more local steps a peer takes in a round.
 
-    With an agreed end a step is begun only if the ones before say that it ends in time; the first
-    is always begun. A peer that has read all that it was dealt offers at once.
+    With an agreed end, a step is begun only if it should end in time, by the steps before; the
+    first is always begun. A peer that has read all that it was dealt offers at once.
 
     Args:
         dealt: steps that its part of the text holds, or that the exact mode asks for.
-        done: of these.
+        done: how many of these are done.
         step_s: mean seconds of a step so far; 0 before the first.
         remaining_s: until the agreed end of the local steps; None: all steps are taken.
     """
@@ -265,9 +265,9 @@ def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tupl
     Half of the time is for them; the rest is for agreeing on the round and handing over.
 
     Args:
-        steps_left: of this round.
+        steps_left: steps of this round that are left.
         step_s: seconds of a step so far; 0 before the first.
-        remaining_s: until the peer goes.
+        remaining_s: time until the peer leaves.
 
     Returns:
         The decision and its reason.

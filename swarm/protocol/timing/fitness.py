@@ -28,7 +28,7 @@ class LinkVerdict:
     Attributes:
         fitness: the verdict.
         needed_mbit: rate at which a round's bytes take as long as its local steps.
-        text: all of it for people.
+        text: all of it in words.
     """
 
     fitness: Fitness
@@ -37,10 +37,10 @@ class LinkVerdict:
 
 
 def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None:
-    """Seconds that the local steps of a round take the median peer; None if nobody knows.
+    """Seconds that the local steps of a round take the median peer; None: no rate is known.
 
     Args:
-        local_tokens: of one peer in one round.
+        local_tokens: tokens of one peer in one round.
         tokens_per_s: of each peer; 0 where it has not trained yet.
     """
     rates = sorted(rate for rate in tokens_per_s if rate > 0)
@@ -79,30 +79,30 @@ def link_verdict(
 HOME_MBIT = 60.0
 """Uplinks up to this are slowed down by what their routers queue and drop."""
 CAP_SHARE = 0.88
-"""Of an uplink's measured rate, which is some percent too high at times; headers are 3 to 4 % on
-top (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
+"""A cap's share of an uplink's measured rate, which is at times some percent too high; headers are
+3 to 4 % on top (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
 SEEN_SHARE = 0.75
-"""No cap is lower, of what a line was seen to carry of late."""
+"""No cap is lower than this share of the rate that a link was seen to carry lately."""
 
 
 def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
-    """Which cap suits a thin uplink, in Mbit/s.
+    """The cap that suits a slow uplink, in Mbit/s.
 
     A router at home queues a quarter of a second, and drops what TCP sends beyond that.
 
     Args:
-        up_mbit: what the line carries, as others have shown.
-        sent_mbit: its observed recent rate; others may show less, on purpose too.
+        up_mbit: rate of the uplink, as others have shown.
+        sent_mbit: its rate as observed lately; others may show less, on purpose too.
     """
     return max(CAP_SHARE * up_mbit, SEEN_SHARE * (sent_mbit or 0.0), 1.0)
 
 
 def cap_advice(up_mbit: float) -> str | None:
-    """That in words; None for an uplink that needs no cap."""
+    """The advice in words; None for an uplink that needs no cap."""
     if up_mbit > HOME_MBIT:
         return None
     cap = f"--max-upload {cap_for(up_mbit):.3g}mbit"
-    return f"with {cap} a router drops little on such a line; without, much of it may be wasted"
+    return f"with {cap} a router drops little on such a link; without, much of it may be wasted"
 
 
 ALWAYS_LATE = 3
@@ -118,17 +118,17 @@ def lateness(
     *,
     up_mbit: float | None = None,
 ) -> str | None:
-    """What a person should know whose machine or line no round waits for; None if it is not time.
+    """The warning for a peer whose machine or link no round waits for; None if none is due.
 
-    Said after `ALWAYS_LATE` rounds, then ever more rarely.
+    Given after `ALWAYS_LATE` rounds, then ever more rarely.
 
     Args:
         missed: rounds in a row that went on without this peer's shared tensors.
-        tokens: of the local steps that it did in the last of them.
-        local_tokens: of all local steps of a round.
+        tokens: tokens of the local steps that it did in the last of them.
+        local_tokens: tokens of all local steps of a round.
         tokens_per_s: rate of this peer.
         round_s: seconds that the last round took the others.
-        up_mbit: what this peer's line carries away from it; None: not known.
+        up_mbit: this peer's uplink; None: not known.
     """
     is_power = missed >= ALWAYS_LATE and (missed // ALWAYS_LATE).bit_count() == 1
     if not is_power or missed % ALWAYS_LATE or tokens_per_s <= 0:
@@ -138,15 +138,14 @@ def lateness(
         line = f"an uplink of {up_mbit:.3g} Mbit/s" if up_mbit else "an uplink not measured yet"
         return (
             f"{missed} rounds in a row went on without this peer, though its local steps take only "
-            f"{needed_s:.3g} s of {round_s:.3g}: it has {line}, and a line "
-            "that costs the others more than its work is worth is left out. What would fit: a "
-            "line as fast as theirs, or a run with longer rounds or coarser codings (swarm-plan "
-            "--link)"
+            f"{needed_s:.3g} s of {round_s:.3g}: it has {line}, and a peer whose link costs the "
+            "others more than its work is worth is left out. A link as fast as theirs would help, "
+            "or a run with longer rounds or coarser codings (swarm-plan --link)"
         )
     return (
         f"{missed} rounds in a row went on without this peer: a round's local steps take it "
-        f"{needed_s:.3g} s, and the others were done after {round_s:.3g} s. Its experts go on by "
-        f"{tokens / local_tokens:.0%} of a round each time, but its shared steps are lost. What "
-        f"would fit: a machine {needed_s / round_s:.2g} times as fast, fewer experts to train "
+        f"{needed_s:.3g} s, and the others were done after {round_s:.3g} s. Its experts advance by "
+        f"{tokens / local_tokens:.0%} of a round each time, but its shared steps are lost. A "
+        f"machine {needed_s / round_s:.2g} times as fast would help, or fewer experts to train "
         f"(--capacity), or for all peers {round_s / needed_s:.0%} of the local steps' tokens"
     )

@@ -1,4 +1,4 @@
-"""How fast this peer receives: what the protocol's timers are adapted from."""
+"""How fast this peer receives, which adapts the protocol's timers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from swarm.protocol.timing.deadlines import ASSUMED_RATE_BYTES_PER_S, Measured
 from swarm.protocol.values.manifest import Unit
 
 DAY_S = 86_400.0
-"""Older measurements do not count: a line differs between the hours of a day, not the days."""
+"""Older measurements do not count: the rate of a link varies over a day, not between days."""
 ROBUST = 3
-"""From so many measurements on a single one does not decide alone."""
+"""From this many measurements on, no single one decides alone."""
 
 
 class Dated(NamedTuple):
@@ -28,15 +28,15 @@ class Recent:
     """The newest measurements of one figure, of the last day; may be read from other threads.
 
     Attributes:
-        newest: in the order of their dates, whatever their age.
+        newest: measurements in the order of their dates, whatever their age.
     """
 
     def __init__(self, kept: int, least: int = 0) -> None:
-        """Has no measurement.
+        """Starts without measurements.
 
         Args:
-            kept: at most so many count.
-            least: so many count whatever their age, where nothing newer was measured.
+            kept: the most measurements that count.
+            least: how many count whatever their age, where nothing newer was measured.
         """
         self.newest: tuple[Dated, ...] = ()
         self._kept, self._least = kept, least
@@ -46,35 +46,35 @@ class Recent:
         self.newest = (*self.newest, Dated(value, at_s))[-self._kept :]
 
     def of_late(self, now_s: float, since_s: float = -inf) -> list[float]:
-        """The values that count now, the lowest first; only those since a moment."""
+        """The values that count now, the lowest first; only those since `since_s`."""
         newest, since_s = self.newest, max(since_s, now_s - DAY_S)
         new = [each for each in newest if each.at_s >= since_s]
         few = newest[-self._least :] if self._least else ()
         return sorted(each.value for each in (few if len(few) > len(new) else new))
 
     def low(self, now_s: float) -> float | None:
-        """The lower quartile; the lowest of fewer than `ROBUST`; None of none."""
+        """The lower quartile; the lowest of fewer than `ROBUST`; None if there are none."""
         values = self.of_late(now_s)
         return values[_quarter(len(values))] if values else None
 
     def high(self, now_s: float, since_s: float = -inf) -> float | None:
-        """The upper quartile since a moment; the highest of fewer than `ROBUST`; None of none."""
+        """The upper quartile since then; the highest of fewer than `ROBUST`; None without any."""
         values = self.of_late(now_s, since_s)
         return values[-1 - _quarter(len(values))] if values else None
 
 
 def _quarter(count: int) -> int:
-    """How many of so many sorted values are passed over at one end."""
+    """How many of `count` sorted values are skipped at one end."""
     return max(count // 4, 1 if count >= ROBUST else 0)
 
 
 KEPT = 16
-"""Fetches that count at most, of the last day."""
+"""Most fetches that count, of the last day."""
 KEPT_LEAST = 3
 """Fetches that count whatever their age: rounds may take longer than a day."""
 STALL_S = 3.0
-"""Of a gap between arrivals no more than this is transfer time: the rest was waiting. A portion of
-256 KiB takes less on any line of 0.7 Mbit/s."""
+"""At most this much of a gap between arrivals is transfer time: the rest was waiting. A portion of
+256 KiB takes less on any link of 0.7 Mbit/s."""
 
 
 @dataclass
@@ -83,9 +83,9 @@ class Pace:
 
     Attributes:
         unit_bytes: size of every unit.
-        cap_bytes_per_s: of what this peer receives, as a person has set it.
-        cap_of_others_bytes_per_s: what others are taken to send at most, until something was
-            received: as much as this peer, since nobody tells them its cap or it theirs.
+        cap_bytes_per_s: cap on what this peer receives, as a person has set it.
+        cap_of_others_bytes_per_s: assumed cap on what others send, until something was received:
+            this peer's own cap, since peers do not know each other's.
     """
 
     unit_bytes: Mapping[Unit, int]
@@ -94,10 +94,10 @@ class Pace:
     _rates: Recent = field(default_factory=lambda: Recent(KEPT, KEPT_LEAST))
 
     def fetched(self, num_bytes: int, flowing_s: float, at_s: float) -> None:
-        """A whole fetch ended; short ones say nothing about the rate of a link.
+        """Counts a whole fetch that ended; short ones say nothing about the rate of a link.
 
         Args:
-            num_bytes: that came.
+            num_bytes: bytes that came.
             flowing_s: seconds in which they came, see `STALL_S`.
             at_s: when it ended.
         """
@@ -105,11 +105,11 @@ class Pace:
             self._rates.add(num_bytes / flowing_s, at_s)
 
     def measured(self, due: Mapping[Unit, int], now_s: float) -> Measured:
-        """What the timers are computed from.
+        """The figures from which the timers are computed.
 
         Args:
-            due: units that the next manifest may renew, and the bytes that move of each; all that
-                a peer lacks of it is among them.
+            due: units that the next manifest may renew, and the bytes that move of each; a peer
+                lacks no other units of it.
             now_s: by the clock of `fetched`.
         """
         shared = [unit for unit in due if expert_of_unit(unit) is None]
@@ -124,7 +124,7 @@ class Pace:
         )
 
     def rate_bytes_per_s(self, now_s: float) -> float:
-        """At which this peer receives: the lower quartile of late, or a lower cap; 0: not known."""
+        """Receiving rate: the lower quartile of late fetches, or a lower cap; 0: not known."""
         rate, cap = self._rates.low(now_s) or 0.0, self.cap_bytes_per_s
         if not rate:
             cap = min(cap, self.cap_of_others_bytes_per_s)
@@ -135,17 +135,17 @@ class Arrivals:
     """Bytes that arrive, and the time in which they do.
 
     Attributes:
-        num_bytes: so far.
-        flowing_s: seconds in which they arrived; of each gap `STALL_S` at most.
+        num_bytes: bytes so far.
+        flowing_s: seconds in which they arrived; at most `STALL_S` of each gap.
     """
 
     def __init__(self) -> None:
-        """Nothing has arrived."""
+        """Starts without arrivals."""
         self.num_bytes, self.flowing_s = 0, 0.0
         self._last_s: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """Bytes are expected from now on; the time before is none of theirs."""
+        """Expects bytes from now on; the time before does not count."""
         self._last_s = now_s
 
     def arrived(self, num_bytes: int, now_s: float) -> None:

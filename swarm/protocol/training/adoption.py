@@ -1,31 +1,32 @@
 """What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
 
-Shared tensors restart from the result of a round, whether this peer was in it or not: its offer was
-all that it had, since it trains on only once the round is over. Parts that were not due are another
-matter [U3]: their progress is kept and offered when they are due, as long as their agreed value is
-still the one that this progress started from.
+Shared tensors restart from the result of a round, whether this peer was in it or not. Its offer
+contained all its progress, since it trains on only once the round is over. Parts that were not due
+are another matter [U3]: their progress is kept, and offered when they are due. This holds as long
+as their agreed value is still the one that this progress started from.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
 
-Of several owners each finds the mean of their values agreed, not its own. The difference of its
-master and its offered value is still its own, and is added to the mean: the remainder that the wire
-rounded off, without which updates below half a unit in the last place would be lost in each round;
-and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
-the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
+With several owners, the agreed value is the mean of their values. The difference between an owner's
+master and its offered value is still its own, and is added to the mean. It contains the remainder
+that the wire rounded off. Without that, updates below half a unit in the last place would be lost
+in each round. After a late offer, which is trained on, it also contains the steps since, which no
+offer had. With fp32 on the wire the offer of a finished round lacks nothing, so its owner restarts
+from the mean, in its bits.
 
-Where deltas are averaged [W5, W8], a value x that is trained never jumps to the agreed one: it
-becomes x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always
-just what the swarm has not got from it yet: what the coding of its delta lost, later steps, as
-there are while rounds overlap, and the steps of a round that left it out. The next delta is x - v',
-so nothing is lost and nothing comes twice, without anything stored besides x. This needs the very
-blob that was counted: a peer that does not know that blob restarts from v', and so does a peer that
-a second round in a row left out.
-A delta that is taken verbatim needs no rule of its own: its writer's master stays [S2].
+Where deltas are averaged [W5, W8], a trained value x never jumps to the agreed one. It becomes
+x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always exactly the
+progress that the swarm does not have yet. This is what the coding of its delta lost, later steps,
+which exist while rounds overlap, and the steps of a round that left it out. The next delta is
+x - v', so nothing is lost and nothing comes twice, although only x is stored. This needs the very
+blob that was counted. A peer that does not know that blob restarts from v', and so does a peer that
+a second round in a row left out. A delta that is taken verbatim needs no rule of its own: its
+writer's master stays [S2].
 
-After a restart the same function decides, with the bases and the offer that the private state
-was saved with [P6].
+After a restart the same function decides, with the bases and the offer in the saved private state
+[P6].
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ExpertDecision:
     reason: str
     rebase_from: Digest | None = None
     """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED and
-    CORRECTED: what I offered, a blob that I keep until I have adopted."""
+    CORRECTED: my offered blob, which I keep until I have adopted."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ class Adoption:
     """What to do with all local progress."""
 
     shared: Action
-    """KEEP (go on where you are; a finished offer may be offered again) or RESTART; with deltas
-    CORRECTED or CARRIED [W8]."""
+    """KEEP (nothing moves; a finished offer may be offered again) or RESTART; with deltas CORRECTED
+    or CARRIED [W8]."""
     experts: Mapping[int, ExpertDecision]
-    """Of every expert that was or is mine, in order."""
+    """Decisions on every expert that was or is mine, in order."""
     shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
-    """If the shared tensors are CORRECTED: what I offered of each part."""
+    """If the shared tensors are CORRECTED: my offered blob of each part."""
     kept_parts: frozenset[Unit] = field(default=frozenset())
-    """Parts of the shared tensors that go on from where they are, whatever becomes of the rest."""
+    """Parts of the shared tensors whose progress stays, whatever becomes of the rest."""
     carried: frozenset[Unit] = field(default=frozenset())
-    """Units whose steps go on from a round that left them out; a second one may not [W8]."""
+    """Units whose steps outlast a round that left them out; a second round ends them [W8]."""
 
     @property
     def bases(self) -> dict[int, Digest]:
-        """Of each own expert: the base digest of its progress from now on."""
+        """For each own expert, the base digest of its progress from now on."""
         experts = self.experts.items()
         return {expert: choice.base for expert, choice in experts if choice.base is not None}
 
@@ -101,7 +102,7 @@ class Adoption:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
+        """Experts whose progress stays, whatever becomes of the shared tensors [O2]."""
         restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
         return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
 
@@ -124,13 +125,13 @@ def adopt(
         manifest: the manifest that is being applied.
         previous: digest of the tip that the local steps since the last apply started from.
         bases: base digest of each expert with local progress.
-        offers: what this peer offered since then: late progress, the finished round. Training
-            since then stays in the master.
+        offers: this peer's offers since then: late progress, the finished round. Training since
+            then stays in the master.
         carried: units that the round before left out already.
         part_bases: agreed value that the progress of each part of the shared tensors started from;
             empty where every round renews all of them.
-        overlaps: whether this peer has trained on since its offer, so that no part of the shared
-            tensors may jump [V2]; parts that are sent whole follow as those that move by deltas do.
+        overlaps: whether this peer has trained on since its offer. Then no part of the shared
+            tensors may jump [V2]: parts that are sent whole move as those with deltas do.
 
     Returns:
         An action for the shared tensors, and one with its reason for each expert.
@@ -166,22 +167,22 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
 
     Args:
         late: those before, and all that were trained since.
-        adoption: what became of them in the manifest that is being applied.
-        is_counted: whether that took this peer's finished round in.
+        adoption: the decisions on them, by the manifest that is being applied.
+        is_counted: whether that manifest counted this peer's finished round.
     """
     return frozenset() if is_counted else late & adoption.kept
 
 
 def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> Action:
-    """They restart, unless a reform or a merge leaves its parent's as they are."""
+    """Shared tensors restart, unless a reform or a merge leaves its parent's as they are."""
     is_left = manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE)
-    # A reform without me deals what I have read to others.
+    # A reform without me deals the samples that I have read to others.
     is_dealt_anew = manifest.kind is Kind.REFORM and me not in manifest.members
     return Action.KEEP if is_left and not is_dealt_anew else Action.RESTART
 
 
 def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
-    """Parts that the manifest left as they were: their progress extends what is agreed [S1]."""
+    """Parts that the manifest left unchanged: their progress extends the agreed values [S1]."""
     return frozenset(
         unit
         for unit, base in part_bases.items()
@@ -221,13 +222,13 @@ def _decide_expert(
         return ExpertDecision(
             Action.AVERAGED,
             entry.digest,
-            f"my value of expert {expert} is in the mean; what it lacked of my master stays",
+            f"my value of expert {expert} is in the mean; the rest of my master stays",
             rebase_from=averaged.units[unit].digest,
         )
     return ExpertDecision(
         Action.RESTART,
         entry.digest,
-        f"expert {expert} has moved on in round {entry.version} from what I trained from",
+        f"expert {expert} moved in round {entry.version}, away from the value that I trained from",
     )
 
 
@@ -260,7 +261,7 @@ def _moves_shared(manifest: Manifest) -> bool:
 def _decide_coded_shared(
     me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
 ) -> tuple[Action, Mapping[Unit, Digest]]:
-    """As `_decide_shared` of a round on the previous tip; with my counted blobs [W8]."""
+    """Like `_decide_shared`, for a round on the previous tip; with my counted blobs [W8]."""
     counted = {
         unit: dict(values)[me]
         for unit, values in manifest.sources.items()
@@ -273,7 +274,7 @@ def _decide_coded_shared(
     for offer in offers:
         if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):
             return Action.CORRECTED, counted
-    return Action.RESTART, {}  # deltas are in the mean that I do not know any more
+    return Action.RESTART, {}  # the mean has deltas that I no longer know
 
 
 def _decide_moved(
@@ -285,9 +286,9 @@ def _decide_moved(
     *,
     again: bool,
 ) -> ExpertDecision | None:
-    """What becomes of an expert whose base this very round moved by a mean of deltas [W8].
+    """The decision on an expert whose base this round moved by a mean of deltas [W8].
 
-    None: another rule decides. A delta that was taken verbatim has one writer: any other work is
+    None: another rule decides. A delta that was taken verbatim has one writer, so any other work is
     from another line of owners.
     """
     unit = expert_unit(expert)
@@ -297,9 +298,9 @@ def _decide_moved(
         return None
     mine = sources.get(me)
     if mine is None:
-        why = f"round {manifest.round} moved expert {expert} without my steps; they go on"
+        why = f"round {manifest.round} moved expert {expert} without my steps; they continue"
         return None if again else ExpertDecision(Action.CARRIED, entry.digest, why)
     if not any(unit in offer.units and offer.units[unit].digest == mine for offer in offers):
         return None
-    why = f"my delta of expert {expert} is in the mean; the rest goes on"
+    why = f"my delta of expert {expert} is in the mean; the rest of my progress stays"
     return ExpertDecision(Action.CORRECTED, entry.digest, why, rebase_from=mine)

@@ -1,7 +1,7 @@
 """Local progress that the tip does not count yet.
 
-What a peer reads in a round, its early offers [V1, V6], and what is left of a private state after a
-crash [P6, M10, S1].
+It has the samples that a peer reads in a round, its early offers [V1, V6], and the rest of a
+private state that is still valid after a crash [P6, M10, S1].
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from swarm.protocol.values.work import Stretches, num_samples, split
 
 @dataclass(frozen=True)
 class Tally:
-    """What some local steps amount to; see `Work`."""
+    """The amount of some local steps; see `Work`."""
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: Work | Tally | None) -> Tally:
-        """With those of another; None: there are none."""
+        """The sum with another amount; None counts as none."""
         if other is None:
             return self
         return Tally(
@@ -37,28 +37,28 @@ class Tally:
 
 
 class Ahead:
-    """What the model contains beyond the tip, apart from the steps since the last offer."""
+    """Steps in the model beyond the tip, apart from those since the last offer."""
 
     def __init__(self) -> None:
         self.flight: Work | None = None
-        """Offered last; no manifest has decided on it."""
+        """The last offer, while no manifest has decided on it."""
         self.behind = Tally()
-        """Offered before, and counted by none."""
+        """Earlier offers that no manifest has counted."""
 
     @property
     def uncounted(self) -> Tally:
-        """All of it."""
+        """All these steps."""
         return self.behind + self.flight
 
     def decided(self, *, is_counted: bool, is_lost: bool) -> int:
-        """A newer manifest is adopted.
+        """Notes that a newer manifest is adopted.
 
         Args:
-            is_counted: whether it took in what was in flight, with all that was behind.
+            is_counted: whether it counted the offer in flight, with all steps behind it.
             is_lost: whether the shared tensors restart from the agreed values.
 
         Returns:
-            Tokens that are in the model no longer, and in no manifest.
+            Tokens that are no longer in the model, and in no manifest.
         """
         uncounted, self.flight = Tally() if is_counted else self.uncounted, None
         self.behind = Tally() if is_lost else uncounted
@@ -66,22 +66,22 @@ class Ahead:
 
 
 class Reading:
-    """The place in the text: agreed for a common one, this peer's own business for its own."""
+    """The place in the text: agreed for a common text, up to this peer for a text of its own."""
 
     def __init__(self, rules: Rules, me: PeerId) -> None:
         self.rules, self.me = rules, me
         self.position = 0
-        """Where this round begins in a text of one's own."""
+        """Where this round begins in a text of the peer's own."""
         self.began_s = 0.0
         """When this round began, by the shell's clock."""
 
     def next_round(self, began_s: float, offered_tokens: int) -> None:
-        """A round began; of a text of one's own, what was offered in the last is not read again."""
+        """Begins a round; in a text of its own, a peer does not read offered samples again."""
         self.began_s = began_s
         self.position = self.position_after(offered_tokens)
 
     def position_after(self, tokens: int) -> int:
-        """The place in a text of one's own once these tokens of this round were trained on."""
+        """The place in a text of the peer's own after training on these tokens of this round."""
         return self.position + tokens // self.rules.sequence_length
 
     def dealt(self, tip: Manifest, read_tokens: int) -> Stretches:
@@ -93,10 +93,10 @@ class Reading:
         return ((self.position + samples, self.position + most),) if samples < most else ()
 
     def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
-        """Whether what was read beyond one tip is the first of this peer's deal at another [T5].
+        """Whether samples read beyond one tip come first in this peer's deal at another [T5].
 
-        It is if that follows. On another line it may have been dealt to others, who count it there,
-        although no value moved from the one to the other.
+        They do if that tip follows. On another chain they may have been dealt to others, who count
+        them there, although no value moved from one tip to the other.
         """
         if after.parent == before.digest or not self.rules.is_dealt:
             return True
@@ -107,16 +107,16 @@ class Reading:
     def work_left(
         self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
     ) -> LocalWork:
-        """How many local steps there are to be after those done [T3].
+        """How many local steps are left after those done [T3].
 
-        Where rounds overlap, the time counts that the steps themselves take.
+        Where rounds overlap, only the time of the steps themselves counts.
 
         Args:
-            tip: what they start from.
+            tip: the tip that they start from.
             uncounted: tokens that were offered, and are not in the tip [V6].
             done: steps since the last offer.
             step_s: mean seconds of one of these; 0 before the first.
-            passed_s: since the round began.
+            passed_s: seconds since the round began.
         """
         rules = self.rules
         samples = num_samples(self.dealt(tip, uncounted))
@@ -128,7 +128,7 @@ class Reading:
 
 
 def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
-    """Why a private state may not be trained on, in a sentence; None if nothing is wrong.
+    """Why a private state may not be trained on, in a sentence; None if it may be.
 
     The state has to be of this run. If it names the tip, it has to be of the round after that. The
     same holds for the parent of a reform, from which a peer continues in the same way.
@@ -146,9 +146,9 @@ def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
 
 
 def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
-    """Manifests to be adopted one after the other to come from one to the newest tip.
+    """Manifests to adopt one after the other, to get from `base_tip` to the newest tip.
 
-    Of what came in between the record has the tip's parent; a merge is redone from that [M10].
+    Of those in between, the record has only the tip's parent; a merge is redone from that [M10].
     """
     tip, parent = newest.manifest, newest.parent
     if base_tip == tip.digest:
@@ -159,7 +159,7 @@ def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
 
 
 def offer_of(saved: SavedWork, unit_bytes: Mapping[Unit, int]) -> Offer:
-    """What had been offered when the private state was written, without work of its own."""
+    """The offer that had been made when the private state was written, without its work."""
     units = {
         unit: OfferedUnit(digest, unit_bytes[unit], base="")
         for unit, digest in saved.offered.items()
@@ -168,10 +168,10 @@ def offer_of(saved: SavedWork, unit_bytes: Mapping[Unit, int]) -> Offer:
 
 
 def offer_again(saved: SavedWork, tip: Manifest, me: PeerId, rules: Rules) -> Offer | None:
-    """An offer that was out when a peer stopped, for the round after the tip.
+    """An offer that was in flight when a peer stopped, for the round after the tip.
 
-    The private state is older than it, so the peer has the offered blobs and not the steps behind
-    them: it offers them once more and waits.
+    The private state is older than the offer. So the peer has the offered blobs, but not the steps
+    behind them: it offers the blobs once more and waits.
 
     Returns:
         None: a round has decided on it, or this peer is to offer other units by now.
@@ -192,5 +192,5 @@ def offer_again(saved: SavedWork, tip: Manifest, me: PeerId, rules: Rules) -> Of
 
 
 def _same(tip: Manifest) -> set[Digest | None]:
-    """Tips whose work is good for the round after this one: a reform leaves everything as it is."""
+    """Tips whose work is good for the round after this one: a reform changes no values."""
     return {tip.digest, tip.parent} if tip.kind is Kind.REFORM else {tip.digest}

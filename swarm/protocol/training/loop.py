@@ -1,9 +1,9 @@
-"""The main loop of a peer: train, offer, agree, adopt; `Training.run` and below, in this order.
+"""The main loop of a peer: train, offer, agree, adopt. Read `Training.run`, then on from there.
 
-Where rounds overlap, the peer trains on while the round is under way, and waits only if that takes
-longer than the next local steps; it moves to a newer tip between two steps.
+Where rounds overlap, the peer trains on while the round is under way, and waits only if the round
+takes longer than the next local steps. It moves to a newer tip between two steps.
 
-It decides; its `TrainingShell` acts. Time passes only where something is awaited.
+The loop decides; its `TrainingShell` acts. Time passes only where something is awaited.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm.protocol.values.schedule import merge_due
 
 
 class Training:
-    """What one peer does in a run, from a start to the last round."""
+    """The training of one peer in a run, from a start to the last round."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Training:
         *,
         is_due: Callable[[Manifest], bool] | None = None,
     ) -> None:
-        """Knows nothing yet; `run` begins with what is on the disk, and ends after so many rounds.
+        """Loads nothing yet; `run` begins with the state on the disk, and ends after `rounds`.
 
         `is_due`: whether a tip's only successor is a merge; by default as [M1] says.
         """
@@ -45,24 +45,24 @@ class Training:
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
         self.reading = local_progress.Reading(rules, me)
         self.tip: Manifest
-        """What the model is at."""
+        """The manifest that the model is at."""
         self.work: Work | None = None
-        """Local steps since the last offer, on the tip if rounds do not overlap; still good."""
+        """Local steps since the last offer, on the tip if rounds do not overlap; still valid."""
         self.ahead = local_progress.Ahead()
-        """What was offered and is not in the tip, if rounds overlap."""
+        """Offered steps that are not in the tip, if rounds overlap."""
         self.offers: list[Offer] = []
-        """Made since the tip was adopted: late progress, then the finished round, from `made`."""
+        """Offers since the tip was adopted: late progress, then the finished round, from `made`."""
         self.made: Callable[[], Awaitable[Offer]] | None = None
         self.bases: dict[int, Digest] = {}
-        """Of each own expert: the agreed value that its local progress started from."""
+        """For each own expert, the agreed value that its local progress started from."""
         self.carried: frozenset[Unit] = frozenset()
-        """Units that a round left out, and whose steps go on nevertheless [W8]."""
+        """Units that a round left out, and whose steps stay nevertheless [W8]."""
         self.carried_tokens = 0
-        """Of shared steps among it; they were not counted."""
+        """Tokens of the shared steps among these; they were not counted."""
         self.part_bases: dict[Unit, Digest] = {}
-        """The same of each part of the shared tensors, unless all of them are due in each round."""
+        """Bases of the parts of the shared tensors, unless all of them are due in each round."""
         self.again: Offer | None = None
-        """Was out when this peer stopped; of the steps behind it the model knows nothing [P6]."""
+        """The offer in flight when this peer stopped; the model lacks the steps behind it [P6]."""
         self.is_unsaved = False
         """Whether offers were made since the private state was last written."""
         self.late: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class Training:
         return self.tip
 
     async def take_part(self) -> Sequence[Applied]:
-        """Does what there is to do on the tip, until there is a newer one."""
+        """Does the work on the tip, until there are newer tips; returns these."""
         is_due = self.is_due(self.tip)
         trains_on = self.rules.overlaps and self.tip.round < self.rounds
         if is_due and not trains_on:  # no local steps and no offers [M2]
@@ -134,10 +134,10 @@ class Training:
     # ------------------------------------------------------------ its parts
 
     def offer_late(self) -> None:
-        """Offers experts of this peer that rounds have left out, at once; it trains on [O2].
+        """Offers this peer's experts that rounds have left out, at once, while it trains on [O2].
 
-        Nothing else has to be durable: after a crash the experts start from what was agreed. Where
-        rounds overlap, the next offer has them, with the steps since.
+        Nothing else has to be durable: after a crash the experts start from the agreed values.
+        Where rounds overlap, the next offer contains them, with the steps since.
         """
         late = frozenset() if self.rules.overlaps else self.late
         tip, bases = self.tip, self._bases_of_due(late) if late else {}
@@ -150,7 +150,7 @@ class Training:
             self.shell.submit(tip, self.offers[0])
 
     async def train(self) -> None:
-        """The local steps of a round, or those that are left of them."""
+        """Takes the local steps of a round, or the rest of them."""
         tip, reading, uncounted = self.tip, self.reading, self.ahead.uncounted
         left, read = partial(reading.work_left, tip, uncounted.tokens), uncounted + self.work
         dealt = reading.dealt(tip, read.tokens)
@@ -159,7 +159,7 @@ class Training:
         self.work = await self.shell.train(tip, task, self.work, left)
 
     async def offer(self) -> None:
-        """Offers the finished work, with what rounds have left out of it [V6]."""
+        """Offers the finished work, with earlier work that rounds have left out [V6]."""
         tip, saved = self.tip, self.save()
 
         async def offered() -> Offer:
@@ -170,7 +170,7 @@ class Training:
         self.made = await self.shell.beside(offered(), saves_state=not self.is_unsaved)
 
     def save(self) -> Coroutine[Any, Any, Offer]:
-        """Makes the finished work durable, as it is now, while it is awaited; gives its offer."""
+        """Makes the finished work durable, as it is now, when awaited; returns its offer."""
         tip, work = self.tip, self.ahead.behind + self.work
         self.is_unsaved = not self.rules.saves_state(tip)
         save = self.shell.save_offer if self.is_unsaved else self.shell.save
@@ -182,7 +182,7 @@ class Training:
         return saved()
 
     def unsaved(self) -> SavedWork | None:
-        """What a peer at rest saves before it stops; None: nothing, or an offer is out."""
+        """The work that a peer at rest saves before it stops; None: nothing, or an offer is out."""
         if self.ahead.flight or self.again or not self.is_unsaved:
             return None
         return replace(self._saved(self.ahead.behind + self.work), is_offered=False)
@@ -208,7 +208,7 @@ class Training:
         return self.rules.schedule.due_of(self.me, self.tip)
 
     def _bases_of_due(self, experts: Collection[int] | None = None) -> dict[Unit, Digest]:
-        """Units to be offered on the tip, of these experts alone, with their bases [S3]."""
+        """Units to offer on the tip, of `experts` alone if given, with their bases [S3]."""
         bases = {}
         for unit in self.due():
             expert = expert_of_unit(unit)
@@ -220,7 +220,7 @@ class Training:
     # ------------------------------------------------------------ a newer tip
 
     async def adopt(self, newer: Sequence[Applied]) -> None:
-        """Moves on, manifest by manifest; decides what local work is good for then."""
+        """Adopts newer tips one by one, and decides what becomes of local work."""
         if self.made is not None:
             self.offers.append(await self.made())
         start, work, path = self.tip, self.work, list(newer)
@@ -271,7 +271,7 @@ class Training:
     def _book(
         self, work: Work | None, adoption: Adoption, applied: Applied, *, is_good: bool
     ) -> None:
-        """Counts shared steps lost, unless they are in the manifest, or go on without counting."""
+        """Counts shared steps as lost, unless a manifest has them or they stay uncounted."""
         tokens = work.tokens if work and not is_good else 0
         goes_on = adoption.shared in (Action.KEEP, Action.CARRIED)
         if goes_on and any(expert_of_unit(unit) is None for unit in self.carried):
@@ -284,7 +284,7 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _book_ahead(self, applied: Applied, *, is_counted: bool, is_lost: bool) -> None:
-        """Steps beyond the tip go on, unless they are lost [V2, V6]."""
+        """Keeps the steps beyond the tip, unless they are lost [V2, V6]."""
         tokens = self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
         if self.work and (is_lost or not self.work.steps):
             tokens += self.work.tokens
@@ -295,7 +295,7 @@ class Training:
     def _loses(self, manifest: Manifest, adoption: Adoption, tip: Manifest | None) -> bool:
         """Whether the steps beyond the tip are lost: their values restart, or cannot be counted.
 
-        A peer that is no member any more is dealt nothing, and on another line maybe other samples.
+        A peer that is no longer a member is dealt nothing; on another chain, maybe other samples.
         """
         if self.me not in manifest.members or adoption.begins_anew(self.rules.shared_units):
             return True
@@ -328,12 +328,12 @@ class Training:
         if is_end and tip.order[0] == self.me and not self.is_due(tip):
             self.shell.validate(tip)
 
-    # ------------------------------------------------------------ going on where we were
+    # ------------------------------------------------------------ resuming
 
     def resume(self) -> None:
-        """Brings model and tip together after a start, and finds work that is still good.
+        """Brings the model to the tip after a start, and finds work that is still valid.
 
-        The rounds go on meanwhile, so the tip may move away: then the newer one is taken.
+        Rounds continue meanwhile, so the tip may move: then the newer one is taken.
         """
         while not self._resume_at(self.shell.newest()):
             pass
@@ -364,7 +364,7 @@ class Training:
         return True
 
     def _find_offer(self) -> None:
-        """One that is newer than the private state, and that no round has decided on."""
+        """Finds an offer that is newer than the private state and that no round has decided on."""
         newer = self.shell.load_offer()
         if newer is not None:
             self.reading.position = max(self.reading.position, newer.data_position)
@@ -373,7 +373,7 @@ class Training:
     def _adopt_start(
         self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
     ) -> bool:
-        """Returns whether the tip was reached."""
+        """Adopts the path after a start; returns whether the tip was reached."""
         if not path and not self.shell.adopt_frozen(newest.manifest):
             return False
         previous, is_kept = saved.base_tip if saved else "", saved is not None
@@ -399,7 +399,7 @@ class Training:
         return True
 
     def _book_start(self, saved: SavedWork | None, manifest: Manifest, adoption: Adoption) -> None:
-        """As `_book_ahead`, for what was in flight when this peer stopped."""
+        """Like `_book_ahead`, for the offer in flight when this peer stopped."""
         if saved is None or not self.rules.overlaps:
             return
         follows = manifest.parent == saved.base_tip

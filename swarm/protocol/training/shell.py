@@ -22,7 +22,7 @@ from swarm.protocol.values.work import Stretches
 
 T = TypeVar("T")
 WhyPaused = Callable[[Mapping[PeerId, int]], str | None]
-"""Why nobody is to train, given how many experts fit each machine that is there."""
+"""Why training pauses, given how many experts fit the machine of each peer that is present."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Applied:
 
 
 class Work(Protocol):
-    """What local steps on a tip amount to."""
+    """The amount of local steps on a tip."""
 
     @property
     def steps(self) -> int:
@@ -57,10 +57,10 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What local steps read, and where they are in the run."""
+    """The samples that local steps read, and their place in the run."""
 
     dealt: Stretches
-    """Samples that were not read yet, in the order in which they are."""
+    """Samples that were not read yet, in reading order."""
     began_s: float
     """When the round began, by the shell's clock."""
     step: int
@@ -82,11 +82,11 @@ class SavedWork:
     data_position: int
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
-    """Empty in what is to be saved: its values are not stored yet."""
+    """Empty before the save: its values are not stored yet."""
     carried: frozenset[Unit] = frozenset()
-    """What the round before left out, see `adopt`."""
+    """Units that the round before left out, see `adopt`."""
     deltas: Mapping[Unit, Digest] = field(default_factory=dict)
-    """Those that make the offered values of verbatim units [W5]; empty as `offered`."""
+    """Deltas that make the offered values of verbatim units [W5]; empty like `offered`."""
     part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Training.part_bases`."""
     is_offered: bool = True
@@ -99,11 +99,11 @@ class SavedWork:
 
     @property
     def blobs(self) -> set[Digest]:
-        """What others fetch of the offer."""
+        """Blobs of the offer that others fetch."""
         return {*self.offered.values(), *self.deltas.values()}
 
     def with_values(self, units: Mapping[Unit, OfferedUnit]) -> SavedWork:
-        """The same with what was stored for it."""
+        """The same work with the digests of its stored values."""
         return replace(
             self,
             offered={unit: value.digest for unit, value in units.items()},
@@ -112,7 +112,7 @@ class SavedWork:
 
 
 class TrainingShell(Protocol):
-    """Engine, disk and rounds of one peer; it need not listen where nothing is done here."""
+    """Engine, disk and rounds of one peer. Methods with a body here need not be implemented."""
 
     # ------------------------------------------------ when the peer starts
 
@@ -126,15 +126,15 @@ class TrainingShell(Protocol):
         """
 
     def adopt_frozen(self, tip: Manifest) -> bool:
-        """Fills in what is not trained here and was not loaded; returns as `adopt`."""
+        """Fills in values that are not trained here and were not loaded; returns like `adopt`."""
 
     def resumed(self, tip: Manifest, *, has_work: bool) -> None:
-        """Model and tip are one; with work that is still good the peer offers that again."""
+        """Notes that the model is at the tip; work that is still valid is offered again."""
 
     # ------------------------------------------------ a round
 
     def may_stop(self) -> None:
-        """No offer is out, or steps that nobody waits for: one that was asked to stop may do it."""
+        """Lets a peer stop that was asked to: no offer is out, or nobody waits for its steps."""
         return
 
     async def train(
@@ -146,14 +146,14 @@ class TrainingShell(Protocol):
     ) -> Work:
         """Takes local steps until none is left, or the tip has moved.
 
-        A peer that was asked to stop takes none that nobody waits for.
+        A peer that was asked to stop takes no steps that nobody waits for.
 
         Args:
-            tip: what they start from.
-            task: samples to be read.
+            tip: the tip that they start from.
+            task: the samples to be read.
             before: steps since the last offer that were done already; the result contains these.
-            left: says before each step how many there are to be yet, given all steps done, the
-                mean seconds of one and those since the round began.
+            left: asked before each step for the steps that are left. It is given all steps done,
+                the mean seconds of a step and the seconds since the round began.
         """
 
     def store(
@@ -167,17 +167,17 @@ class TrainingShell(Protocol):
     def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
-        """As `store`; in the end the private state, with what was stored, is durable [P6]."""
+        """Like `store`; once awaited, the private state with the stored values is durable [P6]."""
 
     def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
-        """As `save`, but the private state stays as before: blobs and `work` are durable [P6]."""
+        """Like `save`, but the private state stays as it was: blobs and `work` are durable [P6]."""
 
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Makes and submits an offer while steps continue; these do not change what it reads.
+        """Makes and submits an offer while steps continue, which do not change its values.
 
         `saves_state`: whether the offer calls `save`. The result waits for the offer.
         """
@@ -189,13 +189,13 @@ class TrainingShell(Protocol):
         return made
 
     def load_offer(self) -> SavedWork | None:
-        """What `save_offer` wrote last, if its blobs are here, which then stay until `release`."""
+        """The newest work of `save_offer`, if its blobs are here; these stay until `release`."""
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         """Puts an offer into the round after a tip."""
 
     async def pause(self, tip: Manifest, why: WhyPaused) -> Sequence[Applied]:
-        """Waits until `why` gives None for the rooms of the peers that are there, or a newer tip.
+        """Waits for a newer tip, or until `why` gives None for the rooms of the peers present.
 
         Returns:
             Newer tips, oldest first; empty if there is none.
@@ -203,28 +203,28 @@ class TrainingShell(Protocol):
         return ()
 
     async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
-        """Tips after this one, oldest first, one at least; `state` is for people."""
+        """Waits for tips after this one; returns them, oldest first. `state` is for people."""
 
     # ------------------------------------------------ a newer tip
 
     def adopt(
         self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
     ) -> bool:
-        """Moves the engine from one manifest to another as was decided.
+        """Moves the engine from one manifest to another as decided.
 
-        False: blobs of it were collected, so a newer tip is here; the engine is as it was.
+        False: blobs of it were collected, since a newer tip is here; the engine is as it was.
         """
 
     def lose(self, tokens: int, reason: str) -> None:
-        """Hears that the result of local steps will be in no manifest."""
+        """Notes that the result of local steps will be in no manifest."""
         return
 
     def report(self, applied: Applied, work: Work | None, *, counted: bool) -> None:
-        """Hears what was adopted, of this peer's steps on its parent, and whether these are in."""
+        """Notes what was adopted, this peer's steps on its parent, and whether these count."""
         return
 
     def release(self) -> None:
-        """Lets the blobs of the offer go, which has been adopted or never will be."""
+        """Releases the blobs of the offer, which was adopted or never will be."""
 
     def validate(self, manifest: Manifest) -> None:
         """Measures the held-out loss of the agreed state that was just adopted."""
@@ -232,7 +232,7 @@ class TrainingShell(Protocol):
 
 
 def at_once(routine: Coroutine[Any, Any, T]) -> T:
-    """The result of a routine whose shell blocks its thread where it waits."""
+    """Runs a routine whose shell blocks its thread where it waits; returns its result."""
     try:
         routine.send(None)
     except StopIteration as end:

@@ -1,7 +1,7 @@
 """How content gets its name.
 
 A blob is any byte string: the value of a unit, an offer, a manifest, a run configuration. It is
-cut into pieces of 4 MiB (the last may be shorter; the empty blob has none) and named by its
+cut into pieces of 4 MiB (the last may be shorter; the empty blob has none). Its name is its
 *digest*: BLAKE3 over the concatenated BLAKE3 digests of its pieces, as 64 hex digits. So each
 piece of a large blob can be checked on arrival, from whichever peer it comes.
 """

@@ -1,12 +1,12 @@
 """Invitations: which newcomers an anchor vouches for, so that they vote at once [R8]. Pure.
 
 An anchor signs (run, key, uses, invites, weight, last round). The key is the public half of a key
-that is made for this one invitation: the guest that was given the private half signs the run and
-its own peer id with it. READY and manifest carry this *possession* with the invitation. A copy of
-both is worth nothing to any other peer. For a peer that is known already the key is its own.
+pair that is made for this one invitation. The guest is given the private half, and signs the run
+and its own peer id with it. READY and manifest carry this *possession* with the invitation. A copy
+of both is worth nothing to any other peer. For a peer that is known already, the key is its own.
 
-An invitation expires with a *round*, not with a time: clocks differ, and every acceptor of a
-manifest must come to the same answer, now and when it is shown the manifest a year later.
+An invitation expires with a *round*, not with a time, as clocks differ. Every acceptor of a
+manifest must come to the same answer, even if it is shown the manifest a year later.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swarm.protocol.values.strict import Strict
 MAX_USES = 1024
 MAX_INVITES = 2**20
 MAX_WEIGHT = 64
-"""With how many ordinary members' work an anchor may trust one."""
+"""The most ordinary members whose work an anchor may trust one member with."""
 MAX_ROUND = 2**31 - 1
 MAX_TEXT = 4096
-"""Characters of an invitation as people pass it on; it has about 600."""
+"""Limit on the characters of an invitation's text; it has about 600."""
 GATHERING = "gathering-"
-"""Begins the name of a run that is not founded yet: the founder's nonce follows."""
+"""Prefix of the name of a run that is not founded yet; the founder's nonce follows."""
 _PREFIX = "swarm-invitation-"
 _Peer = Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,128}$")]
 _Signature = Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{85}[AQgw]==)?$")]
@@ -42,21 +42,21 @@ _Round = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 
 @dataclass(frozen=True)
 class Invitation(Strict):
-    """What an anchor signed, with its signature in base64."""
+    """The fields that an anchor signed, with its signature in base64."""
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
     key: _Peer
     """Peer id of the key with which guests prove that they were given the invitation."""
     uses: Annotated[int, Field(ge=1, le=MAX_USES)]
-    """How many peers may come with it; one that comes back does not count again."""
+    """How many peers may join with it; a peer that comes back does not count again."""
     invites: Annotated[int, Field(ge=0, le=MAX_INVITES)]
-    """How many peers each guest may invite in turn; with 0 it is no anchor."""
+    """How many peers each guest may invite in turn; with 0 it is not an anchor."""
     last_round: _Round
-    """Of the manifests that it may still take somebody in."""
+    """The last round whose manifest may take somebody in with it."""
     inviter: _Peer
     signature: _Signature
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
-    """With how many ordinary members' work each guest is trusted [W1, T2]."""
+    """Each guest is trusted with the work of this many ordinary members [W1, T2]."""
 
     @cached_property
     def statement(self) -> bytes:
@@ -68,12 +68,12 @@ class Invitation(Strict):
 
     @cached_property
     def name(self) -> str:
-        """Under which its uses are counted: a digest of all that was signed."""
+        """The name under which its uses are counted: a digest of all that was signed."""
         return digest_of(self.statement)
 
     @property
     def cost(self) -> int:
-        """What a guest takes of all that its inviter may let in: itself and its own guests.
+        """The part of its inviter's quota that a guest takes: for itself and for its own guests.
 
         A guest of weight w counts as w.
         """
@@ -82,7 +82,7 @@ class Invitation(Strict):
 
 @dataclass(frozen=True)
 class Credential(Strict):
-    """An invitation, and a guest's proof that it was given it."""
+    """An invitation, and a guest's proof that it was given the invitation."""
 
     invitation: Invitation
     possession: Possession
@@ -95,15 +95,15 @@ def possession_statement(run: str, guest: str) -> bytes:
 
 @dataclass(frozen=True)
 class Used(Strict):
-    """What became of an invitation that is still good."""
+    """The uses of an invitation that is still valid."""
 
     last_round: _Round
     peers: tuple[_Peer, ...]
-    """Who came with it, the first before the others."""
+    """The peers that joined with it, the first before the others."""
 
 
 Uses = Mapping[str, Used]
-"""Name of each invitation that was used and is good -> by whom."""
+"""Name of each used and still valid invitation -> its uses."""
 
 
 def invitation_problem(
@@ -114,21 +114,21 @@ def invitation_problem(
     The shell has checked both signatures of the credential.
 
     Args:
-        invitation: that the peer has shown.
+        invitation: the invitation that the peer has shown.
         peer: the guest.
         run: id of the run.
         number: training round of the manifest that is to take it in.
-        uses: by the manifest before, and by guests of the same round.
-        left: peers that the inviter may still let in; 0 where it is no anchor.
+        uses: uses in the manifest before, and by guests of the same round.
+        left: peers that the inviter may still let in; 0 where it is not an anchor.
     """
     if invitation.run != run and invitation.run.startswith(GATHERING):
-        return "the invitation was for the peers with which a run begins, and this one has begun"
+        return "the invitation was for the peers with which a run begins, and this run has begun"
     if invitation.run != run:
         return f"the invitation is for another run, {invitation.run}"
     if left <= 0:
         return (
-            f"the invitation is of {invitation.inviter}, which is no anchor of this run or has let "
-            "in as many as it may"
+            f"the invitation is from {invitation.inviter}, which is not an anchor of this run, or "
+            "has let in as many as it may"
         )
     if number > invitation.last_round:
         return (
@@ -147,23 +147,23 @@ def invitation_problem(
 
 
 def with_use(uses: Uses, invitation: Invitation, peer: str) -> dict[str, Used]:
-    """The uses once this peer has come."""
+    """The uses after this peer has joined."""
     before = uses.get(invitation.name, Used(invitation.last_round, ()))
     peers = before.peers if peer in before.peers else (*before.peers, peer)
     return {**uses, invitation.name: Used(invitation.last_round, peers)}
 
 
 def still_good(uses: Uses, number: int) -> dict[str, Used]:
-    """The uses that a manifest keeps: of invitations that are good after this round, by name."""
+    """The uses that a manifest keeps: of invitations that are valid after this round, by name."""
     return {name: used for name, used in sorted(uses.items()) if used.last_round > number}
 
 
-# ---------------------------------------------------------------- as people pass it on
+# ---------------------------------------------------------------- as text
 
 
 @dataclass(frozen=True)
 class PrivateInvitation(Strict):
-    """What people pass on: an invitation with the private half of its key."""
+    """The form that people pass on: an invitation with the private half of its key."""
 
     invitation: Invitation
     secret: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = field(repr=False)
@@ -175,20 +175,20 @@ _CREDENTIAL: TypeAdapter[Credential] = TypeAdapter(Credential)
 
 
 def as_text(private: PrivateInvitation) -> str:
-    """One line, which `from_text` reads."""
+    """The invitation as one line, which `from_text` reads."""
     return _PREFIX + urlsafe_b64encode(_PRIVATE.dump_json(private)).decode().rstrip("=")
 
 
 def from_text(text: str) -> PrivateInvitation:
-    """An invitation that somebody has sent.
+    """Reads an invitation that somebody has sent.
 
     Raises:
-        InvitationError: it is none, or was damaged on its way.
+        InvitationError: the text is not an invitation, or is damaged.
     """
     body = text.strip()
     if len(body) > MAX_TEXT or not body.startswith(_PREFIX):
         raise InvitationError(
-            f"{body[:40]!r} is no invitation: one begins with {_PREFIX}",
+            f"{body[:40]!r} is not an invitation: one begins with {_PREFIX}",
             hint="pass on the whole line that swarm-invite printed",
         )
     try:
@@ -202,12 +202,12 @@ def from_text(text: str) -> PrivateInvitation:
 
 
 def credential_bytes(credential: Credential) -> bytes:
-    """A credential as a guest keeps it."""
+    """The bytes in which a guest keeps a credential."""
     return _CREDENTIAL.dump_json(credential)
 
 
 def credential_of(content: bytes) -> Credential | None:
-    """What `credential_bytes` wrote; None where it is damaged."""
+    """Reads what `credential_bytes` wrote; None where it is damaged."""
     try:
         return _CREDENTIAL.validate_json(content)
     except ValidationError:
@@ -215,5 +215,5 @@ def credential_of(content: bytes) -> Credential | None:
 
 
 def as_plain(value: Invitation | Credential | Used) -> dict[str, object]:
-    """What JSON makes of it."""
+    """The value as JSON has it."""
     return {each.name: getattr(value, each.name) for each in fields(value)}

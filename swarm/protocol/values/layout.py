@@ -1,9 +1,9 @@
 """Maps a unit's bytes to elements of tensors; follows from the run configuration alone.
 
-One unit per expert index (all layers), its tensors concatenated in the order of their names. The
-shared tensors are concatenated in the order of their names too, apart for each codec and coding,
-and cut into parts of nearly equal size, inside tensors where the cut falls there, as many for each
-round of their period (`round.shared_every`). Bytes are little-endian.
+Each expert index has one unit, over all layers, with its tensors concatenated in the order of their
+names. So are the shared tensors, separately for each codec and coding. These are cut into parts of
+nearly equal size, also inside tensors, with as many parts for each round of their period
+(`round.shared_every`). Bytes are little-endian.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def layout_of(run: RunConfig) -> Layout:
 
 
 def shared_codec(name: str, run: RunConfig) -> Codec:
-    """How a shared tensor travels: norms and routers, small and sensitive, always as fp32."""
+    """The codec of a shared tensor; norms and routers, small and sensitive, are always fp32."""
     return "fp32" if experts.travels_exactly(name) else run.wire.shared
 
 
 def shared_coding(name: str, run: RunConfig) -> Coding:
-    """How a shared tensor's move is coded: that of norms and routers never is."""
+    """The coding of a shared tensor's moves; norms and routers have none."""
     return "none" if experts.travels_exactly(name) else run.wire.shared_coding
 
 
@@ -93,8 +93,8 @@ def _cut(
 ) -> Iterator[tuple[experts.Slice, ...]]:
     """Cuts concatenated tensors into the fewest parts; sizes differ by at most one element.
 
-    Equal parts share the averaging equally among the reducers, and among the rounds of a period if
-    their number is a multiple of that.
+    Equal parts spread the averaging evenly over the reducers. If their number is a multiple of the
+    period, they spread it evenly over the rounds of a period, too.
     """
     total = sum(sizes.values())
     multiple = min(multiple, total) or 1

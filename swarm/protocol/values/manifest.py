@@ -28,11 +28,11 @@ from swarm.protocol.values.strict import Strict
 from swarm.protocol.values.texts import Text, TokenizerFile
 
 Sources = Mapping[str, tuple[tuple[str, str], ...]]
-"""Of each renewed unit: the offered values behind it, as (peer, digest)."""
+"""For each renewed unit, the offered values behind it, as (peer, digest)."""
 
 
 def packed_sources(sources: Sources, contributors: tuple[str, ...]) -> dict[str, object]:
-    """Sources as JSON has them: of units to which all contribute, the digests alone, in base64."""
+    """Sources as JSON has them: for units to which all contribute, only the digests, in base64."""
     packed: dict[str, object] = {}
     for unit, values in sources.items():
         packed[unit] = values
@@ -54,7 +54,7 @@ def _from_hex(digits: str) -> bytes | None:
 
 
 def sources_from(packed: object, info: ValidationInfo) -> object:
-    """What `packed_sources` made, unpacked; other things stay, to be judged by their type."""
+    """Unpacks what `packed_sources` made; leaves anything else to the check of its type."""
     contributors = info.data.get("contributors", ())
     if not isinstance(packed, Mapping):
         return packed
@@ -64,7 +64,7 @@ def sources_from(packed: object, info: ValidationInfo) -> object:
 def _values_from(packed: object, contributors: tuple[str, ...]) -> object:
     if not isinstance(packed, str):
         return packed
-    digests = b64decode(packed, validate=True)  # its error is a ValueError, so one of validation
+    digests = b64decode(packed, validate=True)  # its ValueError counts as a validation error
     if len(digests) != DIGEST_BYTES * len(contributors):
         raise ValueError("not a digest for each contributor")
     starts = range(0, len(digests), DIGEST_BYTES)
@@ -86,7 +86,7 @@ Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
 FOUNDING_GENERATION = "0"
 UNCODED = "none"
-"""The coding of units whose values travel; all other codings are of deltas."""
+"""The coding of units that travel as values; all other codings are of deltas."""
 MAX_MANIFEST_BYTES = 8 * 2**20
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """Canonical JSON holds no other numbers."""
@@ -98,7 +98,7 @@ class Kind(Enum):
     FOUNDING = "founding"  # manifest 0, written by the founder alone
     QUORUM = "quorum"  # an ordinary round, accepted by a quorum of the parent's voters
     MERGE = "merge"  # an expert merge, accepted by a quorum of the parent's voters
-    REFORM = "reform"  # survivors of a lost majority go on, self-asserted
+    REFORM = "reform"  # survivors of a lost majority continue, self-asserted
 
 
 @dataclass(frozen=True)
@@ -120,43 +120,43 @@ class Founding:
 
     @property
     def blobs(self) -> dict[Digest, int]:
-        """What every member keeps as long as the run lasts: sizes of blobs by their names."""
+        """Blobs that every member keeps as long as the run lasts, with their sizes."""
         found = {self.config: self.config_bytes, self.validation: self.validation_bytes}
         return found | ({self.tokenizer.digest: self.tokenizer.num_bytes} if self.tokenizer else {})
 
 
 ALL_EXPERTS = 2**11
-"""The room of a machine that holds whatever a run has: no model has more experts."""
+"""The room of a machine that holds every expert of a run: no model has more experts."""
 SEASONED_ROUNDS = 50
 """A voter that so many rounds have counted is no longer young [R7]."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of those that train: a voter, or a trainee that has yet to earn its vote [R7]."""
+    """A peer that trains: a voter, or a trainee that has yet to earn its vote [R7]."""
 
     silent: int
     """Consecutive rounds in which nothing was heard of this peer [R1]."""
     capacity: Finite
     """Relative share of experts it wants to own."""
     tokens_per_s: Finite = 0.0
-    """Of its local steps in the last round that counted it; 0 until one has."""
+    """Speed of its local steps in the last round that counted it; 0 until one has."""
     counted: int = SEASONED_ROUNDS
-    """Rounds that have counted it since it was taken in, at most `SEASONED_ROUNDS`; the founding
+    """Rounds that have counted it since it joined, at most `SEASONED_ROUNDS`; the founding
     electorate begins with these."""
     votes: bool = True
     """Whether it is an elector of the next round; a trainee is not."""
     vouched: bool = True
     """Whether an anchor vouches for it, or the founder took it into manifest 0 [R7]."""
     invites: int = 0
-    """How many peers it may let in; an anchor may any. Left out of the JSON if none."""
+    """How many peers it may let in; with more than 0 it is an anchor. Left out of the JSON if 0."""
     given: int = 0
-    """How many of these it has let in. Left out of the JSON if none."""
+    """How many peers it has let in. Left out of the JSON if 0."""
     room: int = ALL_EXPERTS
     """How many experts fit its machine, by its own word [R4]; left out of the JSON if all do."""
     weight: int = 1
-    """With how many ordinary members' work an anchor trusts it [W1, T2]; left out of the JSON if
-    with one's."""
+    """An anchor trusts it with the work of this many ordinary members [W1, T2]; left out of the
+    JSON if 1."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Entry:
     version: int
     """Training round in which the value last changed; a merge keeps it [M7]."""
     source: PeerId
-    """Who held the value first."""
+    """The peer that held the value first."""
     codec: str
     base: Digest | None = None
     """Digest of the value before: in a merge [M4], and where the value moved by a delta [W4]."""
@@ -191,9 +191,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Head(Strict):
-    """What of a manifest decides who may decide what comes next; its digest is the identity.
+    """The part of a manifest that says who decides the next one; its digest is the identity.
 
-    A chain of heads with certificates proves a manifest to who has none of those between
+    A chain of heads with certificates proves a manifest to a peer that has none of those between
     (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
     """
 
@@ -205,15 +205,15 @@ class Head(Strict):
     lineage: Lineage
     founder: PeerId
     voters: tuple[PeerId, ...]
-    """Who elects the next height, in peer-id order. Trainees are in the body alone."""
+    """Electors of the next height, in peer-id order. Trainees are in the body alone."""
     anchors: str
-    """Which of them are anchors, the founder and who was invited: hex digits, the first voter is
-    the highest bit."""
+    """Which voters are anchors, the founder among them: bits as hex digits, the first voter is the
+    highest bit."""
     contributed: str
-    """Which of them contributed, likewise."""
+    """Which voters contributed, likewise."""
     seed: Digest | None
     body: Digest
-    """The blob that is the manifest's canonical JSON."""
+    """The blob that holds the manifest's canonical JSON."""
 
     @cached_property
     def encoded(self) -> bytes:
@@ -281,28 +281,28 @@ class Manifest:
     contributors: tuple[PeerId, ...]
     """Peers whose shared tensors are in the mean, in peer-id order."""
     sources: Annotated[Sources, BeforeValidator(sources_from)]
-    """Of each renewed unit: the offered values behind it, in peer-id order."""
+    """For each renewed unit, the offered values behind it, in peer-id order."""
     owners: Mapping[int, tuple[PeerId, ...]]
     """Owners of each expert in the next round, in peer-id order."""
     entries: Mapping[Unit, Entry]
     lineage: Lineage = ()
-    """One (height, (members that were members before, generation)) per reform in the ancestry."""
+    """One (height, (voters that elected its parent's successor, generation)) per reform before."""
     work: Mapping[PeerId, int] = field(default_factory=dict)
     """Tokens of each contributor: its weight in every mean of this round."""
     cursor: int = 0
     holes: tuple[Stretch, ...] = ()
     dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
-    """What of the text is dealt and what is open, see `swarm.protocol.values.work`."""
+    """The dealt and the open samples of the text, see `swarm.protocol.values.work`."""
     wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
-    """Signed wishes to leave: why members of the parent that were heard are no longer listed."""
+    """Signed wishes to leave: why members that were heard are no longer listed."""
     invited: Mapping[PeerId, Credential] = field(default_factory=dict)
-    """Why peers are members that vote from this manifest on, without ten rounds of work [R8]."""
+    """Credentials of peers that vote from this manifest on, without ten rounds of work [R8]."""
     invitations: Mapping[Digest, Used] = field(default_factory=dict)
-    """Invitations that were used and are still good, by name [R8]."""
+    """Invitations that were used and are still valid, by name [R8]."""
     absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
     """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
-    """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
+    """Orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
     """Why members or owners changed, a sentence each."""
 
@@ -320,7 +320,7 @@ class Manifest:
 
     @cached_property
     def head(self) -> Head:
-        """Its head, which follows from it."""
+        """The head, which follows from the manifest."""
         voters = tuple(sorted(self.voters))
         contributors = frozenset(self.contributors)
         return Head(
@@ -351,7 +351,7 @@ class Manifest:
 
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
-        """The deltas by which this very manifest moved units; who voted for it has them [W6]."""
+        """Deltas by which this manifest moved units; peers that voted for it have them [W6]."""
         renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
         return {delta: unit for delta, unit in renewed if delta is not None}
 
@@ -367,7 +367,7 @@ class Manifest:
 
     @cached_property
     def ownerless(self) -> frozenset[Unit]:
-        """Experts that wait for an owner: frozen, not due, and part of merges as ever [R4, U3]."""
+        """Experts that wait for an owner: frozen, not due, but part of merges [R4, U3]."""
         return frozenset(expert_unit(expert) for expert, who in self.owners.items() if not who)
 
     @cached_property
@@ -377,7 +377,7 @@ class Manifest:
 
     @cached_property
     def trusted(self) -> Mapping[PeerId, int]:
-        """Members that are trusted with more work than others, and with how many ones' work."""
+        """Members that are trusted with the work of several members, and of how many."""
         return {peer: each.weight for peer, each in self.members.items() if each.weight > 1}
 
     def is_anchor(self, peer: PeerId) -> bool:
@@ -396,7 +396,7 @@ class Manifest:
         return self.head.order
 
     def counts(self, peer: PeerId) -> bool:
-        """Whether this very manifest took the peer in; merges and reforms inherit the list."""
+        """Whether this manifest itself counted the peer; merges and reforms inherit the list."""
         return self.kind is Kind.QUORUM and peer in self.contributors
 
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
@@ -410,10 +410,10 @@ def leave_statement(run: str, tip: Digest) -> bytes:
 
 
 def is_ancestor(code: Code, of: Code) -> bool:
-    """Whether the manifest of one code is in the ancestry of that of another, or is the same.
+    """Whether the manifest of one code is an ancestor of another's, or the same.
 
-    A reform repeats the height of its parent, so what its old generation decided beyond that
-    height is not.
+    A reform repeats the height of its parent. So manifests of the old generation beyond that height
+    are not its ancestors.
     """
     *lineage, (height, _) = code
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
@@ -436,7 +436,7 @@ def _plain(
     | Credential
     | Used,
 ) -> object:
-    """What JSON makes of a nested value; a third of the time that copying it first takes."""
+    """A nested value as JSON has it; takes a third of the time that a copy of it would add."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
     if isinstance(value, Member):
@@ -453,7 +453,7 @@ def _packed(bits: Sequence[bool]) -> str:
 
 
 def _bits(packed: str, number: int) -> list[bool]:
-    """What `_packed` made of so many bits; anything else counts as no bits."""
+    """Unpacks what `_packed` made of so many bits; anything else counts as no bits."""
     try:
         bits = f"{int(packed or '0', 16):0{number}b}"
     except ValueError:
@@ -468,7 +468,7 @@ def turn(seed: str, peer: PeerId) -> bytes:
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}-[0-9a-f]{16}$"
 IS_RUN_ID = re.compile(RUN_ID)
-"""What `run_id` makes; nothing else may become the name of a folder."""
+"""The form of a `run_id`; nothing else may become the name of a folder."""
 
 
 def run_id(name: str, fingerprint: str, founding_manifest: Digest) -> str:

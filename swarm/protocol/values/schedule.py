@@ -18,15 +18,15 @@ def alpha_at(step: int, merging: MergingConfig) -> float:
 
 
 def merged_until(step: int, merging: MergingConfig) -> int:
-    """Number of merge intervals completed by this step; what a merge sets `merged` to."""
+    """Number of merge intervals completed by this step; a merge sets `merged` to it."""
     return step // merging.interval_steps
 
 
 def merge_due(manifest: Manifest, merging: MergingConfig) -> bool:
     """Whether this manifest's only successor is a merge [M1].
 
-    Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count: so
-    it is the same everywhere, and a reform of a due manifest is due as well.
+    Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count. So it
+    is the same everywhere, and a reform of a due manifest is due as well.
     """
     return (
         alpha_at(manifest.step, merging) > 0.0
@@ -41,9 +41,9 @@ class Schedule:
     Attributes:
         experts_every: period of an expert, in training rounds.
         shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
-        stagger: whether units of one kind have different slots, and are made up for if missed.
-            Otherwise all experts are due in the same rounds, those that their period divides.
-        rounds: of the run; the last one is no slice, so that nobody's work stays behind.
+        stagger: whether units of one kind have different slots, and are exchanged later if missed.
+            Otherwise all experts are due in the same rounds: the multiples of their period.
+        rounds: training rounds of the run; the last one is not a slice, so it exchanges all work.
     """
 
     experts_every: int = 1
@@ -53,9 +53,9 @@ class Schedule:
 
     @property
     def cycle(self) -> int:
-        """P: rounds in which every unit is due, if those are cut from one long round; else 1.
+        """P: the rounds in which every unit is due once, if rounds are slices; else 1.
 
-        Limits that count rounds, as of silence, count so many times as many [R1, R4].
+        Limits that count rounds, such as those on silence, are multiplied by it [R1, R4].
         """
         return max(self.shared_every, self.experts_every) if self.stagger else 1
 
@@ -71,13 +71,13 @@ class Schedule:
         return _slice_after(_Case(self, tip))
 
     def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:
-        """Of these the ones that a peer offers: the shared parts, and the experts that it owns."""
+        """The due units that a peer offers: the shared parts, and the experts that it owns."""
         mine = {expert for expert, owners in tip.owners.items() if peer in owners}
         of_peer = ((unit, expert_of_unit(unit)) for unit in self.due(tip))
         return tuple(sorted(unit for unit, expert in of_peer if expert is None or expert in mine))
 
     def slice_after(self, tip: Manifest) -> frozenset[Unit]:
-        """What is due if rounds are slices."""
+        """The due units if rounds are slices."""
         return self._parts_due(tip, tip.round + 1) | self._experts_due(tip, tip.round + 1)
 
     def _parts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
@@ -105,14 +105,14 @@ class Schedule:
 
 
 def _with_owners(tip: Manifest) -> Set[Unit]:
-    """All parts of the shared tensors, and the experts that somebody trains."""
+    """All parts of the shared tensors, and the experts that have an owner."""
     units = tip.entries.keys()
     return units - tip.ownerless if tip.ownerless else units
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Asked again of each offer; the very same manifest, so that nothing has to be compared."""
+    """A cache key by the identity of the manifest, since each offer asks for the same slice."""
 
     schedule: Schedule
     name: int = field(init=False)
@@ -128,7 +128,7 @@ def _slice_after(case: _Case) -> frozenset[Unit]:
 
 
 def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
-    """Slots of the parts of the shared tensors: neighbours have the same, or the next [U2].
+    """Slots of the parts of the shared tensors: neighbors have the same slot, or the next [U2].
 
     The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n),
     where `every` is the period.
@@ -141,11 +141,11 @@ def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
 
 
 def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
-    """Slots of the experts: an owner's own follow each other, as do the first ones of owners [U2].
+    """Slots of the experts: consecutive for one owner's experts, and for owners' first ones [U2].
 
-    So each owner has to send the same in each round, if it has `every` experts or a multiple of
-    them, and with fewer of them all owners together do. If an expert moves, those of the two
-    owners get other slots, and those of others only if one of the two has no other expert.
+    So each owner sends the same amount in each round, if it has `every` experts or a multiple of
+    that. With fewer experts, all owners together do. If an expert moves, the experts of its two
+    owners get other slots. Those of others do so only if one of the two has no other expert.
     """
     owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
     ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}

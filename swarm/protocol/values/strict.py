@@ -1,4 +1,4 @@
-"""How dataclasses are read from JSON that others wrote."""
+"""Strict reading of dataclasses from JSON that others wrote."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import ConfigDict
 
 
 class Strict:
-    """Base of such dataclasses: unknown keys and other types are errors."""
+    """Base of these dataclasses: unknown keys and other types are errors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)

@@ -1,4 +1,4 @@
-"""What manifest 0 says about a run's text and about the tokenizer that makes tokens of it."""
+"""The facts in manifest 0 about a run's text, and about the tokenizer that makes its tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Text(Strict):
 
     # People see the name on their terminals: no control characters.
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-    """What people call it: a folder's name, or the version of the standard library."""
+    """Its name for people: a folder's name, or the version of the standard library."""
     tokenizer: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
     digest: Digest
-    """Of all its training tokens, in order."""
+    """Digest of all its training tokens, in order."""
     documents: TextCount
     tokens: TextCount
     windows: TextCount
@@ -34,12 +34,12 @@ class Text(Strict):
 
 @dataclass(frozen=True)
 class TokenizerFile(Strict):
-    """The tokenizer of a run that does not use bytes: its file, and what its founder made of it."""
+    """The tokenizer of a run that does not use bytes: its file, and facts that follow from it."""
 
     digest: Digest
-    """Blob that is a tokenizer.json."""
+    """The blob that is a tokenizer.json."""
     num_bytes: Annotated[int, Field(ge=1, le=2**40)]
     end_of_text: Annotated[int, Field(ge=0, lt=2**20)]
     """Id of the token that closes a document."""
     held_out_bytes: Annotated[int, Field(ge=1, le=2**40)]
-    """Of the held-out text in UTF-8; with the byte tokenizer they are counted in its tokens."""
+    """Bytes of the held-out text in UTF-8; with the byte tokenizer its tokens give the number."""

@@ -1,10 +1,11 @@
 """How far local steps can move a value [U1]. Pure.
 
-AdamW divides each element's mean gradient by the root of its mean square, so a step moves an
-element by at most rho times the learning rate, whatever the gradients are, plus the weight decay.
-With the gradients' weights a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i the inequality of Cauchy and
-Schwarz gives rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), which needs
-b1^2 < b2; a first step has 1. Kingma and Ba (arXiv 1412.6980, section 2.1) bound it alike.
+AdamW divides each element's mean gradient by the root of its mean square. So a step moves an
+element by at most rho times the learning rate, plus the weight decay, for any gradients. The
+gradients have the weights a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i. The inequality of Cauchy and
+Schwarz then gives rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)). This needs
+b1^2 < b2. For a first step rho is 1. Kingma and Ba (arXiv 1412.6980, section 2.1) give the same
+bound.
 
 Muon's step is 0.2 sqrt(longest side) times a matrix whose singular values are at most 1.21, and so
 are its elements. The bound of a run with Muon is the larger of both, for all tensors.
@@ -12,8 +13,8 @@ are its elements. The bound of a run with Muon is the larger of both, for all te
 All of this is in the run's configuration, so everybody computes the same bound, in the first round
 too.
 
-The learning rate is the schedule's at the steps behind a value. Where these may be steps of rounds
-before, it is the largest that the schedule had since.
+The learning rate is the schedule's at the steps behind a value. If these may be steps of earlier
+rounds, it is the largest that the schedule had since then.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from swarm.config import Codec, ModelConfig, RunConfig
 from swarm.protocol.values.manifest import Digest
 
 SLACK = 2
-"""Bounds are so many times what can be: moments in few bits, or taken over from another count of
-updates, move a little further. No gradient does: garbage is beyond it by orders of magnitude."""
+"""Bounds are this many times what is possible. Moments in few bits, or taken over from another
+count of updates, move a value a little further. No gradient does: garbage exceeds a bound by orders
+of magnitude."""
 ROUNDING: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-6}
-"""What the wire and an owner's master may differ by, of the value itself."""
+"""How far the wire and an owner's master may differ, relative to the value itself."""
 REST: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-8}
-"""The same where the value has become small since, as in a merge."""
+"""The same in absolute terms, for a value that has become small since, as in a merge."""
 IMPLAUSIBLE = "implausible_update"
 REFUSALS = frozenset({IMPLAUSIBLE, "non_finite", "out_of_range"})
-"""Why a value is refused that came whole: nobody else would take it, either."""
+"""Reasons to refuse a value that came whole: nobody else would take it, either."""
 
 
 MUON_SCALE = 0.2
@@ -42,8 +44,8 @@ MUON_SCALE = 0.2
 LARGEST_SINGULAR_VALUE = 1.21
 """Of what Muon orthogonalises: its polynomial is at most 1.2024 between 0 and 1.2024."""
 GRAIN = 2**20
-"""Shares of the learning rate are rounded up to one in so many, so that they are alike on all
-processors."""
+"""Shares of the learning rate are rounded up to one in so many, so that all processors get the same
+share."""
 
 
 def _constant(_step: int) -> float:
@@ -67,18 +69,18 @@ def longest_side(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class StepBound:
-    """How far one local step moves an element at most."""
+    """The largest move of an element in one local step."""
 
     absolute: float
-    """At the largest learning rate."""
+    """Absolute part, at the largest learning rate."""
     relative: float
-    """Of the element itself: weight decay, at the largest learning rate."""
+    """Part relative to the element itself: weight decay, at the largest learning rate."""
     bias: float = 0.0
-    """What no learning rate scales: of a router's selection bias."""
+    """Part that no learning rate scales: that of a router's selection bias."""
     rate_share: Callable[[int], float] = _constant
-    """Of the largest learning rate, after so many steps of the run: it rises, then falls."""
+    """Share of the largest learning rate after so many steps of the run: it rises, then falls."""
     peak: int = 0
-    """Where it is largest."""
+    """The step where the share is largest."""
 
     @classmethod
     def of(cls, run: RunConfig) -> StepBound:
@@ -117,9 +119,9 @@ class UpdateBound:
 
 
 def bound_after(steps: int, base: Digest, codec: Codec, step: StepBound) -> UpdateBound:
-    """How far so many local steps may have moved a value since `base`, the agreed one.
+    """The bound of a value that so many local steps have moved since `base`, the agreed value.
 
-    Weight decay takes from what the steps have added as well: less than its relative part of that.
+    Weight decay acts on what the steps have added as well: by less than its relative part of that.
     """
     decay = SLACK * steps * step.relative
     moved = SLACK * steps * step.absolute

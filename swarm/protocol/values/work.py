@@ -1,6 +1,6 @@
-"""What a peer reads next, and what its work counts for.
+"""Which samples a peer reads next, and what its work counts for.
 
-Deals of text: agreed, so that nothing is read twice. Weights in means [W1, W2]. Pure.
+Deals of text are agreed, so that nothing is read twice. Weights in means [W1, W2]. Pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Stretch
 Work = Mapping[PeerId, int]
 """Tokens of each contributor."""
 Trusted = Mapping[PeerId, int]
-"""Weight of each member that an anchor trusts with more than one's work."""
+"""Weight of each member that an anchor trusts with more than one member's work."""
 MOST = (3, 2)
-"""A source weighs at most so many times the lower median of the contributors' tokens."""
+"""A source weighs at most this many times the lower median of the contributors' tokens."""
 LARGEST_SHARE = 3
-"""Of three or more sources none has more than one part in so many."""
+"""Of three or more sources, none has more than one part in this many of the weight."""
 NOBODY: Trusted = {}
 
 
@@ -27,16 +27,16 @@ def weights(
     """Weights of the sources of a unit, in the order given; None if all are equal.
 
     A source weighs its tokens, but at most 1.5 times the lower median of the contributors' tokens.
-    Of three or more sources none has more than a third of the weight. Who is vouched for with
-    weight w has w times the first limit, and not the second.
+    Of three or more sources, none has more than a third of the weight. For a member that is vouched
+    for with weight w, the first limit is w times as high, and the second does not hold.
 
-    A late offer [O2] brings an expert and says nothing of its tokens, so it weighs as the least of
-    the others, or all weigh the same if all are late.
+    A late offer [O2] brings an expert and names no tokens. So it weighs as much as the least of the
+    others; if all are late, all weigh the same.
 
     Args:
         work: tokens of each contributor; others, and those of 0 tokens, are late.
         peers: the sources.
-        trusted: by the manifest before the round.
+        trusted: trusted members by the manifest before the round.
     """
     sources, most = list(peers), limited(work, trusted)
     tokens = [most.get(peer, 0) for peer in sources]
@@ -50,8 +50,8 @@ def weights(
 def trained(work: Work, trusted: Trusted = NOBODY) -> int:
     """Tokens by which a round moves the run and its schedule [W2].
 
-    Nobody counts more than the limit of a mean, nor more than another contributor does. So one
-    member alone that says too much moves the schedule no further than another has worked.
+    Nobody counts more than the limit of a mean, nor more than another contributor does. So a single
+    member that claims too much moves the schedule no further than another has worked.
     """
     each = _each(work, trusted)
     second = sorted(each.values())[-2:][0] if each else 0
@@ -72,14 +72,14 @@ def limited(work: Work, trusted: Trusted = NOBODY) -> dict[PeerId, int]:
 
 
 def _each(work: Work, trusted: Trusted) -> dict[PeerId, int]:
-    """What the work of every contributor is for each of the members that it counts as."""
+    """Each contributor's tokens, divided by the number of members that it counts as."""
     return {peer: max(1, tokens // trusted.get(peer, 1)) for peer, tokens in work.items() if tokens}
 
 
 def _level(weighed: Sequence[int], is_free: Sequence[bool]) -> list[int]:
-    """The weights of three or more sources; those above a third are cut down, but for free ones.
+    """The weights of three or more sources; those above a third are cut down, except free ones.
 
-    Once one is cut down, it is half of the others; once two are, each is all of the others.
+    If one is cut down, it becomes half of all others. If two are, each becomes all of the others.
     """
     total = sum(weighed)
     bound = sorted((n for n, free in zip(weighed, is_free, strict=True) if not free), reverse=True)
@@ -98,18 +98,18 @@ Counts = Mapping[PeerId, int]
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
 MAX_HOLES = 2**16
-"""More are refused. Random histories in which members are lost by the dozen have at most 3 N."""
+"""More holes are refused. Random histories that lose members by the dozen have at most 3 N."""
 
 
 @dataclass(frozen=True)
 class Book:
-    """What of the text is dealt and what is open; see the module's text."""
+    """The dealt and the open samples of the text; see the module's text."""
 
     cursor: int = 0
     holes: Stretches = ()
     """Ascending, disjoint, neither empty nor adjacent."""
     dealt: Mapping[PeerId, Stretches] = field(default_factory=dict)
-    """To each member, in the order in which it reads them."""
+    """The stretches of each member, in the order in which it reads them."""
 
 
 def book_of(manifest: Manifest) -> Book:
@@ -126,9 +126,9 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
     """The book after a round.
 
     Args:
-        book: the parent's.
-        counted: of each contributor, how many samples from the front of its deal entered the round.
-        quotas: of each member of the new manifest, how many samples it is to have.
+        book: the parent's book.
+        counted: for each contributor, samples from the front of its deal that entered the round.
+        quotas: for each member of the new manifest, how many samples it is to have.
         keeps_rest: whether uncounted samples stay with a member, before its newly dealt ones:
             where rounds overlap, it may have read them by now [T5].
     """
@@ -144,13 +144,13 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
 
 
 def reformed_book(book: Book, quotas: Counts) -> Book:
-    """The book of a reform: its members read on what they were dealt, so their work stays good.
+    """The book of a reform: its members continue their deals, so that their work stays valid.
 
-    What was dealt to the others is open.
+    Samples that were dealt to others become open.
 
     Args:
-        book: the parent's.
-        quotas: of each member of the reform, how many samples it gets if it has none.
+        book: the parent's book.
+        quotas: for each member of the reform, how many samples it gets if it has none.
     """
     kept = {peer: stretches for peer, stretches in book.dealt.items() if peer in quotas}
     lost = (each for peer in book.dealt.keys() - kept.keys() for each in book.dealt[peer])
@@ -160,7 +160,7 @@ def reformed_book(book: Book, quotas: Counts) -> Book:
 
 
 def book_problem(book: Book) -> str | None:
-    """Why this is no book, whatever was before it; None if it is one.
+    """Why this is not a valid book, after whichever book; None if it is.
 
     Every sample before the cursor is in at most one stretch, and none is at or after it.
     """
@@ -181,10 +181,10 @@ def book_problem(book: Book) -> str | None:
 def _deal(book: Book, quotas: Counts) -> Book:
     """Fills these peers' deals up to their quotas, in peer-id order.
 
-    First come the holes, then what follows the cursor.
+    The holes come first, then the samples from the cursor on.
     """
     cursor, dealt = book.cursor, dict(book.dealt)
-    holes = [*reversed(book.holes)]  # the first one last, since each is looked at once only
+    holes = [*reversed(book.holes)]  # so that the first one is popped first
     for peer in sorted(quotas):
         taken: list[Stretch] = []
         own = dealt.get(peer, ())
@@ -218,7 +218,7 @@ def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretche
 
 
 def _in_turn(first: Stretches, then: Stretches) -> Stretches:
-    """One after the other; where they touch, one stretch is made of two."""
+    """Both in a row; stretches that touch become one."""
     if first and then and first[-1][1] == then[0][0]:
         return (*first[:-1], (first[-1][0], then[0][1]), *then[1:])
     return (*first, *then)
@@ -233,7 +233,7 @@ def _settled(cursor: int, rest: Iterable[Stretch]) -> tuple[int, Stretches]:
 
 
 def _joined(stretches: Iterable[Stretch]) -> Stretches:
-    """Ascending, with neighbours made one."""
+    """The stretches in ascending order, with adjacent ones joined."""
     joined: list[Stretch] = []
     for start, stop in sorted(stretches):
         if joined and joined[-1][1] == start:

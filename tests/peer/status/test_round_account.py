@@ -85,7 +85,8 @@ def test_the_convener_tells_of_lines_values_and_offers_that_it_did_not_take(
 
 def test_an_account_has_the_words_of_its_own_round_alone() -> None:
     account = RoundAccount("A")
-    said = [Reason(Topic.ROUND, "peer C left out after 3.0 s (limit 2.0): it is gone")]
+    text = "peer C left out after 3.0 s (limit 2.0): its machine refuses messages"
+    said = [Reason(Topic.ROUND, text)]
     account.reasons_of = lambda: tuple(said)
     first = account.close(report(counted=True), 5.0, {"training": 4.00049}, NOTHING)
     assert (first.phases, list(first.left_out)) == ({"training": 4.0}, ["C"])

@@ -150,7 +150,7 @@ def test_what_follows_from_its_evidence_may_be_voted_for() -> None:
 
 
 def test_nothing_is_voted_for_without_evidence() -> None:
-    assert problem_of(TRUE.manifest(), None) == "nothing is shown for it"
+    assert problem_of(TRUE.manifest(), None) == "it comes without evidence"
 
 
 def longer(offer: Offer) -> Offer:

@@ -78,7 +78,7 @@ def test_survivors_of_a_lost_majority_wait_and_then_go_on_alone() -> None:
     tip = pump.nodes[alive[0]].machine.tip
     assert sorted(tip.members) == sorted(alive)
     assert len(tip.lineage) == 1
-    assert "no quorum of 5 voters heard for 60.0 s, 2 go on" in "".join(
+    assert "no quorum of 5 voters heard for 60.0 s, 2 continue" in "".join(
         pump.nodes[peer].said(Topic.FORK) for peer in alive
     )
 

@@ -54,8 +54,8 @@ def test_an_invitation_is_good_for_its_run_its_rounds_its_uses_and_from_an_ancho
     assert problem() is None
     assert "for another run" in (problem(run="run-2") or "")
     gathering = replace(GOOD, run="gathering-1")
-    assert "this one has begun" in (problem(gathering) or "")
-    assert "is no anchor" in (problem(left=0) or "")
+    assert "this run has begun" in (problem(gathering) or "")
+    assert "is not an anchor" in (problem(left=0) or "")
     assert "may let in 2 more peers, and this takes 3" in (
         problem(replace(GOOD, invites=2), left=2) or ""
     )
@@ -101,7 +101,7 @@ def test_a_changed_line_is_another_invitation_or_a_typed_error(place: int, mark:
 
 @pytest.mark.parametrize("text", ["", "x", "swarm-invitation-", LINE[:-9], "y" * 10**6])
 def test_what_is_no_invitation_is_told_so(text: str) -> None:
-    with pytest.raises(InvitationError, match=r"no invitation|damaged"):
+    with pytest.raises(InvitationError, match=r"not an invitation|damaged"):
         from_text(text)
 
 
@@ -385,7 +385,7 @@ def test_an_invited_peer_votes_from_the_manifest_on_that_takes_it_in() -> None:
     pump.run(pump.now + 30)
     assert pump.nodes["A"].machine.tip.members.keys() == set("ABCJ")
     heard = [reason.text for reason in stranger.reasons]
-    assert any("takes in peers that were invited" in text for text in heard)
+    assert any("admits invited peers only" in text for text in heard)
     assert any("no invitation" in text for text in heard)
     assert any("used up" in reason.text for reason in thief.reasons)
     assert "J" in pump.nodes["A"].machine.tip.head.anchored

@@ -12,38 +12,38 @@ from swarm.protocol.rounds import Rules
 from swarm.protocol.values.manifest import PeerId
 
 STEPS_S = (0.2, 0.4, 1.6, 4.0)
-"""Of a local step where rounds last a given time."""
+"""Seconds of a local step where rounds last a given time."""
 DELTA_BYTES = 30
-"""Of a unit of 100 bytes."""
+"""Size of the delta of a unit of 100 bytes."""
 STRANGER = "s"
-"""Ends the name under which a peer comes back that lost its key."""
+"""Suffix of the name under which a peer that lost its key comes back."""
 JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
 
 
 @dataclass(frozen=True)
 class ExtendedMix(Mix):
-    """What a class of the extended model is made of."""
+    """The ingredients of a class of the extended model."""
 
     unit_mbytes: tuple[float, float] | None = None
     """Least and most megabytes of a unit; None: transfers take no time."""
     up_mbytes_per_s: tuple[float, ...] = (4.0, 6.0, 20.0)
     down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
     local_steps_s: tuple[float, float] | None = None
-    """Where not the base model's: rounds have to be longer than what the links need for them."""
+    """None: the base model's. Rounds have to be longer than their transfers take."""
     has_adapted_timers: bool = False
     failing_syncs: float = 0.0
-    """Chance that a sync fails for good on the peers that faults may befall."""
+    """Chance that a sync fails for good, on peers that may have faults."""
     round_seconds: float | None = None
     """How long local steps take; None: every peer takes the same number."""
     copy_s: tuple[float, ...] = ()
-    """How long an owner takes to put moments out; empty: moments are not modelled."""
+    """How long an owner takes to offer moments; empty: moments are not modeled."""
     has_deltas: bool = False
     """Whether units move by deltas: experts, a part of the shared tensors, or both."""
     has_overlap: bool = False
     """Whether peers train on while a round is under way; with deltas of both kinds."""
 
     def drawing(self) -> type[ExtendedDraw]:
-        """What draws scenarios of this class."""
+        """The class that draws its scenarios."""
         return ExtendedDraw
 
 
@@ -217,7 +217,7 @@ class ExtendedDraw(Draw):
         self.returned: list[PeerId] = []
 
     def scenario(self) -> Scenario:
-        """Draws everything that is left to be drawn."""
+        """Draws the rest of the scenario."""
         scenario = super().scenario()
         characters = dict(scenario.setup.characters)
         for peer in self.returned:
@@ -246,7 +246,7 @@ class ExtendedDraw(Draw):
         return replace(rules, unit_bytes=sizes)
 
     def _with_deltas(self, rules: Rules) -> Rules:
-        """One part of the shared tensors stays as norms and routers do."""
+        """Rules with deltas; one part of the shared tensors has none, like norms and routers."""
         moved = self.random.choice(["experts", "shared", "both", "both"])
         moved = "both" if self.mix.has_overlap else moved
         units = [*rules.expert_units] if moved != "shared" else []
@@ -278,7 +278,7 @@ class ExtendedDraw(Draw):
     # ------------------------------------------------------------ disks
 
     def _mortal(self) -> PeerId | None:
-        """A peer whose disk may be lost: one disk has to live."""
+        """A peer whose disk may be lost: one disk has to survive."""
         mortal = [peer for peer in self.victims if peer != self.keeper]
         return self.random.choice(mortal) if mortal else None
 
@@ -318,7 +318,7 @@ class ExtendedDraw(Draw):
             self._plan(time_s, World.arm, peer, PlannedCrash(trap, restart_s, isolated, loss))
 
     def _betrayed_revolt(self, time_s: float) -> None:
-        """Two conveners lose each other; the vote that one of them gets is lost."""
+        """Two conveners are cut off from each other; the vote that one of them gets is lost."""
         planned = PlannedCrash(
             TRAPS["vote"], self.random.choice(self.mix.restart_s), None, Loss.RECORD
         )

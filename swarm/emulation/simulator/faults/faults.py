@@ -1,4 +1,4 @@
-"""Fault classes: which swarm a seed stands for, and its faults; see swarm/emulation/README.md."""
+"""Fault classes: the swarm that a seed defines, and its faults; see swarm/emulation/README.md."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SAMPLE_TOKENS = 4
 CALM_TIMERS = Timers(tick_s=1.0)
 """The model's values; a coarser tick makes schedules cheaper and changes nothing else."""
 LONG_S = (110.0, 190.0)
-"""Faults for so long that a spared majority may wait longer for a round than it should [I3]."""
+"""Faults last so long that a spared majority might wait too long for a round [I3]."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What a fault class is made of."""
+    """The ingredients of a fault class."""
 
     peers: tuple[int, int] = (2, 7)
     """Least and most peers, strangers included."""
@@ -36,7 +36,7 @@ class Mix:
     most_owners: int | None = None
     """Largest number of owners of an expert; None: as many as there are peers."""
     strangers: float = 0.2
-    """Chance that a peer is no founder but joins later."""
+    """Chance that a peer does not found the run but joins later."""
     minority_only: bool = False
     """Whether a strict majority is spared from every fault."""
     majority_dies: bool = False
@@ -64,7 +64,7 @@ class Mix:
     )
     """Weights of the places at which a peer is made to crash."""
     ambush: float = 0.2
-    """Chance that another peer is cut off in the moment in which a trap springs."""
+    """Chance that another peer is cut off when a trap springs."""
     loss: float = 0.3
     """Largest share of messages lost."""
     spike_s: float = 8.0
@@ -86,11 +86,11 @@ class Mix:
     is_sliced: bool = False
     """Whether each round exchanges its slice of the units [U2]."""
     certificates: float = 1.0
-    """Chance that commits need certificates, as they always do in a run; without them what was
-    decided wrongly gets further."""
+    """Chance that commits need certificates, as they always do in a real run. Without these, wrong
+    decisions spread further."""
 
     def drawing(self) -> type[Draw]:
-        """What draws scenarios of this class."""
+        """The class that draws its scenarios."""
         return Draw
 
 
@@ -119,24 +119,24 @@ CLASSES: dict[str, Mix] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A swarm and what is going to happen to it."""
+    """A swarm and the faults planned for it."""
 
     setup: participant.Setup
     calm_timers: Timers
-    """What everybody uses after healing."""
+    """Timers of all peers after healing."""
     weather: Weather
     rough: Mapping[PeerId, Weather]
     stable: tuple[PeerId, ...]
-    """Peers that must see a round at least every so often; empty: no such promise."""
+    """Peers that must see a round every `progress_s`; empty: there is no such promise."""
     heal_s: float
     script: tuple[tuple[float, Callable[..., None], tuple[object, ...]], ...]
     """(time, method of `World`, arguments), in order of time."""
     progress_s: float = 90.0
-    """How often that is."""
+    """Longest time between two rounds of the stable peers."""
 
 
 def draw(mix: Mix, random: Random) -> Scenario:
-    """The scenario that a random generator stands for."""
+    """The scenario that a random generator defines."""
     return mix.drawing()(mix, random).scenario()
 
 
@@ -163,7 +163,7 @@ class Draw:
     ) -> dict[PeerId, participant.Character]:
         """The machines, which may be too small for all experts, or for those of lost peers.
 
-        Drawn by a generator of its own, so that a seed stands for the same faults without it.
+        A separate generator draws them, so that a seed gives the same faults as without them.
         """
         aside = Random()
         aside.setstate(self.random.getstate())
@@ -177,9 +177,9 @@ class Draw:
         }
 
     def _with_guests(self, setup: participant.Setup) -> participant.Setup:
-        """The swarm with what anchors give to strangers; some founders have no vote yet.
+        """The swarm with invitations for strangers; some founders have no vote yet.
 
-        Drawn by a generator of its own as well.
+        A separate generator draws these as well.
         """
         aside = Random()
         aside.setstate(self.random.getstate())
@@ -194,11 +194,11 @@ class Draw:
         return replace(setup, known=frozenset(known), credentials=guests.at_once)
 
     def _newcomers(self) -> list[PeerId]:
-        """Peers that are no founders."""
+        """Peers that do not found the run."""
         return self.strangers
 
     def scenario(self) -> Scenario:
-        """Draws everything that is left to be drawn."""
+        """Draws the rest of the scenario."""
         random, mix = self.random, self.mix
         founders = tuple(peer for peer in self.peers if peer not in self.strangers)
         calm = CALM_TIMERS
@@ -349,7 +349,7 @@ class Draw:
             self._plan(time_s + duration_s, World.uncut, source, destination)
 
     def _revolt(self, time_s: float) -> None:
-        """The convener and another peer lose each other; whoever promises anything crashes."""
+        """The convener is cut off from another peer; the other peers crash when they promise."""
         planned = participant.PlannedCrash(
             participant.TRAPS["promise"], self.random.choice(self.mix.restart_s)
         )

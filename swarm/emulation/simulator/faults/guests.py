@@ -1,6 +1,6 @@
-"""Which peers of a schedule anchors vouch for, with what, and when [R7, R8].
+"""The peers of a schedule that anchors vouch for, with what, and when [R7, R8].
 
-Without that newcomers would never vote in a small swarm, and nothing of joining voters was tried.
+Without these, newcomers would never vote in a small swarm, and joining voters would not be tried.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from swarm.protocol.values.invitation import (
 from swarm.protocol.values.manifest import PeerId
 
 KEY = "i"
-"""Begins the name of an invitation's key; the first guest's name follows."""
+"""Prefix of the name of an invitation's key; the first guest's name follows."""
 AT_ONCE, LATER = 0.4, 0.35
-"""Shares of the strangers that come with an invitation, and that an anchor vouches for later. The
-rest have to earn their vote."""
+"""Shares of the strangers that come with an invitation, and of those that an anchor vouches for
+later. The rest have to earn their vote."""
 SHARED = 0.3
-"""Chance that a guest comes with the line of the one before, be it used up or not."""
+"""Chance that a guest comes with the invitation of the one before, used up or not."""
 INVITES = (0, 0, 1, 6)
 USES = (1, 1, 2, MAX_USES)
 WEIGHTS = (1, 1, 1, 3)
@@ -36,16 +36,16 @@ LAST_ROUNDS = (MAX_ROUND, MAX_ROUND, MAX_ROUND, 4)
 
 @dataclass(frozen=True)
 class Guests:
-    """What anchors give to whom."""
+    """The credentials that anchors give."""
 
     at_once: Mapping[PeerId, Credential]
-    """With which strangers come."""
+    """Credentials with which strangers come."""
     later: Mapping[PeerId, Credential]
-    """What they are given at some time, with which they start again."""
+    """Credentials that peers get later, and with which they start again."""
 
 
 def guest_of(invitation: Invitation, peer: PeerId) -> Credential:
-    """What a peer makes of an invitation that it was given."""
+    """The credential that a peer makes from an invitation."""
     possession = sign(invitation.key, possession_statement(invitation.run, peer))
     return Credential(invitation, b64encode(possession).decode())
 
@@ -67,7 +67,7 @@ def invitation_by(
 
 
 def all_invited(peers: Iterable[PeerId], setup: Setup) -> dict[PeerId, Credential]:
-    """Each of these comes with the founder's invitation."""
+    """Credentials of these peers, all by the founder's invitation."""
     invitation = invitation_by(setup.founders[0], setup.rules.run, KEY)
     return {peer: guest_of(invitation, peer) for peer in peers}
 
@@ -75,9 +75,9 @@ def all_invited(peers: Iterable[PeerId], setup: Setup) -> dict[PeerId, Credentia
 def drawn_guests(
     strangers: Sequence[PeerId], known: Collection[PeerId], setup: Setup, random: Random
 ) -> Guests:
-    """Some strangers come with an invitation; for some an anchor vouches later.
+    """Some strangers come with an invitation; for others an anchor vouches later.
 
-    It does so for half of those that are known.
+    The founder does so for half of the known peers.
 
     Inviters are the founder, and guests that may invite: these may have no vote yet, or never.
     """

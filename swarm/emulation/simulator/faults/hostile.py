@@ -16,18 +16,18 @@ from swarm.protocol.values.manifest import PeerId
 
 @dataclass(frozen=True)
 class LyingMix(extended.ExtendedMix):
-    """What the class with a liar is made of."""
+    """The ingredients of the class with a liar."""
 
     forgeries: tuple[int, int] = (0, 6)
-    """What strangers send, in number."""
+    """Number of forgeries that strangers send."""
     votes_twice: bool = False
-    """Whether the liar votes for everything and hides what it voted for."""
+    """Whether the liar votes for everything and hides its votes."""
     overclaims: bool = False
-    """Whether it lies about its work alone, and as a convener about invitations; strangers show
+    """Whether it lies only about its work and, as a convener, about invitations; strangers show
     copies of these."""
 
     def drawing(self) -> type[extended.ExtendedDraw]:
-        """What draws its scenarios."""
+        """The class that draws its scenarios."""
         return _LyingDraw
 
 
@@ -57,17 +57,17 @@ class _LyingDraw(extended.ExtendedDraw):
 
 @dataclass(frozen=True)
 class AwayMix(extended.ExtendedMix):
-    """What the class with a peer that was away is made of."""
+    """The ingredients of the class with a peer that was away."""
 
     step_s: tuple[float, float] = (0.3, 0.6)
-    """Of all local steps of a round, so that there are many rounds."""
+    """Seconds of all local steps of a round, so that there are many rounds."""
     change_s: float = 130.0
-    """Between two changes of the whole membership."""
+    """Seconds between two changes of the whole membership."""
     changes: int = 3
-    """While the peer is away; there is one before."""
+    """Number of changes while the peer is away; there is one before."""
 
     def drawing(self) -> type[extended.ExtendedDraw]:
-        """What draws its scenarios."""
+        """The class that draws its scenarios."""
         return _AwayDraw
 
 
@@ -79,9 +79,9 @@ class _AwayDraw(extended.ExtendedDraw):
     def scenario(self) -> Scenario:
         """Groups of three follow each other; the last of all peers is there from the first change.
 
-        It goes away with the second group still in charge, so those of the first were never a
-        quorum of what it knows last. A peer that joins comes along a proof with gaps, and could
-        not prove its tip to a peer whose own tip is in one of them; it fills them from others.
+        It goes away while the second group is in charge. So the first group was never a quorum of
+        the newest tip that it knows. A peer that joins follows a proof with gaps. It could not
+        prove its tip to a peer whose own tip is in a gap, so it fills the gaps from others.
         """
         mix, random = self.mix, self.random
         groups = [self.peers[start : start + 3] for start in range(0, 3 * (mix.changes + 2), 3)]
@@ -112,7 +112,7 @@ class _AwayDraw(extended.ExtendedDraw):
         return replace(scenario, script=script, heal_s=self.heal_s, weather=weather, rough={})
 
     def _with_guests(self, setup: Setup) -> Setup:
-        """Everybody comes with an invitation, so that those that vote change as a whole."""
+        """Gives every peer an invitation, so that all voters change at once."""
         return replace(setup, credentials=all_invited(self.strangers, setup))
 
     def _character(self, peer: PeerId) -> Character:

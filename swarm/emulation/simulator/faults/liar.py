@@ -1,8 +1,8 @@
 """A peer that lies: an honest machine whose messages are turned into lies on their way out.
 
-It has its own key and no other's, and knows everything that its machine knows. As convener it
-misnames what is behind a round, as reducer it reports units not asked of it, as member it
-claims absurd attempts, votes for everything, or serves nothing.
+The liar has its own key and no other, and knows everything that its machine knows. As convener it
+misstates the offers behind a round. As reducer it reports units that nobody asked it for. As member
+it claims absurd attempts, votes for everything, or serves nothing.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class LyingShell(Protocol):
 
     @property
     def disks(self) -> Mapping[PeerId, Disk]:
-        """Every peer's disk; it touches its own alone."""
+        """Every peer's disk; the liar touches only its own."""
 
     @property
     def setup(self) -> Setup:
-        """Who will ever be there."""
+        """The setup, with all peers that will ever be there."""
 
     @property
     def credentials(self) -> Mapping[PeerId, Credential]:
-        """What peers show, so that everybody has seen it."""
+        """Credentials that peers show, so that everybody has seen them."""
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
-        """Units that a peer reduces; what it says of these is its word, which nobody checks."""
+        """Units that a peer reduces; nobody checks its word on these."""
 
 
 class Liar:
-    """What one peer says instead of what it should; see the module."""
+    """The lies of one peer; see the module."""
 
     def __init__(self, me: PeerId, lies: Iterable[str], shell: LyingShell, random: Random) -> None:
         self.me = me
@@ -70,19 +70,19 @@ class Liar:
         self._serials = 0
         self._older: messages.Evidence | None = None
         self._told: dict[tuple[str, bool], messages.Propose] = {}
-        """What is said of a manifest, to one half of the peers and to the other."""
+        """The proposals sent for a manifest, to one half of the peers and to the other."""
 
     @property
     def tip(self) -> Manifest:
-        """Of its own machine."""
+        """The tip of its own machine."""
         return self._shell.disks[self.me].record.tip
 
     def convening_s(self, timers: Timers, since_s: float, now_s: float) -> float:
-        """The longest that it has convened since a moment, of what one attempt may take [K1].
+        """The longest time that it has convened since a moment, up to an attempt's limit [K1].
 
-        A convener that does everything but announce what was decided is no worse than one that is
-        slow, and nobody can tell which it is before its attempt has taken too long. It may do so
-        once a height: after that it lets others convene [A7].
+        A convener that does everything but announce the decision is no worse than a slow one.
+        Nobody can tell which it is before its attempt has taken too long. It may do so once a
+        height: after that it lets others convene [A7].
         """
         begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
         limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
@@ -101,7 +101,7 @@ class Liar:
             self.reigns.setdefault((header.tip, message.ballot.attempt), now_s)
 
     def says(self, destination: PeerId, packet: Packet) -> list[Packet]:
-        """What leaves instead of one packet."""
+        """The packets that leave instead of one packet."""
         header, message = packet
         if not self.is_lying:
             return [packet]
@@ -119,7 +119,7 @@ class Liar:
         return [packet]
 
     def hears(self, packet: Packet) -> list[Packet]:
-        """What it answers at once, whatever its machine does with the message."""
+        """Its immediate answers, whatever its machine does with the message."""
         header, message = packet
         if (
             not self.is_lying
@@ -143,7 +143,7 @@ class Liar:
     # ------------------------------------------------------------ member and reducer
 
     def _ready(self, header: messages.Header, ready: messages.Ready) -> messages.Ready:
-        """Another capacity and room, an absurd attempt, or no word of its vote."""
+        """A READY with another capacity and room, an absurd attempt, or without its vote."""
         if self._will("attempts", 0.1):
             return replace(
                 ready, ballot=messages.Ballot(messages.MAX_ATTEMPT, ready.ballot.convener)
@@ -165,7 +165,7 @@ class Liar:
         )
 
     def _claimed(self, offer: messages.Offer) -> messages.Offer:
-        """All that it was dealt, in a millisecond."""
+        """An offer that claims the whole deal, trained in a millisecond."""
         tip, rules = self.tip, self._shell.task.rules
         tokens = most_samples(self.me, tip, rules) * rules.sequence_length
         if offer.tip != tip.digest or rules.round_seconds is None:
@@ -174,7 +174,7 @@ class Liar:
         return replace(offer, steps=steps, tokens=tokens, seconds=0.001)
 
     def _results(self, reduced: messages.Reduced) -> messages.Reduced:
-        """Means of units that are others' to average, or for a roster of its own."""
+        """Means of units that others have to average, or for an invented roster."""
         results, roster_id = dict(reduced.results), reduced.roster_id
         if self._will("foreign", 0.7):
             for unit in sorted(
@@ -217,7 +217,7 @@ class Liar:
         change: Callable[[dict[PeerId, messages.Offer]], None] | None = None,
         **attended: object,
     ) -> messages.Propose:
-        """The proposal of a round with other offers or another attendance, all of one piece."""
+        """A consistent proposal of a round with other offers or another attendance."""
         tip, rules, evidence = self.tip, self._shell.task.rules, propose.evidence
         assert evidence is not None
         manifest = propose.manifest
@@ -258,7 +258,7 @@ class Liar:
         attendance: Attendance,
         results: Mapping[Unit, messages.ReducedUnit],
     ) -> messages.Evidence:
-        """Evidence that fits the lie, but for the signatures: it has its own key alone."""
+        """Evidence that fits the lie, except for signatures: the liar has only its own key."""
         run, declared = self._shell.task.rules.run, dict(evidence.declared)
         for peer in [*attendance.heard, *attendance.joiners]:
             capacity = {**attendance.joiners, **attendance.capacities}.get(peer, 1.0)
@@ -279,19 +279,19 @@ class Liar:
         return messages.Evidence(declared, plan.able, plan.roster_id, tuple(reports))
 
     def _value(self, unit: Unit, writer: PeerId) -> str:
-        """A value of its own making that passes for another's work."""
+        """An invented value that passes for another peer's work."""
         self._serials += 1
         base = self.tip.entries[unit].digest
         value = Trained(unit, base, writer, 10**6 + self._serials)
         return self._keep(self._shell.task.values.digest_of(value))
 
     def _delta(self, unit: Unit, writer: PeerId) -> str:
-        """A delta of its own making that brings nothing."""
+        """An invented delta that brings nothing."""
         base = self.tip.entries[unit].digest
         return self._keep(self._shell.task.values.encoded(unit, base, writer, {}))
 
     def _offered(self, unit: Unit, writer: PeerId) -> messages.OfferedUnit:
-        """An offer of its own making that passes for another's."""
+        """An invented offer that passes for another peer's."""
         rules, base = self._shell.task.rules, self.tip.entries[unit].digest
         size = rules.offered_bytes[unit]
         if unit in rules.averaged_deltas:
@@ -302,7 +302,7 @@ class Liar:
     def _mean(
         self, unit: Unit, value: str, size: int, delta: str | None = None
     ) -> messages.ReducedUnit:
-        """A result that says of a unit what it is to say."""
+        """A result with the given value of a unit."""
         is_moved = unit in self._shell.task.rules.averaged_deltas
         return messages.ReducedUnit(
             value, size, delta or self._delta(unit, self.me) if is_moved else None
@@ -349,11 +349,11 @@ class Liar:
         return self.anew(propose, rooms={**dict.fromkeys(self.tip.members, 0), self.me: 99})
 
     def joiner(self, propose: messages.Propose) -> messages.Propose:
-        """A stranger joins that never asked to."""
+        """A stranger joins without having asked."""
         return self.anew(propose, joiners={PHANTOM: 9.0})
 
     def copied(self, propose: messages.Propose) -> messages.Propose | None:
-        """A member is vouched for with what another member has shown."""
+        """A member is vouched for by the credential of another member."""
         manifest, known = propose.manifest, self._shell.credentials
         unvouched = sorted(self.tip.members.keys() - self.tip.vouched)
         others = [known[peer] for peer in sorted(known.keys() - unvouched)]
@@ -363,7 +363,7 @@ class Liar:
         return self.anew(propose, credentials={**manifest.invited, **friend})
 
     def silence(self, propose: messages.Propose) -> messages.Propose:
-        """Nobody was heard but those with an offer: its word against that of the others."""
+        """Only peers with an offer were heard: its word against that of the others."""
         assert propose.evidence
         sources = propose.manifest.sources.values()
         kept = {peer for values in sources for peer, _ in values}  # late offers are among them [O2]
@@ -383,7 +383,7 @@ class Liar:
         return replace(propose, manifest=forged)
 
     def results(self, propose: messages.Propose) -> messages.Propose:
-        """What others have averaged is of its own making."""
+        """Invented values take the place of the others' means."""
         entries = {
             unit: replace(entry, digest=self._value(unit, self.me))
             if unit in propose.manifest.sources and expert_of_unit(unit) is None
@@ -393,17 +393,17 @@ class Liar:
         return replace(propose, manifest=replace(propose.manifest, entries=entries))
 
     def replay(self, propose: messages.Propose) -> messages.Propose:
-        """The evidence is that of a round before."""
+        """The evidence is that of an earlier round."""
         return replace(propose, evidence=self._older)
 
     def replayed_declarations(self, propose: messages.Propose) -> messages.Propose:
-        """Declarations are those of a tip before."""
+        """Declarations are those of an earlier tip."""
         assert propose.evidence and self._older
         declared = {**propose.evidence.declared, **self._older.declared}
         return self.anew(replace(propose, evidence=replace(propose.evidence, declared=declared)))
 
     def nothing(self, propose: messages.Propose) -> messages.Propose:
-        """Nothing is shown."""
+        """No evidence is shown."""
         return replace(propose, evidence=None)
 
 
@@ -422,10 +422,10 @@ CONVENING: Mapping[str, Lie] = {
 }
 """What a convener may lie about."""
 COPIED = "copied"
-"""That an anchor vouches for a member, shown by a copied invitation; in the same class as WORK."""
+"""The lie that an anchor vouches for a member, by a copied invitation; in the class of WORK."""
 WORK = "work"
-"""That it did all that it was dealt, in no time; a class of its own has this lie."""
+"""The lie of having trained the whole deal in no time; a class of its own has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
-"""What a member and reducer may do besides."""
+"""Other lies of a member and reducer."""
 VOTES = ("twice", "hides")
-"""What no rule makes up for, where two quorums share nobody else, see swarm/protocol/README.md."""
+"""Lies that no rule makes up for where two quorums share only the liar: protocol/README.md."""

@@ -25,7 +25,7 @@ Forgery = Callable[[World], Forged]
 
 
 def forge(world: World, forgery: Forgery) -> None:
-    """Strangers, which are no peers here, send everybody something."""
+    """Sends forged messages of strangers, which are not peers here, to the peers."""
     for source, (header, message) in forgery(world):
         left = world.door.let_in(source, header, message)
         for node in list(world.nodes.values()):
@@ -50,7 +50,7 @@ def invented_parent(world: World) -> Forged:
 
 
 def stranger_reform(world: World) -> Forged:
-    """A reform by somebody that was no member, with a voter of the tip that signed nothing."""
+    """A reform by a stranger, which lists a voter of the tip that has signed nothing."""
     tip = _newest(world)
     members = {peer: Member(0, 1.0) for peer in (STRANGER, tip.order[0])}
     forged = compose_reform(tip, members, "ab" * 16, world.task.rules)
@@ -62,7 +62,7 @@ def stranger_reform(world: World) -> Forged:
 
 
 def yesterdays_majority(world: World) -> Forged:
-    """Those that have left for good sign what they like, where they once were a quorum."""
+    """Peers that have left for good forge a manifest where they once were a quorum."""
     tip = _newest(world)
     gone = [peer for peer, node in world.nodes.items() if node.has_left or peer not in tip.members]
     for link in world.nodes[_holder(world)].machine.chain.links[-2::-1]:
@@ -82,7 +82,7 @@ def yesterdays_majority(world: World) -> Forged:
 
 
 def older_keys(victim: PeerId) -> Forgery:
-    """Those that were members before a peer went away show it what would follow its own tip."""
+    """Members from before a peer's absence show it a forged successor of its own tip."""
 
     def forgery(world: World) -> Forged:
         tip, node = world.disks[victim].record.tip, world.nodes[victim]
@@ -111,7 +111,7 @@ def older_keys(victim: PeerId) -> Forgery:
 
 
 def unsigned_ready(world: World) -> Forged:
-    """A stranger speaks for nobody but itself."""
+    """READYs in the names of members, with a wish to leave, which these never signed."""
     tip = _newest(world)
     header = messages.Header(tip.code, tip.digest, tip.generation)
     return [
@@ -127,7 +127,7 @@ def unsigned_ready(world: World) -> Forged:
 
 
 def copied_invitation(world: World) -> Forged:
-    """A stranger shows what another has shown, as it was relayed or stands in the manifest."""
+    """A stranger shows a copy of another peer's credential, relayed or from the manifest."""
     tip = _newest(world)
     shown = [world.credentials[peer] for peer in sorted(world.credentials)]
     if not shown:
@@ -175,14 +175,14 @@ def _commit(
 
 
 MANY, FEW = 8, 3
-"""Honest voters, vouched for by the founder. Of three, one more voter may be a key."""
+"""Honest voters, vouched for by the founder. With three of them, one key may become a voter."""
 GAP_S = 4 * 9.0
-"""Four rounds of the many: up to 4 s of local steps, 5 s for the rest with what is lost. Keys that
-vanish one after another, each just when a round needs it, have made one take 28 s."""
+"""Four rounds of the many: up to 4 s of local steps, and 5 s for the rest with lost messages. Keys
+that vanish one after another, each just when a round needs it, have made one round take 28 s."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)
-"""What is lost is the matter of other classes; here a gap is what keys cause."""
+"""Other classes lose messages; here only keys cause gaps between rounds."""
 ONE_NETWORK = 0.3
-"""Chance that all keys are at addresses of one network; else these are not known."""
+"""Chance that the addresses of all keys are in one network; otherwise these are not known."""
 NETWORK = "192.0.2.0/24"
 IDLE_S = 1e6
 """Local steps of a key that trains nothing."""
@@ -190,12 +190,12 @@ IDLE_S = 1e6
 
 @dataclass(frozen=True)
 class KeysMix(Mix):
-    """What class V is made of."""
+    """The ingredients of class V."""
 
     keys: tuple[int, int] = (4, 50)
 
     def drawing(self) -> type[Draw]:
-        """What draws its scenarios."""
+        """The class that draws its scenarios."""
         return KeysDraw
 
 
@@ -236,7 +236,7 @@ class KeysDraw(Draw):
             script.append((came_s + random.random(), World.join, (key,)))
             script.append((end_s, World.kill, (key,)))
         characters = {**scenario.setup.characters, **{key: self._key() for key in keys}}
-        if Random(scenario.heal_s).random() < ONE_NETWORK:  # aside: a seed stands for what it did
+        if Random(scenario.heal_s).random() < ONE_NETWORK:  # apart: a seed keeps its faults
             characters |= {key: replace(characters[key], network=NETWORK) for key in keys}
         return replace(
             scenario,

@@ -1,4 +1,4 @@
-"""The event queue, the peers, lossy links, how a swarm begins, and all that can be done to it."""
+"""The event queue, the peers, lossy links, the founding of a swarm, and all faults of it."""
 
 from __future__ import annotations
 
@@ -152,22 +152,22 @@ def found(setup: Setup, values: Values) -> manifest.Manifest:
 
 
 MAX_EVENTS, MAX_EVENTS_A_PAIR = 1_000_000, 20
-"""More in one schedule, and for each pair of peers, is taken for a storm of messages: voters
-without a quorum greet all others, so 256 peers say much more than 64."""
+"""More events in one schedule, with so many for each pair of peers, count as a message storm.
+Voters without a quorum greet all others, so 256 peers send far more than 64."""
 DISCOVER_S = 20.0
-"""Each peer looks this often who else is in the DHT."""
+"""How often each peer looks up the others in the DHT."""
 RESTORE_S = 5.0
-"""A peer without a record looks so often for somebody who proves a tip to it."""
+"""How often a peer without a record looks for a peer that proves a tip to it."""
 RESTART_S = 2.0
-"""In which a person starts a peer again."""
+"""Time in which a person restarts a peer."""
 AMBUSH_S = (3.0, 10.0, 25.0)
-"""How long a peer may be cut off when another crashes by planned."""
+"""How long a peer may be cut off when another has a planned crash."""
 REFUSED = 0.7
-"""Share of messages to a dead process that its machine refuses; a router may drop the others."""
+"""Share of messages to a dead process that come back as refused; routers drop other refusals."""
 REFUSED_IN_ERROR = 0.002
 """Share of messages to a living process that look refused."""
 UNSENT_S = 0.01
-"""What a crashing process posted so shortly before may never leave its machine."""
+"""Messages that a process posted this shortly before its crash may never leave its machine."""
 
 
 class World:
@@ -196,7 +196,7 @@ class World:
         self.disks: dict[manifest.PeerId, Disk] = {}
         self.on_apply: Callable[[Node], None] | None = None
         self.credentials = dict(setup.credentials)
-        """With which peers start."""
+        """Credentials with which peers start."""
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
@@ -216,7 +216,7 @@ class World:
         heappush(self._queue, (self.now + delay_s, next(self._numbers), method, arguments))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Works events off, in order of time, until the condition holds after one of them."""
+        """Handles events in order of time, until the condition holds after one of them."""
         queue = self._queue
         most = MAX_EVENTS + MAX_EVENTS_A_PAIR * len(self.nodes) ** 2
         for _ in range(most):
@@ -227,13 +227,13 @@ class World:
         raise Violation("I3", f"{most} events in {self.now:.0f} s: a storm of messages")
 
     def discover(self) -> None:
-        """Everybody looks who else is there; the DHT knows addresses and nothing more."""
+        """Lets all peers look up the others; the DHT knows addresses and nothing more."""
         self.at(DISCOVER_S, self.discover)
         for node in list(self.nodes.values()):
             node.discover(tuple(sorted(self.nodes)))
 
     def post(self, source: manifest.PeerId, destination: manifest.PeerId, payload: Payload) -> None:
-        """Hands a message to the network, or what a liar makes of it."""
+        """Hands a message to the network, or the lies that a liar sends instead."""
         if self.liar and source == self.liar.me and isinstance(payload, Packet):
             self.liar.convenes(payload, self.now)
             for packet in self.liar.says(destination, payload):
@@ -320,7 +320,7 @@ class World:
             self.at(RESTORE_S, self.join_shown, peer)
 
     def join_proved(self, peer: manifest.PeerId) -> None:
-        """A stranger arrives with manifest 0 alone: the tip is proved to it past many heads."""
+        """A stranger arrives with manifest 0 alone, and gets a proof that skips many heads."""
         self.start(peer, Record(self.founding, certificate=None, parent=None))
 
     def leave(self, peer: manifest.PeerId) -> None:
@@ -329,7 +329,7 @@ class World:
             self.nodes[peer].ask_to_leave()
 
     def vouch(self, peer: manifest.PeerId, credential: Credential) -> None:
-        """An anchor vouches for a peer, which starts again with that, or comes with it."""
+        """An anchor vouches for a peer, which starts again with the credential or comes with it."""
         self._note(f"{peer} is given an invitation by {credential.invitation.inviter}")
         self.credentials[peer] = credential
         self.invariants.given.add((peer, credential))
@@ -407,7 +407,7 @@ class World:
         return True
 
     def _proved(self, host: Node) -> tuple[Record, tuple[Link, ...]] | None:
-        """A host's tip and the links that prove it to who has none; None if they do not [L2]."""
+        """A host's tip and the links that prove it to a newcomer; None if they do not [L2]."""
         told, trusted = host.disk.record, self.founding.digest
         path = host.machine.chain.proof(trusted)
         problem = proof_problem(path, told.tip.head, {trusted}, is_new=True)
@@ -424,14 +424,14 @@ class World:
             node.is_deaf = True
 
     def wake(self, peer: manifest.PeerId, slept_s: float) -> None:
-        """It goes on as if no time had passed."""
+        """Lets the machine continue as if no time had passed."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and node.is_deaf:
             node.slept_s += slept_s
             node.resume()
 
     def skew(self, peer: manifest.PeerId, seconds: float) -> None:
-        """Somebody sets a peer's wall clock."""
+        """Moves a peer's wall clock."""
         if peer in self.nodes:
             self._note(f"wall clock of {peer} jumps by {seconds:.0f} s")
             self.nodes[peer].wall_ahead_s += seconds
@@ -442,12 +442,12 @@ class World:
             self.nodes[peer].planned = planned
 
     def applied(self, me: manifest.PeerId) -> None:
-        """Hears of a new tip."""
+        """Passes a peer's new tip on."""
         if self.on_apply:
             self.on_apply(self.nodes[me])
 
     def fell(self, me: manifest.PeerId, planned: PlannedCrash) -> None:
-        """A planned has sprung; the peer starts again some time later."""
+        """A planned crash has happened; the peer starts again some time later."""
         node = self.nodes[me]
         if self.random.random() < 0.5:
             node.fell_s = self.now
@@ -468,7 +468,7 @@ class World:
             node.pause()
 
     def resume(self, peer: manifest.PeerId) -> None:
-        """Lets a stopped process go on."""
+        """Lets a stopped process continue."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and node.is_paused:
             node.resume()

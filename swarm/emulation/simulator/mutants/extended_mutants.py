@@ -1,4 +1,4 @@
-"""Rules that only the extended model or a liar tries, removed one at a time."""
+"""Rules that only the extended model or a liar tests, removed one at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from swarm.protocol.values.invitation import Credential, Invitation, invitation_
 from swarm.protocol.values.manifest import Manifest, Member, PeerId
 from swarm.protocol.values.work import Book, Counts, num_samples
 
-# A method without its rule has no use for what the rule looked at.
+# A method without its rule ignores the rule's inputs.
 # ruff: noqa: ARG002
 
 
@@ -101,12 +101,12 @@ class _ReformsAtWork(Reformer):
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant("C3: who said when is waited for", collector=_WordsIgnored),
+    "words_ignored": Mutant("C3: a peer that said when is waited for", collector=_WordsIgnored),
     "last_word_counts": Mutant("C3: a word does not slip for ever", collector=_LastWordCounts),
-    "always_trusted": Mutant("C3: nobody is waited for in vain again", collector=_AlwaysTrusted),
-    "thin_lines_awaited": Mutant("D5: no line holds up the others", collector=_ThinLinesAwaited),
+    "always_trusted": Mutant("C3: a useless wait is not repeated", collector=_AlwaysTrusted),
+    "thin_lines_awaited": Mutant("D5: no link holds up the others", collector=_ThinLinesAwaited),
     "thin_absentees_awaited": Mutant(
-        "D5: nor is a peer waited for whose line will have it left out",
+        "D5: nor is a peer waited for that its link will exclude",
         collector=_ThinAbsenteesAwaited,
     ),
     "waiting_ages_campaign": Mutant(
@@ -115,7 +115,7 @@ WAITING_MUTANTS: Mapping[str, Mutant] = {
     "collecting_ages_attempt": Mutant(
         "K1: an attempt ages when nothing is collected", acceptor=_CollectingAgesAttempt
     ),
-    "reforms_at_work": Mutant("F3: who is at work does not reform", reformer=_ReformsAtWork),
+    "reforms_at_work": Mutant("F3: a peer at work does not reform", reformer=_ReformsAtWork),
 }
 
 
@@ -258,13 +258,13 @@ class _ReturnsAtOnce(Acceptor):
 
 _P = cast(LyingMix, LYING["P"])
 CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
-"""A liar alone; whoever believes it shows it soon."""
+"""A liar alone; a peer that believes it shows this soon."""
 
 FORGERS = replace(_P, forgeries=(4, 8))
 
 LYING_MUTANTS: Mapping[str, Mutant] = {
     "nothing_is_shown": Mutant(
-        "A6: what is voted for follows from evidence", acceptor=_NothingIsShown, mix=CALM_LIES
+        "A6: a proposal follows from its evidence", acceptor=_NothingIsShown, mix=CALM_LIES
     ),
     "anybody_signs": Mutant(
         "A6, L1: signatures are those of their peers", door=_AnybodySigns, mix=CALM_LIES
@@ -274,10 +274,10 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
         "A5: one message does not use up the ballots", acceptor=_AnyAttempt, mix=CALM_LIES
     ),
     "returns_at_once": Mutant(
-        "A7: whoever had a vote lets others convene", acceptor=_ReturnsAtOnce
+        "A7: a convener that had a vote lets others convene", acceptor=_ReturnsAtOnce
     ),
     "pruned_by_count": Mutant(
-        "L3: a chain keeps what leads on from each head", adopter=_PrunedByCount
+        "L3: a chain keeps links that lead on from each head", adopter=_PrunedByCount
     ),
 }
 
@@ -486,7 +486,7 @@ FORGETFUL = replace(
     strangers=0.0,
     kinds={"lose_disk": 3.0, "betrayal": 4.0, "split": 2.0, "isolate": 2.0, "cut": 1.0},
 )
-"""Peers forget what they voted for, and come back where others do not know of it."""
+"""Peers forget their votes, and come back where others do not know of these."""
 VANISHING = replace(cast(KeysMix, KEYS["V"]), keys=(40, 50), window_s=(40.0, 60.0))
 """A key vanishes every second."""
 SLOW_LINKS = replace(
@@ -506,7 +506,7 @@ class _AnyRoom(Rules):
 
 
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
-    "any_room": Mutant("R4: nobody is given what does not fit", rules=under(_AnyRoom)),
+    "any_room": Mutant("R4: no peer gets an expert that does not fit", rules=under(_AnyRoom)),
     "rolled_back_votes": Mutant(
         "P5: a rolled-back record casts no vote",
         rolled_back=lambda earlier: earlier,
@@ -525,16 +525,16 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "P5: a lone member without its record reforms", standing=_LoneAbstainerVotes
     ),
     "reform_ends_abstention": Mutant(
-        "P5: who may vote in one generation may not yet in those from before",
+        "P5: a peer that may vote in one generation may not yet in earlier ones",
         standing=_ReformEndsAbstention,
     ),
     "failed_sync_awaited": Mutant(
         "A3: a sync that failed is tried again", blobs=_FailedSyncAwaited
     ),
     "newest_is_fetched": Mutant(
-        "X1: what is being made durable is applied first", adopter=_NewestIsFetched
+        "X1: a manifest that is being made durable is applied first", adopter=_NewestIsFetched
     ),
-    "trainees_reform": Mutant("F3: who has no vote does not reform", reformer=_TraineesReform),
+    "trainees_reform": Mutant("F3: no peer without a vote reforms", reformer=_TraineesReform),
     "four_are_a_quorum": Mutant(
         "a quorum is a majority of all members",
         standing=_FourAreAQuorum,
@@ -542,13 +542,13 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "heard_by_chance": Mutant("H4: voters that are silent are greeted", contacts=_HeardByChance),
     "silent_sources_awaited": Mutant(
-        "C4: who is silent and has what others lack is left out", averaging=_SilentSourcesAwaited
+        "C4: a silent source of missing values is left out", averaging=_SilentSourcesAwaited
     ),
     "late_by_themselves": Mutant(
-        "C3: voters that are late are worth what they are together", collector=_LateByThemselves
+        "C3: the worth of late voters is counted together", collector=_LateByThemselves
     ),
     "convenes_meanwhile": Mutant(
-        "K1: who fetches what was decided does not convene", takeover=_ConvenesMeanwhile
+        "K1: a peer that fetches a decided manifest does not convene", takeover=_ConvenesMeanwhile
     ),
     "unheard_goes_first": Mutant(
         "K1: a convener that got no answers goes last", takeover=_UnheardGoesFirst
@@ -565,22 +565,24 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "wall_clock": Mutant("the wall clock does not matter", clock=attrgetter("wall_s")),
     "clock_stops_in_sleep": Mutant("B2: time asleep has passed", clock=attrgetter("awake_s")),
     "goes_on_after_stand_still": Mutant(
-        "B2: who stood still listens first", listener=_GoesOnAfterStandStill
+        "B2: a peer that stood still listens first", listener=_GoesOnAfterStandStill
     ),
     "transfer_limit_fixed": Mutant("a transfer may take as long as its bytes need", waits_on=False),
     "timers_not_adapted": Mutant(
         "timers follow sizes and rates", timers=lambda _, base: base, mix=SLOW_LINKS
     ),
     "hand_over_not_awaited": Mutant(
-        "N4: what a living owner hands over is waited for", taking=_HandOverNotAwaited
+        "N4: the hand-over of a living owner is waited for", taking=_HandOverNotAwaited
     ),
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", taking=_OlderMomentsTaken
     ),
     "weights_ignored": Mutant("W1: a value weighs its tokens", rules=under(_WeightsIgnored)),
-    "whole_deals_count": Mutant("T3: only what was used counts", rules=under(_WholeDealsCount)),
-    "holes_forgotten": Mutant("T1: what was not used is dealt again", rules=under(_HolesForgotten)),
-    "dealt_anew_at_reform": Mutant("T4: survivors read on", rules=under(_DealtAnewAtReform)),
+    "whole_deals_count": Mutant("T3: only used samples count", rules=under(_WholeDealsCount)),
+    "holes_forgotten": Mutant("T1: unused samples are dealt again", rules=under(_HolesForgotten)),
+    "dealt_anew_at_reform": Mutant(
+        "T4: survivors keep their deals", rules=under(_DealtAnewAtReform)
+    ),
     "all_are_kept": Mutant(
         "C4: keys that vanish cost a few rosters", collector=_AllAreKept, mix=VANISHING
     ),

@@ -1,4 +1,4 @@
-"""The protocol with one rule removed at a time: what the simulator must be able to catch."""
+"""The protocol with one rule removed at a time, as the simulator must be able to notice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NoBaseCheck(Training):
 
 
 class OfferedBeforeSaved(Training):
-    """Offers what a crash would make it forget [P6]."""
+    """Offers work that a crash would make it forget [P6]."""
 
     async def offer(self) -> None:
         assert self.work is not None
@@ -92,7 +92,7 @@ class MergesOnApply(Trainer):
 
 # ruff: enable[undocumented-public-method]
 
-# A method without its rule has no use for what the rule looked at.
+# A method without its rule ignores the rule's inputs.
 # ruff: disable[unused-method-argument]
 
 
@@ -219,7 +219,7 @@ class _VotesCrossTips(Listener):
 class _TipBeforeCollected(Adopter):
     def _collect_garbage(self, old: Record) -> None:
         super()._collect_garbage(replace(old, tip=self.tip))
-        # At once: else the live model has taken what it needs.
+        # Before the `Apply`: after it, the live model has the values that it needs.
         at = next(i for i, effect in enumerate(self.out.effects) if isinstance(effect, Apply))
         self.out.effects.insert(at, self.out.effects.pop())
 
@@ -346,7 +346,7 @@ REVOLTS = Mix(
 SHATTERED = Mix(kinds={"shatter": 1.0}, faults=(1, 3), window_s=(120.0, 200.0))
 """Several survivors reform, each for itself."""
 LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16), small=0.0)
-"""Peers learn of manifests that nobody is left to give them."""
+"""Peers learn of manifests whose last holders have died."""
 MERGE_DUELS = replace(DUELS, merging=1.0)
 UNPROVED = replace(CLASSES["A"], certificates=0.0)
 """Commits are believed without certificates."""
@@ -391,7 +391,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "no_reform": Mutant("F3: a lost majority is given up", reformer=_NoReform),
     "generation_counted": Mutant("F3: an id is unique", reformer=_GenerationCounted, mix=SHATTERED),
     "reform_although_quorum": Mutant(
-        "F2: no reform beside a quorum", reform_choice=_ReformAlthoughQuorum
+        "F2: no reform while a quorum lives", reform_choice=_ReformAlthoughQuorum
     ),
     "most_tokens_win": Mutant("F1: the total order of manifests", standing=_MostTokensWin),
     "merge_on_apply": Mutant(

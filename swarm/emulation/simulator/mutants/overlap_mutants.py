@@ -16,7 +16,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, Unit
 from swarm.protocol.values.schedule import Schedule
 from swarm.protocol.values.work import Book, Counts, next_book
 
-# A method without its rule has no use for what the rule looked at.
+# A method without its rule ignores the rule's inputs.
 # ruff: noqa: ARG002
 
 
@@ -72,19 +72,21 @@ class _TwoInFlight(Training):
 _O = OVERLAPPED["O"]
 OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "rest_dealt_to_others": Mutant(
-        "T5: what a member has read ahead stays its own", rules=under(_RestIsDealtToOthers), mix=_O
+        "T5: samples that a member has read ahead stay its own",
+        rules=under(_RestIsDealtToOthers),
+        mix=_O,
     ),
     "behind_forgotten": Mutant(
-        "V6: steps that go on are counted, and not read again",
+        "V6: steps that stay are counted, and not read again",
         training=_loop_of(_ForgetsWhatIsBehind),
         mix=_O,
     ),
     "counted_twice": Mutant("V6: steps are counted once", training=_loop_of(_CountsTwice), mix=_O),
     "lost_steps_counted": Mutant(
-        "V6: steps that begin anew are not counted", training=_loop_of(_CountsWhatIsLost), mix=_O
+        "V6: steps that restart are not counted", training=_loop_of(_CountsWhatIsLost), mix=_O
     ),
     "other_line_counted": Mutant(
-        "V6: what another line deals to others is not counted",
+        "V6: samples that another chain deals to others are not counted",
         training=_OtherLineCounted,
         mix=replace(OVERLAPPED["U"], is_sliced=True),
     ),
@@ -153,7 +155,7 @@ def _own_rules(me: str, rules: Rules) -> Rules:
 
 SLICE_MUTANTS: Mapping[str, Mutant] = {
     "overdue_forgotten": Mutant(
-        "U3: what was missed is due until it is renewed", training=_OverdueForgotten
+        "U3: a missed unit is due until it is renewed", training=_OverdueForgotten
     ),
     "units_not_due": Mutant(
         "U3: only units that are due are offered", rules=under(_Unscheduled), training=_AllOffered
@@ -164,7 +166,7 @@ SLICE_MUTANTS: Mapping[str, Mutant] = {
     "renewed_parts_kept": Mutant(
         "S1: a renewed part restarts from its mean", training=_RenewedPartsKept
     ),
-    "parts_dropped": Mutant("S1: a part that was not due goes on", training=_PartsDropped),
+    "parts_dropped": Mutant("S1: a part that was not due keeps its steps", training=_PartsDropped),
     "offer_forgotten": Mutant(
         "P6: an offer is made once, also after a crash", training=_OfferForgotten
     ),

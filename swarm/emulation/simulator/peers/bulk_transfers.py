@@ -20,7 +20,7 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.values.manifest import Digest, PeerId
 
 ANSWER_WITHIN_S = 2.5
-"""How long a source may be silent while it is to send."""
+"""How long a source may be silent while it should send."""
 PAUSE_S = 0.3
 """Wait before a blob is asked for elsewhere."""
 PAUSE_AFTER_ALL_S = 1.2
@@ -50,10 +50,10 @@ class FetchingShell(Shell, Protocol):
 
 
 class CatchUp:
-    """Which manifest a peer fetches to apply it, and in which events this began and ended [X1].
+    """The manifest that a peer fetches to apply it, and in which events this began and ended [X1].
 
-    Effects are carried out after the whole event, when the machine may pursue another manifest
-    than the one a first `Fetch` was for. So what begins and ends within one event is not judged.
+    Effects are carried out after the whole event. By then the machine may pursue another manifest
+    than that of its first `Fetch`. So a fetch that begins and ends within one event is not judged.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,15 @@ class CatchUp:
         self._began, self._ended = 0, inf
 
     def may_begin(self, digest: Digest) -> bool:
-        """Whether this manifest is another, or was given up by an earlier event than this."""
+        """Whether this manifest is another, or was given up by an earlier event."""
         return digest != self._digest or self._began == self.event or self._ended < self.event
 
     def begin(self, digest: Digest) -> None:
-        """This event has it fetched."""
+        """Notes that this event has the manifest fetched."""
         self._digest, self._began, self._ended = digest, self.event, inf
 
     def end(self) -> None:
-        """This event gives it up, if none has before."""
+        """Notes that this event gives the fetch up, if no earlier one has."""
         self._ended = min(self._ended, self.event)
 
 
@@ -103,7 +103,7 @@ class Fetcher:
         self._shell.post(source, Data(get.number, found, absent))
 
     def take(self, source: PeerId, data: Data) -> None:
-        """Stores what came, and turns to other sources for what did not."""
+        """Stores blobs that came, and turns to other sources for the others."""
         asked = self._asked.pop(data.number, None)
         if asked is None or asked[1] != source:
             return
@@ -159,7 +159,7 @@ class Fetcher:
 
 @dataclass(eq=False, slots=True)
 class _Want:
-    """A blob and whose turn it is."""
+    """A blob, and which of its sources is next."""
 
     digest: Digest
     num_bytes: int
@@ -175,10 +175,10 @@ FIRST_S = 0.5
 ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
-"""After a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
-minutes. Rounds here take seconds, and in class Q a generation of members leaves within 40."""
+"""Rest after a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
+minutes. Rounds here take seconds, and in class Q a generation of members leaves within 40 s."""
 IDLE_S = 2.0
-"""While nothing is missing, or nobody is there to be asked."""
+"""Rest while nothing is missing, or there is no peer to ask."""
 
 
 class SearchingShell(Shell, Protocol):
@@ -222,7 +222,7 @@ class HeadSearch:
         is_sound = partial(sound, run=self._shell.machine.rules.run, holds=holds)
         try:
             filling = filling.extended(page, is_sound)
-        except BadMessage:  # it has nothing of it
+        except BadMessage:  # the member has no such links
             self._shell.after(AGAIN_S, self._look)
             return
         self._begun[filling.ends] = filling
@@ -246,32 +246,32 @@ class StreamingShell(FetchingShell, Protocol):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Of this peer, in its present life."""
+        """The fetcher of this peer's present life."""
 
     def rates(self) -> tuple[float, float]:
-        """Bytes per second that this peer sends and receives at most."""
+        """The most bytes per second that this peer sends and receives."""
 
     def clock_s(self) -> float:
         """This peer's time."""
 
     def waits_on(self, *, is_flowing: bool) -> bool:
-        """Whether to wait on for what has not come yet."""
+        """Whether to keep waiting for what has not come yet."""
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """Hears that a whole transfer is done, whose bytes flowed for so long."""
+        """Notes a whole transfer, and for how long its bytes flowed."""
 
 
 class StreamingFetcher(Fetcher):
-    """A fetcher whose bytes take their time."""
+    """A fetcher whose transfers take time."""
 
     def __init__(self, shell: StreamingShell) -> None:
         super().__init__(shell)
         self._peer = shell
         self.num_incoming = 0
         self._flowing_s = self._changed_s = 0.0
-        """Seconds in which something came, up to the last change of `num_incoming`; and when."""
+        """Seconds with incoming bytes up to the last change of `num_incoming`; its time."""
         self._flows: dict[tuple[PeerId, int], deque[Digest]] = {}
-        """What is still to be sent to whom, by the number of the question."""
+        """Blobs still to be sent, by receiver and number of the question."""
         self._is_sending = False
         self._began: dict[Purpose, float] = {}
         self._bytes: dict[Purpose, int] = {}
@@ -301,7 +301,7 @@ class StreamingFetcher(Fetcher):
             self._peer.fetched(self._bytes[purpose], self._flowed_s() - self._began[purpose])
 
     def flow(self, change: int) -> None:
-        """So many more peers send to this one; fewer if negative."""
+        """Changes the number of peers that send to this one."""
         self._flowing_s, self._changed_s = self._flowed_s(), self._peer.clock_s()
         self.num_incoming += change
 
@@ -333,7 +333,7 @@ class StreamingFetcher(Fetcher):
     # ------------------------------------------------------------ sending
 
     def serve(self, source: PeerId, get: Get) -> None:
-        """Says what is not here, and queues what is."""
+        """Reports absent blobs, and queues the others."""
         disk = self._peer.disk
         absent = tuple(digest for digest in get.digests if digest not in disk)
         if absent:

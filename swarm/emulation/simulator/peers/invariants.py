@@ -1,4 +1,4 @@
-"""What must hold whatever happens: I1, I2, I4, I6 to I15, and of deltas E1 to E5.
+"""Invariants that hold whatever happens: I1, I2, I4, I6 to I15, and for deltas E1 to E5.
 
 Checked at every persist and apply.
 """
@@ -36,7 +36,7 @@ from swarm.protocol.values.work import weights
 
 
 class DeltaInvariants:
-    """Judges what concerns deltas alone."""
+    """Judges the invariants of deltas."""
 
     def __init__(self, rules: Rules, values: Values, liar: PeerId | None) -> None:
         self.rules, self.values = rules, values
@@ -48,7 +48,7 @@ class DeltaInvariants:
         """Peers that have lost a disk or a record."""
 
     def offered(self, peer: PeerId, offer: Offer) -> None:
-        """A peer's machine has got this offer."""
+        """Judges an offer that a peer's machine has got."""
         if offer.is_late or peer in self.forgetful or peer == self.liar:
             return
         for unit in offer.units.keys() & self.rules.unit_coding.keys():
@@ -58,16 +58,16 @@ class DeltaInvariants:
             require(first == digest, "E3", why)
 
     def accepted(self, peer: PeerId, disk: Disk, manifest: Manifest) -> None:
-        """A peer has voted for a manifest."""
+        """Judges a peer's vote for a manifest."""
         self._voted.setdefault(peer, []).append(manifest)
         self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
     def left(self, peer: PeerId) -> None:
-        """A peer has another generation: what it voted for before is others' to serve."""
+        """A peer has another generation: others have to serve what was voted for before."""
         self._voted.pop(peer, None)
 
     def kept(self, peer: PeerId, disk: Disk) -> None:
-        """A peer's disk was cleared of what nothing needs."""
+        """Judges a peer's disk after unneeded blobs were deleted."""
         if peer in self.forgetful or not self.rules.unit_coding:
             return
         tips = {each.tip.digest for each in (disk.record, disk.earlier) if each}
@@ -76,7 +76,7 @@ class DeltaInvariants:
                 self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
     def reduced(self, peer: PeerId, disk: Disk, reduced: Reduced) -> None:
-        """A peer reports means."""
+        """Judges means that a peer reports."""
         for unit, result in reduced.results.items():
             if result.delta is not None:
                 self._require_durable(peer, disk, (result.digest, result.delta), unit)
@@ -115,7 +115,7 @@ class DeltaInvariants:
         require(not twice, "E2", f"{name}: {unit} has {twice} twice or less than once")
 
     def left_over(self, peer: PeerId, unit: Unit, left: Mapping[Tag, int], tip: Manifest) -> None:
-        """Judges what a reducer adds to its next mean after this tip."""
+        """Judges the remainder that a reducer adds to its next mean after this tip."""
         agreed = self.values.contents(tip.entries[unit].digest)
         wrong = {tag: count for tag, count in left.items() if count != 1 or tag in agreed}
         require(not wrong, "E2", f"{peer} has {wrong} left over of {unit} after {short(tip)}")
@@ -123,12 +123,12 @@ class DeltaInvariants:
     def all_are_somewhere(
         self, tip: Manifest, forked: Iterable[Manifest], present: Iterable[Iterable[Tag]]
     ) -> None:
-        """Judges the end: nothing has vanished.
+        """Judges the end of a schedule: nothing has vanished.
 
         Args:
-            tip: the newest; what a liar's means have swallowed is nobody's loss to judge.
-            forked: what other generations agreed on; their work is lost with them.
-            present: what is live, and what is left over.
+            tip: the newest tip. With a liar nothing is judged, since its means may swallow steps.
+            forked: manifests of other generations, whose work is lost with them.
+            present: tags of live values and of remainders.
         """
         if self.liar is not None:
             return
@@ -159,9 +159,9 @@ class Invariants:
         self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
         self.setup = setup
         self.given = set(setup.credentials.items())
-        """What peers have been given to come with so far."""
+        """Credentials that peers have been given so far."""
         self.liar = setup.liar
-        """A peer whose word is not judged, and whose disk is taken to hold what it says."""
+        """A peer whose word is not judged, and whose disk counts as holding what was voted for."""
 
     # ------------------------------------------------------------ ancestry
 
@@ -186,7 +186,7 @@ class Invariants:
     # ------------------------------------------------------------ writes
 
     def offered(self, peer: PeerId, offer: Offer) -> None:
-        """A peer's machine has got this offer, to put it before the convener."""
+        """Notes an offer that a peer's machine has got, for the convener."""
         self._offered.setdefault((peer, offer.tip), []).append(offer)
         self.deltas.offered(peer, offer)
 
@@ -220,7 +220,7 @@ class Invariants:
             self._require_quorum(tip, disks)
 
     def lost_disk(self, peer: PeerId) -> None:
-        """What this peer had voted for counts as durable from now on: it did all it could [I2]."""
+        """This peer's earlier votes count as durable from now on: it did all it could [I2]."""
         voted = {digest for digest, peers in self._acceptors.items() if peer in peers}
         self._forgiven.setdefault(peer, set()).update(voted)
         self.deltas.forgetful.add(peer)
@@ -228,7 +228,7 @@ class Invariants:
     def reformed(
         self, peer: PeerId, old: Manifest, new: Manifest, heard: Collection[PeerId]
     ) -> None:
-        """Judges a tip in another generation, given who was heard within the last T_reform."""
+        """Judges a tip in another generation, given the peers heard within the last T_reform."""
         length = len(old.lineage)
         leaves_mine = len(new.lineage) > length and new.lineage[:length] == old.lineage
         require(
@@ -321,7 +321,7 @@ class Invariants:
     # ------------------------------------------------------------ contents
 
     def _check_owners(self, manifest: Manifest, parent: Manifest) -> None:
-        """All owners that there is room for, and nobody is given what does not fit [I4, I13]."""
+        """Requires all owners that there is room for, and none beyond its room [I4, I13]."""
         wanted = min(self.rules.owners_per_expert, len(manifest.members))
         load = Counter(peer for owners in manifest.owners.values() for peer in owners)
         rooms = {peer: member.room for peer, member in manifest.members.items()}
@@ -427,7 +427,7 @@ class Invariants:
                 self._check_value(name, unit, manifest, parent)
 
     def _check_members(self, manifest: Manifest, parent: Manifest) -> None:
-        """Members are peers that there are, with capacity and room as they have said [I12]."""
+        """Requires real peers as members, with the capacity and room they declared [I12]."""
         for peer, member in manifest.members.items():
             before = parent.members.get(peer)
             named = self.setup.characters.get(peer)
@@ -441,7 +441,7 @@ class Invariants:
             )
 
     def _check_offers(self, manifest: Manifest, parent: Manifest) -> None:
-        """What a manifest counts as a peer's, that very peer has offered, all of it [I12]."""
+        """Requires that a peer has offered exactly what a manifest counts as its offer [I12]."""
         units: dict[PeerId, dict[Unit, Digest]] = {}
         for unit, values in manifest.sources.items():
             for peer, digest in values:

@@ -1,4 +1,4 @@
-"""What must hold of members: what they bring [U3], who votes [V1, I15], what work gains [I14]."""
+"""Invariants of members: their offers [U3], their votes [V1, I15], their claims of work [I14]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.protocol.values.work import num_samples
 def check_brought(
     manifest: Manifest, parent: Manifest, due: Set[Unit], liar: PeerId | None
 ) -> None:
-    """What is due, overdue or not, each contributor brings of the experts that it owns."""
+    """Each contributor offers all due experts that it owns, overdue or not."""
     contributors = frozenset(manifest.contributors) - {liar}
     for expert, owners in parent.owners.items():
         unit = expert_unit(expert)
@@ -31,7 +31,7 @@ def check_brought(
 
 
 def check_votes(manifest: Manifest, parent: Manifest) -> None:
-    """Votes are earned one a round, and those without an anchor's word stay under a third [R7]."""
+    """Votes are earned one a round; voters without an anchor's word stay under a third [R7]."""
     new = manifest.voters - parent.voters - manifest.vouched
     unvouched = manifest.voters - manifest.vouched
     earned = all(manifest.members[p].counted >= 10 for p in new)
@@ -58,7 +58,7 @@ def check_trainees(
 def check_vouched(
     manifest: Manifest, parent: Manifest, given: Collection[tuple[PeerId, Credential]]
 ) -> None:
-    """Anchors vouch for what they signed and no more, and what they once said stays said [R8]."""
+    """Anchors vouch only for what they signed, and their earlier word stays good [R8]."""
     name, shown = short(manifest), manifest.invited
     known = {manifest.founding.founder} | parent.vouched | parent.absent.keys()
     new, lost = manifest.vouched - known, known & manifest.members.keys() - manifest.vouched
@@ -66,7 +66,7 @@ def check_vouched(
     require(not lost, "I15", f"{name}: nobody vouches for {sorted(lost)} any more")
     for peer, credential in shown.items():
         is_own = (peer, credential) in given
-        require(is_own, "I15", f"{name}: nobody has given {peer} what it shows")
+        require(is_own, "I15", f"{name}: nobody has given {peer} its credential")
         require(
             credential.invitation.last_round >= manifest.round,
             "I15",
@@ -76,7 +76,7 @@ def check_vouched(
 
 
 def _check_uses(manifest: Manifest, parent: Manifest) -> None:
-    """No more come with an invitation, or by one anchor, than may."""
+    """No more peers come by an invitation, or by one anchor, than are allowed."""
     name, of_inviter = short(manifest), Counter[PeerId]()
     of_invitation: dict[Invitation, set[PeerId]] = {}
     for peer, credential in manifest.invited.items():
@@ -96,7 +96,7 @@ def _check_uses(manifest: Manifest, parent: Manifest) -> None:
 
 
 ROUNDED = 1.002
-"""Paces have four digits."""
+"""Tolerance, since paces have four digits."""
 
 
 def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Values) -> None:
@@ -111,7 +111,7 @@ def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Val
 
 
 def _trust(manifest: Manifest, peer: PeerId) -> int:
-    """With how many members' work an anchor trusts a peer."""
+    """How many members' work an anchor trusts a peer with."""
     member = manifest.members.get(peer)
     return member.weight if member else 1
 
@@ -125,7 +125,7 @@ def _each(manifest: Manifest, parent: Manifest) -> list[tuple[int, int]]:
 def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None:
     """No source weighs over 1.5 times the lower median, nor over a third of three or more.
 
-    The limit of a source that is trusted with more is so many times higher, and it may have more
+    For a source that is trusted with more, the limit is so many times higher, and it may have more
     than a third.
     """
     each = _each(manifest, parent)
@@ -151,7 +151,7 @@ def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None
 
 
 def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
-    """The largest claim moves the run no further than another."""
+    """The largest claim moves the run no further than the next largest."""
     each = _each(manifest, parent)
     *others, (_, trust) = each
     second = others[-1][0] if others else each[0][0]
@@ -164,9 +164,9 @@ def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
 
 
 def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
-    """The next deal, 1.25 times what fits, is twice what was counted at most, and twice the last.
+    """The next deal, 1.25 times what fits, is at most twice the counted work, and twice the last.
 
-    One round in which a member did little halves its pace at most.
+    A round in which a member did little halves its pace at most.
     """
     for peer, tokens in manifest.work.items():
         if peer in manifest.members:
@@ -181,7 +181,7 @@ def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
 
 
 def _check_deals(manifest: Manifest, rules: Rules, round_s: float) -> None:
-    """Of three or more voters whose pace is known one alone raises no deal."""
+    """Of three or more voters with a known pace, no single one raises a deal."""
     paces = {
         peer: member.tokens_per_s / member.weight
         for peer, member in manifest.members.items()

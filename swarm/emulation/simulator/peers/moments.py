@@ -17,7 +17,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 ANSWER_S = 0.3
 """How long a question to a living peer takes."""
 ASK_S = 3.0
-"""How long others are waited for."""
+"""How long an answer of others is waited for."""
 RETRY_S = 2.0
 FETCH_S = 0.5
 MOMENTS_BYTES = 200
@@ -35,26 +35,26 @@ class ExchangeShell(Shell, Protocol):
         """Experts that this peer trains."""
 
     def took(self, expert: int, round_: int | None) -> None:
-        """Hears which moments an expert got that was taken up; None: zero moments."""
+        """Notes which moments an expert taken over got: those of a round; None: zero moments."""
 
 
 class Exchange:
-    """What one peer hands over, and what it looks for, in one life of its process."""
+    """One peer's hand-overs and searches, in one life of its process."""
 
     def __init__(
         self, shell: ExchangeShell, giving: handover.Giving, taking: handover.Taking, copy_s: float
     ) -> None:
-        """Nothing yet; moments can be fetched `copy_s` after a manifest was adopted."""
+        """Starts empty; moments can be fetched `copy_s` after a manifest was adopted."""
         self.shell, self.giving, self.taking, self.copy_s = shell, giving, taking, copy_s
         self._copied_s: dict[handover.Moments, float] = {}
         self._taken_up: dict[int, tuple[float, int]] = {}
-        """Expert -> when it was taken up, and the round of its weights."""
+        """Expert -> when it was taken over, and the round of its weights."""
         self._is_looking = False
 
     # ------------------------------------------------------------ giving
 
     def before_adopt(self, previous: Manifest, manifest: Manifest) -> None:
-        """Puts out the moments of experts that others own from `manifest` on."""
+        """Offers the moments of experts that others own from `manifest` on."""
         me, now_s = self.shell.me, self.shell.now_s()
         number = handover.handover_round(me, previous, manifest)
         for expert, peers in handover.handed_over(me, previous, manifest).items():
@@ -65,7 +65,7 @@ class Exchange:
                 self.giving.put(moments, peers, now_s + self.copy_s)
 
     def asked(self, peer: PeerId, settled: Collection[Digest] = ()) -> tuple[handover.Moments, ...]:
-        """What is out for a peer that asks, and still here."""
+        """Moments on offer for a peer that asks, as far as they are still here."""
         now_s = self.shell.now_s()
         return tuple(
             moments
@@ -76,7 +76,7 @@ class Exchange:
     # ------------------------------------------------------------ taking
 
     def adopted(self, taken: Iterable[int], previous: Manifest, manifest: Manifest) -> None:
-        """Looks for the moments of what is new here."""
+        """Searches for the moments of newly owned experts."""
         now_s, taken = self.shell.now_s(), tuple(taken)
         self.taking.keep_only(self.shell.own_experts())
         self.taking.take_up(self.shell.me, taken, previous, manifest, now_s)
@@ -122,14 +122,14 @@ class Exchange:
     # ------------------------------------------------------------ what must hold
 
     def _judge_found(self, moments: handover.Moments) -> None:
-        """Moments are of the weights that they are for."""
+        """Requires moments that are no older than their weights."""
         _, version = self._taken_up[moments.expert]
         if moments.round < version:
             why = f"moments of round {moments.round} for weights of round {version}"
             raise Violation("N2", f"{self.shell.me}, expert {moments.expert}: {why}")
 
     def _judge_none(self, search: handover.Search) -> None:
-        """An owner before that lives was waited for."""
+        """Requires that an earlier owner that lives was waited for."""
         age_s = self.shell.now_s() - self._taken_up[search.expert][0]
         living = [peer for peer in search.givers if self.shell.exchange_of(peer)]
         if living and age_s < handover.PATIENCE_S:

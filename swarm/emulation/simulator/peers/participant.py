@@ -1,4 +1,4 @@
-"""A peer that takes part: its particulars, the code it runs, and where it may crash."""
+"""A peer of a schedule: its properties, the code it runs, and where it may crash."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from swarm.protocol.values.manifest import ALL_EXPERTS, Kind, PeerId
 
 @dataclass(frozen=True)
 class Character:
-    """What is particular about one peer; a slow peer has larger numbers."""
+    """The properties of one peer; a slow peer has larger numbers."""
 
     capacity: float = 1.0
     local_steps_s: float = 3.0
     step_s: float = 1.0
-    """Of one local step, where rounds last a given time."""
+    """Seconds of one local step, where rounds last a given time."""
     sync_s: float = 0.1
     failing_syncs: float = 0.0
-    """Chance that its disk fails for good to make the blobs of a manifest durable."""
+    """Chance that its disk fails for good when it is to make a manifest's blobs durable."""
     reduce_s: float = 0.1
     merge_s: float = 0.3
     rebuild_s: float = 0.05
-    """To make a value of a delta."""
+    """Time to make a value from a delta."""
     arithmetic: int = 0
     """Peers of the same number compute the same bits; negative: other bits each time."""
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
     clock_s: float = 0.0
-    """What its monotonic clock shows when everything begins."""
+    """Its monotonic clock at the beginning of the schedule."""
     rooms: tuple[int, ...] = (ALL_EXPERTS,)
     """Experts that fit its machine after each of its starts; the last one holds from then on."""
     network: str | None = None
-    """Public network of its address, which others see; None: they do not know it."""
+    """Public network of its address, as others see it; None: they do not know it."""
 
     @property
     def uplink(self) -> int:
-        """What it says of its uplink in Mbit/s; 0: it does not know."""
+        """Its uplink in Mbit/s, by its own word; 0: it does not know."""
         mbit = self.up_bytes_per_s * 8e-6
         return max(1, round(mbit)) if mbit < inf else 0
 
@@ -66,29 +66,29 @@ class Setup:
     rules: Rules
     timers: Timers
     characters: Mapping[PeerId, Character]
-    """Of every peer that will ever be there."""
+    """The characters of all peers that will ever be there."""
     has_slow_links: bool = False
     """Whether bytes take time."""
     has_adapted_timers: bool = False
-    """Whether each peer adapts its timers to what it sees."""
+    """Whether each peer adapts its timers to measured sizes and rates."""
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
     """Subjects of its lies, see `faults.liar`."""
     copy_s: float | None = None
-    """How long an owner takes to put moments out; None: moments are not modelled."""
+    """How long an owner takes to offer moments; None: moments are not modeled."""
     known: frozenset[PeerId] = frozenset()
-    """Founders that no anchor vouches for: they lack one round of those that earn a vote."""
+    """Founders that no anchor vouches for: they are one round short of a vote."""
     credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
-    """With which peers come."""
+    """Credentials with which peers come."""
 
     def network_of(self, peer: PeerId) -> str | None:
-        """From which a peer is connected, as far as others see it."""
+        """The network from which a peer is connected, as far as others see it."""
         character = self.characters.get(peer)
         return character.network if character else None
 
 
 class Times(NamedTuple):
-    """What a machine's clocks say: time that has passed, the same without sleep, wall time."""
+    """A machine's clocks: time that has passed, the same without sleep, wall time."""
 
     passed_s: float
     awake_s: float
@@ -103,16 +103,16 @@ def adapted(measured: Measured, base: Timers) -> Timers:
 
 
 def rules_of_the_run(_: PeerId, rules: Rules) -> Rules:
-    """Everybody's rules."""
+    """The same rules for every peer."""
     return rules
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnderTest(Parts):
-    """The code under test: the parts of the round machine, and what else of a peer is replaced."""
+    """The code under test: the parts of the round machine, and other parts of a peer."""
 
     rules: Callable[[PeerId, Rules], Rules] = rules_of_the_run
-    """What a peer takes for the rules of the run."""
+    """The rules of the run, as a peer sees them."""
     training: type[Training] = Training
     trainer: type[Trainer] = Trainer
     giving: type[Giving] = Giving
@@ -121,18 +121,18 @@ class UnderTest(Parts):
     arithmetic: type[Averaging] = Averaging
     remainders: type[Remainders[Mapping[Tag, int]]] = Remainders
     clock: Callable[[Times], float] = attrgetter("passed_s")
-    """The time that a machine is given."""
+    """The time that a machine sees."""
     timers: Callable[[Measured, Timers], Timers] = adapted
     rolled_back: Callable[[Record], Record] = chain_record.rolled_back
     """The record of a peer whose newest one is damaged [P5]."""
     without_record: Callable[[PeerId, Record, Sequence[Link]], Record] = chain_record.without_record
-    """That of a peer which has lost its own and was shown a tip by others [P5]."""
+    """The record of a peer that has lost its own and was shown a tip by others [P5]."""
     waits_on: bool = True
     """Whether a transfer may take as long as its bytes keep coming."""
 
 
 def under(changed: type[Rules]) -> Callable[[PeerId, Rules], Rules]:
-    """Has all machines go by these rules."""
+    """Makes all machines follow these rules."""
     return lambda _, rules: changed(**{f.name: getattr(rules, f.name) for f in fields(rules)})
 
 
@@ -151,7 +151,7 @@ class PlannedCrash:
     """A crash that waits for an effect."""
 
     trap: Trap
-    """Says of every effect whether the process crashes right after it."""
+    """Whether the process crashes right after an effect."""
     restart_s: float
     """Time after which the process starts again."""
     isolated: PeerId | None = None
@@ -198,7 +198,7 @@ class Countdown:
         self._left = skip
 
     def __call__(self, effect: Effect) -> bool:
-        """Whether this effect is the one."""
+        """Whether the crash follows this effect."""
         if not self._trap(effect):
             return False
         self._left -= 1

@@ -29,12 +29,12 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
 
 class Turns:
-    """Does one thing after the other: what is asked for meanwhile waits until that is done.
+    """Runs one call after the other: a call made meanwhile waits until the present one is done.
 
     So does a real peer: `swarm.network.rounds.round_driver` takes events from a queue, and carries
-    out all effects of one before it looks at the next. An offer that a trainer makes at once on a
-    new tip comes after the `Keep` beside that tip's `Apply`, or blobs that the offer's round asks
-    for would be found on the disk and then be collected.
+    out all effects of one before it takes the next. An offer that a trainer makes at once on a new
+    tip comes after the `Keep` that goes with that tip's `Apply`. Otherwise blobs that the offer's
+    round asks for would be found on the disk and then be collected.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Turns:
         self._is_busy = False
 
     def __call__(self, do: Callable[[], None]) -> None:
-        """Does it, or has it done in its turn."""
+        """Runs the call now, or in its turn."""
         self._waiting.append(do)
         if self._is_busy:
             return
@@ -55,7 +55,7 @@ class Turns:
 
 
 def describe(thing: events.Effect | Message) -> str:
-    """An effect or a message on one line; empty for what a reader need not see."""
+    """An effect or a message on one line; empty if a reader need not see it."""
     match thing:
         case events.Send(destination, _, message):
             return f"-> {destination} {describe(message)}"
@@ -90,9 +90,9 @@ def describe(thing: events.Effect | Message) -> str:
 
 
 CLOCKS_DIFFER_S = 1e-6
-"""A peer's clock has another beginning than the simulation's, so sums are rounded elsewhere."""
+"""A peer's clock begins elsewhere than the simulation's, so that sums are rounded differently."""
 LINGER_S = 10.0
-"""A peer that has left hands over for so long."""
+"""How long a peer that has left still hands over."""
 
 
 class Node(Ports):
@@ -219,7 +219,7 @@ class Node(Ports):
             self.after(world.random.random() * world.timers.tick_s, self._tick)
 
     def use(self, timers: Timers) -> None:
-        """From now on the machine has these timers, or such as are adapted from them."""
+        """Gives the machine these timers, or timers adapted from them."""
         if self._adapts_timers:
             timers = self.world.tested.timers(self.measured(), timers)
         self.machine.timers = timers
@@ -237,8 +237,8 @@ class Node(Ports):
         self.is_paused = True
 
     def resume(self) -> None:
-        """Lets a paused process go on with everything that waited."""
-        self._note("goes on")
+        """Lets a paused process continue, with everything that waited."""
+        self._note("continues")
         self.is_paused = self.is_deaf = False
         backlog, self._backlog = self._backlog, []
         boots = self._boots
@@ -247,7 +247,7 @@ class Node(Ports):
                 method(*arguments)
 
     def discover(self, peers: tuple[PeerId, ...]) -> None:
-        """The DHT lists these peers."""
+        """Passes on which peers the DHT lists."""
         if self.is_up and not self.is_paused:
             self.tell(events.Discovered(peers))
 
@@ -264,14 +264,14 @@ class Node(Ports):
 
     def _take(self, event: events.Event) -> None:
         if self.is_up:
-            # Asked before: applying what was found while listening ends the listening [B1].
+            # Read first: applying a manifest found while listening ends the listening [B1].
             self._is_listening = self.machine.is_listening
             if isinstance(event, events.Offered):
                 self.world.invariants.offered(self.me, event.offer)
             self._execute(self._handle(event))
 
     def _handle(self, event: events.Event) -> list[events.Effect]:
-        """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
+        """Judges that the machine listens again after a stand-still, and only then [B2]."""
         machine, now = self.machine, self.world.now
         before, pause_s = machine.listened_at, machine.timers.pause_s
         gap_s = now - self._event_s
@@ -368,7 +368,7 @@ class Node(Ports):
         pursued = self.machine.pursued
         if effect.purpose is events.Purpose.CATCH_UP and pursued is not None:
             if not self._catch_up.may_begin(pursued.digest):
-                raise Violation("X1", f"{self.me} starts to fetch {pursued.digest[:12]} anew")
+                raise Violation("X1", f"{self.me} starts to fetch {pursued.digest[:12]} again")
             self._catch_up.begin(pursued.digest)
         self.fetcher.start(effect)
 

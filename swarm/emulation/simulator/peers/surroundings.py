@@ -32,7 +32,7 @@ Payload = Packet | Get | Data
 
 
 class Peer(StreamingShell, ExchangeShell, Protocol):
-    """Another peer, as far as one sees it."""
+    """Another peer, as seen by one of them."""
 
     machine: RoundMachine
 
@@ -58,7 +58,7 @@ class World(Protocol):
 
     @property
     def credentials(self) -> Mapping[PeerId, Credential]:
-        """With which peers start."""
+        """Credentials with which peers start."""
 
     def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls a function later."""
@@ -67,10 +67,10 @@ class World(Protocol):
         """Hands a message to the network."""
 
     def applied(self, me: PeerId) -> None:
-        """Hears that a peer has a new tip."""
+        """Notes that a peer has a new tip."""
 
     def fell(self, me: PeerId, planned: participant.PlannedCrash) -> None:
-        """Hears that a peer has crashed by planned."""
+        """Notes that a peer has had a planned crash."""
 
 
 class Ports:
@@ -121,21 +121,21 @@ class Ports:
         return self.trainer.model.progress.keys()
 
     def took(self, expert: int, round_: int | None) -> None:
-        """An expert that was taken up got moments of this round, or none."""
-        self._note(f"expert {expert} goes on with moments of round {round_}")
+        """Notes that an expert taken over got moments of this round, or none."""
+        self._note(f"expert {expert} continues with moments of round {round_}")
 
     def adopting(self, before: Manifest, manifest: Manifest) -> None:
-        """Its model is about to move."""
+        """Notes that the model is about to move."""
         if self.has_moments:
             self.exchange.before_adopt(before, manifest)
 
     def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
-        """Its model has moved, and these experts were taken up."""
+        """Notes that the model has moved, and that these experts were taken over."""
         if self.has_moments:
             self.exchange.adopted(taken, before, manifest)
 
     def clock_s(self) -> float:
-        """What this peer's machine takes for the time."""
+        """The time, as this peer's machine sees it."""
         passed_s = self.character.clock_s + self.world.now
         wall_s = self.world.now + self.wall_ahead_s
         return self.world.tested.clock(participant.Times(passed_s, passed_s - self.slept_s, wall_s))
@@ -149,11 +149,11 @@ class Ports:
         return is_flowing and self.world.tested.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A whole transfer is done, whose bytes flowed for so long."""
+        """Notes a whole transfer, and for how long its bytes flowed."""
         self._pace.fetched(num_bytes, seconds, self.clock_s())
 
     def measured(self) -> Measured:
-        """What its timers are adapted from."""
+        """The figures from which its timers are adapted."""
         return self._pace.measured(
             self.machine.rules.may_be_renewed(self.machine.tip), self.clock_s()
         )

@@ -1,10 +1,10 @@
 """The training side of a simulated peer: the real main loop, in virtual time, on symbols.
 
-`swarm.protocol.training` decides and this is its shell. Local steps and the private state take
-time, meanwhile the loop stands; all else it need not wait for.
+`swarm.protocol.training` decides; this is its shell. The loop stands still while local steps are
+taken and the private state is written. It need not wait for anything else.
 """
 
-# What the methods of a shell do is said in `TrainingShell`.
+# `TrainingShell` documents the methods of a shell.
 # ruff: noqa: D102, ARG002
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class PeerShell(Shell, Protocol):
         """How long each of the next local steps takes, where rounds last a given time."""
 
     def adopting(self, before: Manifest, manifest: Manifest) -> None:
-        """Hears that experts may be given to others."""
+        """Notes that experts may be given to others."""
 
     def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
-        """Hears that it was done, and which experts that others had trained were taken up."""
+        """Notes the move, and which experts of other owners were taken over."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Lesson:
 
 
 def last(read: Stretches, samples: int) -> Stretches:
-    """Of what was read, the last samples; all if they are fewer."""
+    """The last of the samples that were read; all if they are fewer."""
     return split(read, max(0, num_samples(read) - samples))[1]
 
 
@@ -70,14 +70,14 @@ WRITE_S = 0.02
 
 
 class _Pause:
-    """Whoever awaits it stands still until its trainer is woken."""
+    """Stands still where it is awaited, until its trainer is woken."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 class Trainer(TrainingShell):
-    """The shell round one peer's main loop."""
+    """The shell around one peer's main loop."""
 
     model_type = Model
 
@@ -95,11 +95,11 @@ class Trainer(TrainingShell):
         self._job = 0
         self._lesson = Lesson(0, 0, 0.0, ())
         self._read: Stretches = ()
-        """Samples that the model has seen, as far as this is known, one after the other."""
+        """Samples that the model has seen, in order, as far as they are known."""
         self._at: Digest = ""
         """The manifest that the model is at."""
         self._ends_s = 0.0
-        """Whether the round under way has this peer's offer while it trains."""
+        """When the local steps under way end."""
 
     def start(self) -> None:
         """Begins, or resumes from the disk."""
@@ -107,7 +107,7 @@ class Trainer(TrainingShell):
         self._loop.send(None)
 
     def apply(self, manifest: Manifest, parent: Manifest | None) -> None:
-        """The machine has a new tip."""
+        """Notes that the machine has a new tip."""
         self._newer.append(Applied(manifest, self.shell.now_s(), parent=parent))
         if self._looks_out:
             self._wake(self._job)
@@ -118,7 +118,7 @@ class Trainer(TrainingShell):
             self._loop.send(None)
 
     async def _pass(self, seconds: float) -> None:
-        """Stands still for so long, or until a newer tip comes if one is looked out for."""
+        """Stands still for so long, or until a newer tip comes if that may wake it."""
         self.shell.after(seconds, self._wake, self._job)
         await _Pause()
 
@@ -156,8 +156,8 @@ class Trainer(TrainingShell):
         before: Work | None,
         left: Callable[[int, float, float], LocalWork],
     ) -> Lesson:
-        """How long all of them take is known at once."""
-        if self._newer:  # it came while an offer was written
+        """Takes local steps; their number and time are known from the start."""
+        if self._newer:  # a newer tip came while an offer was written
             done = before or Lesson(0, 0, 0.0, ())
             return replace(self._lesson, steps=done.steps, tokens=done.tokens, completed=False)
         if before is None or not before.steps:
@@ -186,7 +186,7 @@ class Trainer(TrainingShell):
         return replace(self._lesson, steps=steps, completed=False)
 
     def _look_at(self, read: Stretches) -> None:
-        """No sample is read again by a model that contains it, while rounds overlap [V6]."""
+        """Requires that a model reads no sample that it contains, where rounds overlap [V6]."""
         if self.task.rules.overlaps and one_after_the_other([*self._read, *read]) is None:
             raise Violation("V6", f"{self.shell.me} reads {read} once more after {self._read}")
 
@@ -260,7 +260,7 @@ class Trainer(TrainingShell):
         return offer
 
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        """Makes blobs readable, and deltas durable: they may be counted while this peer is gone."""
+        """Makes blobs readable, and deltas durable: they may be counted while this peer is down."""
         disk, coding = self.shell.disk, self.task.rules.unit_coding
         for unit, offered in units.items():
             digests = [digest for digest in (offered.digest, offered.delta) if digest]
@@ -308,10 +308,10 @@ class Trainer(TrainingShell):
         return True
 
     def _is_read_anew(self, manifest: Manifest, decision: Adoption, *, at_start: bool) -> bool:
-        """Whether what was read and not counted is lost, and may come again [V6].
+        """Whether samples that were read but not counted are lost, and may come again [V6].
 
-        On another line it is unless the peer is dealt the very samples there; a peer that starts
-        does not know any more what they were. Parts that were not due keep what they learned [S1].
+        On another chain they are, unless the peer is dealt the very same samples there. A peer that
+        starts no longer knows them. Parts that were not due keep their progress [S1].
         """
         begins_anew = decision.begins_anew(self.task.rules.shared_units)
         if begins_anew or self.shell.me not in manifest.members:

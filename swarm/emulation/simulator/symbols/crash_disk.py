@@ -1,4 +1,4 @@
-"""What every part of a simulated peer needs of it."""
+"""The disk of a simulated peer, and the interface of a peer that every part of it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.protocol.values.manifest import Digest, PeerId, Unit
 from swarm.protocol.values.work import Stretches
 
 SURVIVAL = 0.3
-"""Share of the blobs not yet synced that are there again after a crash, by luck."""
+"""Share of the unsynced blobs that survive a crash, by luck."""
 
 
 class Progress(NamedTuple):
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A value that is trained: the agreed one that it is based on, and what it has over that."""
+    """A trained value: the agreed value that it is based on, and its tags beyond that."""
 
     base: Digest
     extra: Mapping[Tag, int]
@@ -35,20 +35,20 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class PrivateState:
-    """What a peer keeps for itself [P6], replaced atomically."""
+    """A peer's private state [P6], replaced atomically."""
 
     work: SavedWork
     progress: Mapping[int, Progress]
     live: Mapping[Unit, Live] = field(default_factory=dict)
-    """Of units that move by deltas."""
+    """Values of units that move by deltas."""
     named: Mapping[Unit, OfferedUnit] = field(default_factory=dict)
-    """What was offered of these."""
+    """Offers of these units."""
     started: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Model.started`."""
     read: Stretches = ()
     """Samples behind the offer."""
     missed: frozenset[Unit] = frozenset()
-    """See `restarts.Past`."""
+    """See `trained_symbols.Past`."""
 
 
 class Disk:
@@ -70,7 +70,7 @@ class Disk:
         """Whether record, blobs and private state are lost."""
         self.private: PrivateState | None = None
         self.offer: SavedWork | None = None
-        """Made after the private state was written."""
+        """The offer made after the private state was written."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -95,7 +95,7 @@ class Disk:
         self.volatile.intersection_update(digests)
 
     def lose(self) -> None:
-        """Everything is lost."""
+        """Loses everything."""
         self.is_lost = True
         self.private = self.earlier = self.offer = None
         self.durable.clear()

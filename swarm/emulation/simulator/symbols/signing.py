@@ -1,4 +1,4 @@
-"""Signatures of the simulation: nobody can make another's, and they are checked on arrival."""
+"""Signatures of the simulation: nobody can forge them, and they are checked on arrival."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from swarm.protocol.messages.signatures import outline_of, refusal_of, standing_
 from swarm.protocol.values.manifest import PeerId
 
 KEPT = 64
-"""Messages of which it is known what is left of them: a convener posts the same to all."""
+"""Most verified messages that are kept: a convener posts the same message to all."""
 
 
 def sign(peer: PeerId, statement: bytes) -> Signature:
-    """What a peer's key makes of a statement; only code that acts for the peer may call it."""
+    """A peer's signature under a statement; only code that acts for the peer may call this."""
     return blake3(peer.encode() + b"/" + statement).digest(SIGNATURE_BYTES)
 
 
@@ -25,7 +25,7 @@ def holds(peer: PeerId, statement: bytes, signature: Signature) -> bool:
 
 
 class Door:
-    """Where the network hands messages over: what is not signed as it must be ends here."""
+    """Where the network delivers messages: wrongly signed ones end here."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -36,7 +36,7 @@ class Door:
         return holds(peer, statement, signature)
 
     def let_in(self, source: PeerId, header: Header, message: Message) -> Message | None:
-        """What is left of a message, see `verified`; None of one that is refused."""
+        """The valid part of a message, see `verified`; None for a refused one."""
         key = (source, id(header), id(message))
         if key not in self._known:
             try:
@@ -45,10 +45,10 @@ class Door:
                 left = None
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = (header, message, left)  # held, so that the ids stay theirs
+            self._known[key] = (header, message, left)  # kept, so that the ids stay theirs
         return self._known[key][2]
 
 
 def is_refused(source: PeerId, message: Message, record: Record) -> bool:
-    """As at the network's door, where attachments of strangers are not even fetched."""
+    """As at a real peer, which does not even fetch the attachments of such messages."""
     return refusal_of(outline_of(message), standing_in(record, source)) is not None

@@ -1,6 +1,7 @@
-"""Which samples of the text the shared tensors were really trained on, along each chain [T1].
+"""The samples that the shared tensors were really trained on, along each chain [T1].
 
-The manifests say what is dealt and how much of it was used; this goes by what trainers have read.
+Manifests say which samples are dealt, and how many were used. The ledger goes by the samples that
+trainers have read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Ledger:
     def enter(self, manifest: Manifest, parent: Manifest, liar: PeerId | None) -> str | None:
         """Enters a manifest whose parent was entered; says what is wrong with its samples.
 
-        What was counted, the holes and what is dealt are together each sample before the cursor,
-        once. What a liar says that it has read of its deal is taken for read.
+        Counted samples, holes and dealt samples are together all samples before the cursor, each
+        once. The samples that a liar claims of its deal count as read.
         """
         counted = [*self._counted[manifest.parent or ""]]
         if manifest.kind is Kind.QUORUM:
@@ -53,13 +54,13 @@ class Ledger:
         return None
 
     def _read(self, manifest: Manifest, peer: str) -> Stretches:
-        """What a contributor has read for its value of the first shared part."""
+        """Samples that a contributor has read for its value of the first shared part."""
         unit = next(unit for unit in manifest.sources if expert_of_unit(unit) is None)
         return self.values.reads[dict(manifest.sources[unit])[peer]]
 
 
 def one_after_the_other(stretches: Iterable[tuple[int, int]]) -> Stretches | None:
-    """The stretches in order, neighbours made one; None if two overlap."""
+    """The stretches in order, adjacent ones joined; None if two overlap."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(stretches):
         if joined and start < joined[-1][1]:

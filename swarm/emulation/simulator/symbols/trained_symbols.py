@@ -1,4 +1,4 @@
-"""What a simulated peer trains and computes: values are symbols, which say how they came about."""
+"""Training and arithmetic of a simulated peer: values are symbols that say how they came about."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from swarm.protocol.values.work import Stretches
 
 @dataclass
 class Past:
-    """What one peer has done since its last tip, of which it depends what goes on."""
+    """One peer's offers and missed units since its last tip, which decide what progress stays."""
 
     me: PeerId
     offered: set[Digest] = field(default_factory=set)
-    """On that tip, in this life of the process or by the private state."""
+    """Offers on that tip, in this life of the process or by the private state."""
     missed: frozenset[Unit] = frozenset()
     """Units with steps that a round has left out."""
 
     def goes_on(self, unit: Unit, base: Digest, manifest: Manifest, *, follows: bool) -> bool:
-        """Whether what is trained of a unit goes on under a manifest.
+        """Whether the progress of a unit stays under a manifest.
 
         Args:
-            unit: that moves by deltas.
+            unit: a unit that moves by deltas.
             base: the agreed value that the live one is based on.
-            manifest: that is being adopted.
+            manifest: the manifest that is being adopted.
             follows: whether its parent is the manifest that this peer is at.
         """
         if expert_of_unit(unit) is None:
@@ -51,7 +51,7 @@ class Past:
         return self._expert_goes_on(unit, base, manifest)
 
     def _shared_goes_on(self, manifest: Manifest) -> bool:
-        """All parts that a round has renewed fare alike: they were trained on the same tokens."""
+        """All parts that a round has renewed are alike: they were trained on the same tokens."""
         if manifest.kind is not Kind.QUORUM:
             return manifest.kind is Kind.MERGE or self.me in manifest.members
         moved = {u: dict(v) for u, v in manifest.sources.items() if expert_of_unit(u) is None}
@@ -77,12 +77,12 @@ class Past:
         *,
         follows: bool,
     ) -> None:
-        """Judges what begins anew, and knows from now on which steps a round has left out.
+        """Judges which units restart, and notes which steps a round has left out.
 
         Args:
-            manifest: that is being adopted.
-            decision: what the main loop makes of it.
-            bases: of the live values: the agreed ones that they are based on.
+            manifest: the manifest that is being adopted.
+            decision: the decision of the main loop.
+            bases: for each live value, the agreed value that it is based on.
             follows: see `goes_on`.
 
         Raises:
@@ -92,7 +92,7 @@ class Past:
         for unit, base in bases.items():
             begins_anew = actions[unit] in (Action.RESTART, Action.TAKE_UP)
             is_needless = begins_anew and self.goes_on(unit, base, manifest, follows=follows)
-            why = f"{self.me} begins {unit} anew at {short(manifest)} without need"
+            why = f"{self.me} restarts {unit} at {short(manifest)} without need"
             require(not is_needless, "E5", why)
         self.missed = frozenset(
             unit
@@ -114,12 +114,12 @@ def _actions(manifest: Manifest, decision: Adoption) -> dict[Unit, Action]:
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of the live value of one unit, as `swarm.protocol.training.adoption` decided."""
+    """The decision on the live value of one unit, by `swarm.protocol.training.adoption`."""
 
     action: Action
     entry: Entry
     taken: Digest | None = None
-    """What to subtract: the value before a merge, or what this peer offered."""
+    """The value to subtract: that before a merge, or this peer's offer."""
 
 
 class Deltas:
@@ -129,12 +129,12 @@ class Deltas:
         self.me, self.disk, self.rules, self.values = me, disk, rules, values
         self.live: dict[Unit, Live] = {}
         self.named: dict[Unit, OfferedUnit] = {}
-        """What was offered of the present live values: a blob is made once, and kept."""
+        """Offers of the present live values: a blob is made once, and kept."""
         values.lost.update(values.tags_of(me))  # unless they are loaded
 
     @property
     def pinned(self) -> set[Digest]:
-        """Blobs that the disk keeps for it: what it is based on, and what it has offered."""
+        """Blobs that the disk keeps for it: bases of live values, and offered blobs."""
         named = self.named.values()
         blobs = {digest for each in named for digest in (each.digest, each.delta) if digest}
         return blobs | {live.base for live in self.live.values()}
@@ -153,7 +153,7 @@ class Deltas:
         self._set(unit, base, {**extra, self.values.tag(self.me, unit): 1})
 
     def offer(self, unit: Unit, base: Digest) -> OfferedUnit:
-        """What is offered of a live value: the same blob until that changes."""
+        """The offer of a live value: the same blob until the value changes."""
         if unit not in self.named:
             self.named[unit] = self._encoded(unit, base)
         offered = self.named[unit]
@@ -172,7 +172,7 @@ class Deltas:
     # ------------------------------------------------------------ adopting
 
     def adopt(self, unit: Unit, step: Step) -> None:
-        """Moves a live value to an agreed one, and judges what it is then."""
+        """Moves a live value to an agreed one, and judges the result."""
         live, entry = self.live.get(unit), step.entry
         if live is None or not self._can(step, live):
             self.begin(unit, entry.digest)
@@ -185,7 +185,7 @@ class Deltas:
         self._judge(unit)
 
     def _can(self, step: Step, live: Live) -> bool:
-        """Whether the blobs are here that it takes to go on from the live value."""
+        """Whether the blobs are here that are needed to continue from the live value."""
         if step.action in (Action.KEEP, Action.PUBLISHED):
             return True
         if step.action is Action.REBASE:
@@ -193,14 +193,14 @@ class Deltas:
         return step.action in (Action.CORRECTED, Action.CARRIED) and live.base in self.disk
 
     def _over(self, live: Live, value: Digest) -> Counter[Tag]:
-        """What a live value has over an agreed one."""
+        """The tags that a live value has beyond an agreed one."""
         extra = Counter(live.extra)
         extra.update(self.values.contents(live.base))
         extra.subtract(self.values.contents(value))
         return extra
 
     def followed(self, live: Live, step: Step) -> Counter[Tag]:
-        """What x + (v' - v) - c has over v' [W8]."""
+        """The tags of x + (v' - v) - c beyond v' [W8]."""
         assert step.entry.base is not None
         extra = self._over(live, step.entry.base)
         if step.action is Action.CORRECTED:
@@ -209,13 +209,13 @@ class Deltas:
         return extra
 
     def begin(self, unit: Unit, value: Digest) -> None:
-        """The live value is the agreed one; what it had over the one before is lost."""
+        """Sets the live value to the agreed one; its tags beyond the one before are lost."""
         if unit in self.live:
             self.values.lost.update(self.live[unit].extra)
         self._set(unit, value, {})
 
     def drop(self, unit: Unit) -> None:
-        """The unit is no longer trained here."""
+        """Ends the training of a unit here."""
         self.values.lost.update(self.live.pop(unit).extra)
         self.named.pop(unit, None)
 
@@ -226,7 +226,7 @@ class Deltas:
             self.named.pop(unit, None)
 
     def _judge(self, unit: Unit) -> None:
-        """A live value has its own tags over the agreed one, each once [E2]."""
+        """Requires that a live value has its own tags beyond the agreed one, each once [E2]."""
         base, extra = self.live[unit]
         agreed = self.values.contents(base)
         wrong = {
@@ -251,7 +251,7 @@ class Task:
 
 
 class Model:
-    """What `swarm.peer.training.live_model` is in a real peer: moves values on command."""
+    """The counterpart of `swarm.peer.training.live_model`: moves values on command."""
 
     deltas_type = Deltas
 
@@ -265,7 +265,7 @@ class Model:
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
         self.again: set[Digest] = set()
-        """Blobs of an offer that was out when the peer stopped."""
+        """Blobs of an offer that was in flight when the peer stopped."""
         self.deltas = self.deltas_type(me, disk, task.rules, task.values)
         self.past = Past(me)
 
@@ -279,7 +279,7 @@ class Model:
         self.past = Past(self.me, set(offered.values()), private.missed)
 
     def decided(self) -> None:
-        """What was offered is in the tip, or never will be."""
+        """Forgets the offers: they are in the tip, or never will be."""
         self.offered.clear()
         self.past.offered.clear()
 
@@ -316,7 +316,7 @@ class Model:
         return self.task.values.trained(unit, base, self.me)
 
     def values(self, bases: Mapping[Unit, Digest], read: Stretches) -> dict[Unit, OfferedUnit]:
-        """Values of units as they are now; shared ones were trained on what was read."""
+        """Values of units as they are now; shared ones were trained on the samples `read`."""
         units = self._values(bases, read)
         self.past.offered.update(offered.digest for offered in units.values())
         return units
@@ -343,9 +343,9 @@ class Model:
     # ------------------------------------------------------------ adopting
 
     def adopt(self, manifest: Manifest, decision: Adoption, *, follows: bool) -> list[int]:
-        """Moves to an agreed state; returns experts taken up that others have trained.
+        """Moves to an agreed state; returns experts taken over that others have trained.
 
-        `follows`: whether the manifest's parent is what the model is at.
+        `follows`: whether the manifest's parent is the manifest that the model is at.
         """
         bases = {unit: live.base for unit, live in self.deltas.live.items()}
         self.past.adopt(manifest, decision, bases, follows=follows)
@@ -386,7 +386,7 @@ class Model:
         elif choice.action in (Action.REBASE, Action.AVERAGED):
             self._rebase(expert, choice)
         elif choice.action is Action.PUBLISHED and self.progress[expert].value != choice.base:
-            # It was trained on after that was offered, so what it is now extends the agreed value.
+            # It was trained on after that offer, so its present value extends the agreed one.
             now = self._trained(expert_unit(expert), choice.base)
             self.progress[expert] = Progress(choice.base, now)
         elif choice.action is Action.KEEP:
@@ -408,8 +408,8 @@ class Model:
     def _rebase(self, expert: int, choice: ExpertDecision) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         base, value = self.progress[expert]
-        # The difference is nothing if my offer was merged, and unknown if the merge is so far back
-        # that the value before it need not be kept any more.
+        # The difference is nothing if my offer was merged. It is unknown if the merge is old enough
+        # that the value before it need not be kept.
         if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return
@@ -420,14 +420,14 @@ class Model:
     def _has_before(self, expert: int, before: Digest) -> bool:
         """Whether an expert's value before a merge is here [GC, M10].
 
-        That of the tip before has to be, unless this peer came from elsewhere.
+        The value in the tip before has to be, unless this peer came from another tip.
         """
         if before in self.disk:
             return True
         parent = self.disk.record.parent
         is_known = parent and parent.digest == self.disk.came_from
         if parent and is_known and parent.entries[expert_unit(expert)].digest == before:
-            raise Violation("M10", f"{self.me} cannot rebase: {before} is gone")
+            raise Violation("M10", f"{self.me} cannot rebase: {before} is missing")
         return False
 
 
@@ -456,7 +456,7 @@ class Averaging:
     def __call__(
         self, me: PeerId, disk: Disk, task: Task, effect: events.Reduce, asked_at: Digest
     ) -> events.UnitReduced | None:
-        """As `average`, of deltas and what earlier means left over [W5]."""
+        """Like `average`, for deltas and the remainders of earlier means [W5]."""
         assert effect.base is not None
         unit, values = effect.unit, task.values
         missing = [d for d in (effect.base, *(d for _, d in effect.inputs)) if d not in disk]
@@ -479,11 +479,11 @@ class Averaging:
         return events.UnitReduced(effect.roster_id, unit, ReducedUnit(value, size, delta))
 
     def found(self, tip: Digest, unit: Unit, delta: Digest, left: Mapping[Tag, int]) -> None:
-        """Remembers what is left over if this delta becomes agreed."""
+        """Remembers the remainder that counts if this delta becomes agreed."""
         self.remainders.found(tip, unit, delta, left)
 
     def store(self, disk: Disk, digests: Collection[Digest]) -> None:
-        """Both are durable before anybody hears of them."""
+        """Makes both durable before anybody hears of them."""
         for digest in digests:
             disk.write(digest)
         disk.sync(digests)
@@ -492,7 +492,7 @@ class Averaging:
 def rebuild(
     disk: Disk, task: Task, effect: events.Rebuild, *, is_odd: bool
 ) -> events.Stored | events.NotMade:
-    """Makes a value of a delta and stores it; a peer with odd arithmetic gets other bits [W6]."""
+    """Makes a value from a delta and stores it; odd arithmetic gives other bits [W6]."""
     made = task.values.moved(effect.unit, effect.base, effect.delta)
     if is_odd or made != effect.digest or effect.base not in disk or effect.delta not in disk:
         return events.NotMade(effect.digest, "other bits")

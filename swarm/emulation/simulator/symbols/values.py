@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that a delta made of an agreed one; `Merged` has as many fields, of other types."""
+    """A value that a delta made from an agreed one; `Merged` has as many fields, of other types."""
 
     unit: Unit
     base: Digest
@@ -87,7 +87,7 @@ class Tag(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """Who made a delta, of what, and of which agreed value."""
+    """The maker of a delta, its unit, and the agreed value that it moves."""
 
     unit: Unit
     base: Digest
@@ -95,7 +95,7 @@ class Maker(NamedTuple):
 
 
 SHARE = 0.6
-"""Of the tags that a value has over the agreed one, those that a delta brings."""
+"""Share of a value's tags beyond the agreed one that a delta brings."""
 
 
 def mean_of(unit: Unit, inputs: Sequence[Digest], weights: Sequence[int] | None) -> Mean:
@@ -111,17 +111,17 @@ class Values:
         self._values: dict[Digest, Value] = {}
         self._serials = 0
         self.reads: dict[Digest, Stretches] = {}
-        """Of each trained shared value, or its delta: the samples that it was really trained on."""
+        """For each trained shared value, or its delta, the samples it was really trained on."""
         self.moves: dict[Digest, Mapping[Tag, int]] = {}
-        """What each delta brings."""
+        """The tags that each delta brings."""
         self.makers: dict[Digest, Maker] = {}
-        """Of each delta."""
+        """The maker of each delta."""
         self.tags: set[Tag] = set()
-        """All that there ever were."""
+        """All tags that there ever were."""
         self.lost: set[Tag] = set()
         """Tags that their writers count lost, with some that were delivered before."""
         self.dropped: set[Tag] = set()
-        """Tags among what means left over when that was dropped."""
+        """Tags of remainders that were dropped."""
         self._contents: dict[Digest, Counter[Tag]] = {}
 
     def digest_of(self, value: Value) -> Digest:
@@ -134,7 +134,7 @@ class Values:
         return digest
 
     def trained(self, unit: Unit, base: Digest, writer: PeerId) -> Digest:
-        """A value that was never there before."""
+        """A new value, which was never there before."""
         self._serials += 1
         return self.digest_of(Trained(unit, base, writer, self._serials))
 
@@ -151,7 +151,7 @@ class Values:
         return {tag for tag in self.tags if tag.writer == writer}
 
     def encoded(self, unit: Unit, base: Digest, maker: PeerId, over: Mapping[Tag, int]) -> Digest:
-        """A new delta, which brings some of what a value has over an agreed one."""
+        """A new delta, which brings some of the tags that a value has beyond an agreed one."""
         self._serials += 1
         random = Random(self._serials)
         digest = f"delta-{self._serials}"
@@ -161,11 +161,11 @@ class Values:
         return digest
 
     def moved(self, unit: Unit, base: Digest, delta: Digest) -> Digest:
-        """The value that a delta makes of an agreed one."""
+        """The value that a delta makes from an agreed one."""
         return self.digest_of(Moved(unit, base, delta))
 
     def contents(self, digest: Digest) -> Counter[Tag]:
-        """Which tags were brought into an agreed value, and how often."""
+        """The tags that were brought into an agreed value, with their counts."""
         known = self._contents.get(digest)
         if known is None:
             value, known = self._values[digest], Counter()

@@ -1,7 +1,7 @@
-"""Whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
+"""Checks a manifest from another peer: may it belong to the chain [H1b, M5]? Pure.
 
-A proposed manifest comes with its evidence, and is recomputed from it. A decided one has none: its
-quorum has judged it, so only what follows from parent and manifest is judged here.
+A proposed manifest comes with its evidence, and is recomputed from it. A decided one comes without,
+since its quorum has judged it. So only its consistency with its parent is checked here.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from swarm.protocol.values.work import Book, book_of
 
 
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the members after a round; None when they can [R1, R2, R7, R8].
+    """Why a manifest's members cannot follow its parent's; None if they can [R1, R2, R7, R8].
 
-    Silence counts on or restarts. Capacity and room change only when their member was heard. A
-    member goes only if it was silent for too long or has signed a wish to. Not too many come, and
-    nobody votes that has not earned it.
+    A member's silence counts on or restarts. Its capacity and room change only if it was heard. A
+    member is removed only if it was silent for too long, or has signed a wish to leave. The number
+    of joiners is limited, and nobody votes without having earned the vote.
     """
     gone = parent.members.keys() - manifest.members.keys()
     unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
     if unsigned:
         return f"it lets {unsigned[0]} go, which has not signed a wish to leave"
     if not manifest.wishes.keys() <= gone:
-        return "it holds wishes to leave of others than those that it lets go"
+        return "it holds wishes to leave of peers that it does not remove"
     claimed = _without_pace(manifest.members)
     guests = (manifest.invited, manifest.invitations, manifest.absent)
     for possible in _possible(manifest, parent, rules):
@@ -63,9 +63,9 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 
 
 def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Membership]:
-    """The membership that follows from the manifest's own claims.
+    """The memberships that could follow from the manifest's own claims.
 
-    Either the members that it lets go have left, or all would have left: then they stay listed.
+    Either the removed members have left, or all members would have left: then they stay listed.
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
@@ -89,7 +89,7 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
 
 
 def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerId, ...]:
-    """Members that a manifest lets go although they were not silent for too long."""
+    """Members that a manifest removes although they were not silent for too long."""
     return tuple(
         peer
         for peer, member in parent.members.items()
@@ -99,7 +99,7 @@ def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerI
 
 
 def _without_pace(members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
-    """The pace is judged by itself: contributors say their own."""
+    """The members without their pace, which is judged apart: contributors report their own."""
     return {peer: replace(member, tokens_per_s=0.0) for peer, member in members.items()}
 
 
@@ -142,14 +142,14 @@ def proposal_problem(
     if manifest.kind is Kind.MERGE:
         return _merge_problem(manifest, parent, rules)
     if evidence is None:
-        return "nothing is shown for it"
+        return "it comes without evidence"
     return evidence_problem(manifest, evidence, parent, rules)
 
 
 def _placement_problem(
     manifest: Manifest, parent: Manifest, rules: Rules, *, due: bool
 ) -> str | None:
-    """Why this cannot be the next manifest of its parent's generation, whatever is in it."""
+    """Why this cannot be the next manifest of its parent's generation, whatever its contents."""
     if manifest.parent != parent.digest:
         return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
     if manifest.run != rules.run or manifest.founding != parent.founding:
@@ -165,7 +165,7 @@ def _placement_problem(
 
 
 def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Everything but the experts' digests must be as [M4] says; the digests are never judged.
+    """What in a merge breaks [M4], or None; the digests of experts are never judged.
 
     One peer with odd arithmetic would otherwise block the swarm for ever.
     """
@@ -203,7 +203,7 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
 
 
 def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the tokens of its contributors, and what follows from them [W2, W3]."""
+    """Why its contributors' tokens, or the counts that follow from them, are wrong [W2, W3]."""
     if tuple(manifest.work) != manifest.contributors:
         return "it does not say what each of its contributors did"
     for peer, tokens in manifest.work.items():
@@ -276,7 +276,7 @@ def _move_problem(unit: Unit, entry: Entry, parent: Manifest, rules: Rules) -> s
 
 
 def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why there are no voters, or an expert lacks owners that have room; None if neither is so."""
+    """What is wrong with members, voters or owners, such as a missing owner; None if nothing."""
     if not manifest.voters:
         return "nobody has a vote in it"
     for peer, member in manifest.members.items():
@@ -309,7 +309,7 @@ def _with_room(manifest: Manifest) -> set[PeerId]:
 
 
 def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why a manifest cannot be a reform; nobody but its author vouches for it."""
+    """Why a manifest cannot be a reform. Nobody but its author vouches for a reform."""
     if manifest.run != rules.run:
         return "it belongs to another run"
     height, (electors, generation) = manifest.lineage[-1] if manifest.lineage else (-1, (0, ""))
@@ -320,25 +320,25 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
         return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if manifest.invited:
-        return "a reform takes in nobody with an invitation"
+        return "a reform admits nobody by invitation"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
         return "it does not deal to its members"
     if not rules.is_dealt and book_of(manifest) != Book():
-        return "it deals, and every peer of this run has a text of its own"
+        return "it deals text, but every peer of this run has a text of its own"
     return owners_problem(manifest, rules)
 
 
 def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> str | None:
-    """Why a reform does not deal what its parent left; only that of the own tip can be judged."""
+    """Why a reform does not follow from the own tip; a reform of another tip is not judged."""
     if manifest.parent != tip.digest:
         return None
     if book_of(manifest) != deals.book_of_reform(tip, manifest.members, rules):
-        return "its members do not read on what they were dealt"
+        return "its members do not continue with the text that they were dealt"
     return _survivors_problem(manifest, tip) or deals.pace_problem(manifest.members, tip, ())
 
 
 def _trust(member: Member | None) -> tuple[bool, int, int, int]:
-    """What anchors have said of a member, or of a peer that is none."""
+    """What anchors have said of a member; the default for any other peer."""
     if member is None:
         return False, 0, 0, 1
     return member.vouched, member.invites, member.given, member.weight
@@ -383,5 +383,5 @@ def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
     if parent is None:
         return None
     if parent.digest != manifest.parent:
-        return "what comes with it is not its parent"
+        return "the manifest that comes with it is not its parent"
     return successor_problem(manifest, parent, rules, due=merge_due(parent, rules.merging))

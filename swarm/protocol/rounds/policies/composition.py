@@ -25,24 +25,24 @@ from swarm.protocol.values.invitation import Credential
 from swarm.protocol.values.schedule import merged_until
 
 NO_WISH: manifest.Wish = ""
-"""In place of a wish that a manifest lacks: it never follows then."""
+"""Stands for a missing wish: a manifest without it never follows from its evidence."""
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """Whom a convener heard in its campaign."""
+    """The peers that a convener heard in its campaign."""
 
     heard: Collection[manifest.PeerId]
     leaving: Mapping[manifest.PeerId, manifest.Wish]
-    """With what each of them signed."""
+    """Members that leave, with the wish that each has signed."""
     joiners: Mapping[manifest.PeerId, float]
     """Capacity of each stranger that asked to join."""
     capacities: Mapping[manifest.PeerId, float] = field(default_factory=dict)
-    """What members that were heard declare now."""
+    """Declared capacities of the members that were heard."""
     rooms: Mapping[manifest.PeerId, int] = field(default_factory=dict)
-    """Of both, as they declare it."""
+    """Declared rooms of these members and of joiners."""
     credentials: Mapping[manifest.PeerId, Credential] = field(default_factory=dict)
-    """What peers have shown to be vouched for; its signatures hold."""
+    """Credentials that peers have shown; their signatures are valid."""
 
 
 def compose_round(
@@ -52,7 +52,7 @@ def compose_round(
     attendance: Attendance,
     rules: Rules,
 ) -> manifest.Manifest:
-    """The manifest of an ordinary training round; `results` has each mean that has a reducer."""
+    """The manifest of an ordinary training round; `results` has the mean of each reduced unit."""
     number, contributors = tip.round + 1, plan.contributors
     membership = members_after(tip, contributors, attendance, rules)
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
@@ -133,7 +133,7 @@ def owners_after(
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
-        # Ties break alike in all rounds, so that one that is tried again moves the same experts.
+        # Ties break alike in all rounds, so that a repeated round moves the same experts.
         seed=tip.founding.nonce,
     )
 
@@ -180,7 +180,7 @@ def compose_merge(
 ) -> manifest.Manifest:
     """The merge manifest of a due tip: nothing but the experts' values changes [M4].
 
-    `merged` has the new value of every expert, `sources` who holds it.
+    `merged` has the new value of every expert, `sources` a peer that holds it.
     """
     entries = dict(tip.entries)
     for unit in rules.expert_units:
@@ -217,8 +217,8 @@ def compose_reform(
 ) -> manifest.Manifest:
     """The manifest with which survivors leave a generation that lost its majority [F3].
 
-    Who voted votes on, and the founder does; trainees stay trainees, and strangers that were there
-    become some.
+    Voters keep their votes, and the founder has one. Trainees stay trainees, and strangers that
+    were heard become trainees.
     """
     voters = reform_electors(tip.head).intersection(members)
     members = {
@@ -268,7 +268,7 @@ def compose_reform(
 def _survivor(
     tip: manifest.Manifest, peer: manifest.PeerId, member: manifest.Member, *, votes: bool
 ) -> manifest.Member:
-    """A member of a reform, with what is known of it."""
+    """A member of a reform, with its standing in the tip."""
     before = tip.members.get(peer) or come_back(tip, peer, member.capacity)
     before = before or manifest.Member(0, member.capacity, counted=0, vouched=False)
     declared = replace(before, capacity=member.capacity, room=member.room)

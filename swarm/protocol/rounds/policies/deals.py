@@ -1,4 +1,4 @@
-"""How much of the text each member is dealt, and what its work weighs [T1-T4, W2]. Pure."""
+"""Each member's share of the text, and the weight of its work [T1-T4, W2]. Pure."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from swarm.protocol.values.manifest import Founding, Manifest, Member, PeerId
 from swarm.protocol.values.work import Book, book_of, next_book, num_samples
 
 UNKNOWN_PACE = 16
-"""A peer whose pace nobody knows is dealt so many times what `local_steps` would be: the fastest
-of a swarm of unequal peers shall not idle in its first round."""
+"""A peer of unknown pace is dealt this many times `local_steps`: the fastest of very unequal peers
+shall not idle in its first round."""
 FASTEST = 64
-"""Where two voters are left, one of them is the median. Nobody is dealt more than so many times
-what the lower median voter does."""
+"""With two voters left, one of them is the median. So nobody is dealt more than this many times the
+work of the lower median voter."""
 MAX_TOKENS_PER_S = 1e12
-"""More is not believed; it keeps quotas finite, whatever an offer says."""
+"""A higher pace is cut to this, so that quotas stay finite, whatever an offer says."""
 MAX_QUOTA = 2**40
-"""Samples that a peer is dealt for one round at most."""
+"""The most samples that a peer is dealt for one round."""
 
 
 def quotas(
     members: Mapping[PeerId, Member], tokens: int, windows: int | None, rules: Rules
 ) -> dict[PeerId, int]:
-    """Samples that each member may read in the round after a manifest, whole steps of them [T2].
+    """Samples that each member may read in the round after a manifest, in whole steps [T2].
 
-    Exact mode: those of the steps that every peer takes. With `round.seconds`: 1.25 times those
-    that fit the time at the member's pace, and at most 4 times those of the median voter. A member
-    that an anchor has vouched for with weight w may read 1.25 w times those of the median voter.
+    In the exact mode, the samples of the steps that every peer takes. With `round.seconds`, 1.25
+    times the samples that fit the time at the member's pace, but at most 4 times those of the
+    median voter. For a member that an anchor has vouched for with weight w, this limit is 1.25 w if
+    that is more.
 
-    A member without a pace gets 16 times those of the exact mode, within the same limit. While no
-    voter has a pace, all members together get at most half a lap, so that the first round of a
+    A member without a pace gets 16 times the samples of the exact mode, within the same limit.
+    While no voter has a pace, all members together get at most half a lap. So the first round of a
     small text does not deal it several times over.
 
     Args:
-        members: of the manifest, with their pace.
-        tokens: its cumulative tokens.
-        windows: samples of one lap through the text; None if that is not known.
+        members: members of the manifest, with their pace.
+        tokens: cumulative tokens of the manifest.
+        windows: samples of one lap through the text; None: not known.
         rules: the run's rules.
     """
     per_step = rules.batch_tokens_at(tokens) // rules.sequence_length
@@ -64,7 +65,7 @@ def quotas(
 def _median_pace(members: Mapping[PeerId, Member]) -> float:
     """The pace of the median voter, the upper one of two; 0 if no voter has a pace.
 
-    Who is vouched for with weight w counts with a w-th of its pace.
+    A voter that is vouched for with weight w counts with a w-th of its pace.
     """
     voters = (member for member in members.values() if member.votes and member.tokens_per_s)
     known = sorted(voter.tokens_per_s / voter.weight for voter in voters)
@@ -101,7 +102,7 @@ def book_after(
 
 
 def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules) -> Book:
-    """The book of a reform: its members read on what they were dealt [T4]."""
+    """The book of a reform: its members continue with the text that they were dealt [T4]."""
     if not rules.is_dealt:
         return Book()
     wanted = _wanted(members, tip.tokens, tip.founding, rules)
@@ -111,7 +112,7 @@ def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules
 def _wanted(
     members: Mapping[PeerId, Member], tokens: int, founding: Founding, rules: Rules
 ) -> dict[PeerId, int]:
-    """Samples that each member is to have in its deal: where rounds overlap, of two rounds [T5]."""
+    """Samples of each member's deal: of one round or, where rounds overlap, of two [T5]."""
     windows = founding.text.windows if founding.text else None
     rounds = 2 if rules.overlaps else 1
     return {peer: rounds * q for peer, q in quotas(members, tokens, windows, rules).items()}
@@ -120,7 +121,7 @@ def _wanted(
 def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
     """Samples that a peer may count in the round after a manifest [T3].
 
-    Those of its deal; of a text of its own as many as it would be dealt of a common one.
+    The samples of its deal; of a text of its own, as many as it would be dealt of a common text.
     """
     if rules.is_dealt:
         return num_samples(parent.dealt.get(peer, ()))
@@ -128,7 +129,7 @@ def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
 
 
 def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
-    """Tokens of each contributor, in peer-id order; late offers are no contributions [W2]."""
+    """Tokens of each contributor, in peer-id order; late offers are not contributions [W2]."""
     return {peer: offers[peer].tokens for peer in sorted(offers) if not offers[peer].is_late}
 
 
@@ -146,10 +147,11 @@ def with_pace(
 
 
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
-    """Why a contributor cannot have done so many tokens on this manifest; None when it can [T3].
+    """Why a contributor cannot have trained so many tokens on this manifest; or None [T3].
 
-    Whole steps; in the exact mode those that everybody takes; no more than it may read. Where
-    rounds overlap, some steps are older than the tip: of another number, and of other batches.
+    Tokens must be whole steps, and no more than the peer may read. In the exact mode they are the
+    steps that every peer takes. Where rounds overlap, some steps are older than the tip, so their
+    number and their batches may differ.
     """
     batch = rules.sequence_length if rules.overlaps else rules.batch_tokens_at(parent.tokens)
     if tokens <= 0 or tokens % batch:
@@ -166,7 +168,7 @@ def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) ->
 def pace_problem(
     members: Mapping[PeerId, Member], parent: Manifest, changed: Iterable[PeerId]
 ) -> str | None:
-    """Why the members' pace does not follow from the parent's, but for those of `changed`."""
+    """Why the pace of a member outside `changed` differs from the parent's; None if none does."""
     free = set(changed)
     for peer, member in members.items():
         before = parent.members.get(peer)

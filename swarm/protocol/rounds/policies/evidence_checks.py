@@ -1,11 +1,12 @@
-"""Whether a round's manifest follows from what others have signed [A6]. Pure.
+"""Checks whether a round's manifest follows from signed statements [A6]. Pure.
 
-A convener says who contributed what, who comes and goes, and what reducers found. Of all this it
-shows the signed declarations and results, and every acceptor recomputes the manifest from them:
-the offers from the declarations and the manifest's `sources` and `work`, without fetching any; the
-roster from the offers; the manifest by the very `compose_round` that the convener used.
+A convener names the contributions, the peers that join or leave, and the reducers' results. For all
+of this it shows signed declarations and results. Every acceptor recomputes the manifest from them.
+The offers follow from the declarations and the manifest's `sources` and `work`, so none is fetched.
+The roster follows from the offers. The manifest follows by the same `compose_round` as the
+convener's.
 
-What stays the convener's word: whom it did not hear, and whose offer it left out.
+Two things stay the convener's word: which peers it did not hear, and whose offers it left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish
 
 @dataclass(frozen=True)
 class _Case:
-    """A question that is asked once; the very same objects, so that nothing has to be compared."""
+    """A cache key: it compares the identity of its objects, not their contents."""
 
     names: tuple[int, int, int, int] = field(init=False)
     manifest: Manifest = field(compare=False)
@@ -42,10 +43,10 @@ def evidence_problem(
 ) -> str | None:
     """Why a manifest does not follow from its evidence; None when it does.
 
-    With 256 peers this takes longer than an event loop may be held up. The shell asks in another
-    thread before it hands a proposal on, and what was answered for these objects is known then.
+    With 256 peers this takes longer than an event loop may be blocked. The shell asks in another
+    thread before it passes a proposal on, and the answer for these very objects is cached.
 
-    Wrong signatures have been dropped from the evidence.
+    Invalid signatures have been dropped from the evidence before.
     """
     return _judged(_Case(manifest, evidence, tip, rules))
 
@@ -77,7 +78,7 @@ def _judged(case: _Case) -> str | None:
 def _sources_problem(
     manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
 ) -> str | None:
-    """Why there are no offers to be made of its sources; None when there are."""
+    """Why no offers can be rebuilt from its sources; None when they can."""
     for unit in manifest.sources:
         if unit not in rules.unit_bytes or not unit_in(unit, tip, manifest):
             return f"the run has no unit {unit}"
@@ -100,7 +101,7 @@ def offers_shown(
 ) -> dict[PeerId, Offer]:
     """The offers behind a manifest, rebuilt from its statements about them, in peer-id order.
 
-    Those without tokens are late ones [O2].
+    Offers without tokens are late ones [O2].
     """
     units: dict[PeerId, dict[Unit, OfferedUnit]] = {}
     for unit, values in manifest.sources.items():
@@ -135,7 +136,7 @@ def result_problem(unit: Unit, result: ReducedUnit, rules: Rules) -> str | None:
 
 
 def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:
-    """Of a reducer's reports, the newest first, those that have what the ones before lack."""
+    """The reports of a reducer, newest first, that have results which those before them lack."""
     kept: list[Report] = []
     covered: set[Unit] = set()
     for report in reports:
@@ -147,7 +148,7 @@ def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple
 
 
 def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
-    """What the reducers found; of several results the first that is shown."""
+    """The results of the reducers; of several for a unit, the first that is shown."""
     results: dict[Unit, ReducedUnit] = {}
     for report in reports:
         results = {**valid_results(report, plan, rules), **results}
@@ -156,24 +157,24 @@ def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit
 
 @dataclass(frozen=True)
 class Brought:
-    """Signed papers that a manifest itself contains, so that its evidence need not show them."""
+    """Signed papers in the manifest itself, which its evidence need not repeat."""
 
     wishes: Mapping[PeerId, Wish]
-    """What those have signed that leave."""
+    """Signed wishes of the members that leave."""
     credentials: Mapping[PeerId, Credential]
-    """What those have shown that anchors vouch for; both signatures hold."""
+    """Credentials of peers that anchors vouch for; both signatures are valid."""
 
 
 def compose_from(
     tip: Manifest, plan: Plan, evidence: Evidence, brought: Brought, rules: Rules
 ) -> Manifest:
-    """The manifest that follows from what was declared, and found of all that is reduced."""
+    """The manifest that follows from the declarations and from the reducers' results."""
     results = results_of(evidence.reports, plan, rules)
     return compose_round(tip, plan, results, attendance_of(evidence, brought, tip), rules)
 
 
 def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attendance:
-    """Who was there and what became of it, by what each has declared."""
+    """The attendance that follows from what each peer has declared."""
     said = {peer: declared.declaration for peer, declared in evidence.declared.items()}
     members = {peer: each for peer, each in said.items() if peer in tip.members}
     return Attendance(

@@ -1,16 +1,15 @@
 """When a convener stops waiting for offers [C3]. Pure.
 
-No local step may be thrown away without a reason, so every peer that lives is held to its own word
-of when it will be ready. Nothing here is learned from how long earlier rounds took: a wait would
-lengthen the next, and who convenes for the first time, or starts again, knows of none.
+No local step may be thrown away without a reason, so every live peer is held to its own word on
+when it will be ready. The durations of earlier rounds do not count: a wait would lengthen the next
+one. A peer that convenes for the first time, or restarts, knows no earlier round.
 
-A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
-waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
-the time that it has spent on its shared tensors in this round, and on fetching the tip before that.
-Waiting may pay for several voters together though for none of them alone: a second passes once for
-all.
-Where rounds overlap a second of waiting costs nothing as long as those voters take their next steps
-meanwhile [V8].
+Once a quorum has offered, a peer is also waited for no longer than that pays. Each second of
+waiting costs one second of every voter that has offered. Leaving a late peer out costs the time
+that it has spent on its shared tensors in this round, and on fetching the tip before that. Waiting
+may pay for several voters together though for none of them alone, as a second passes once for all.
+Where rounds overlap, a second of waiting costs nothing as long as those voters take their next
+steps meanwhile [V8].
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import PeerId
 
 DONE, DONE_AGAIN = 8, 32
-"""A peer that says that it is done and has not offered writes its offer, or hangs. It may exceed
-its word by this part of it, and by less after an earlier wait for it brought nothing."""
+"""A peer that is done by its word, but has not offered, is writing its offer or hangs. It may
+exceed its word by this part of it, and by less if the last wait for it brought nothing."""
 NEW_SHARE = 4
-"""Voters wait for a new trainee, after a quorum of them has offered, no longer than one such part
-of what the fastest of them has worked: any newcomer may say that it will be ready soon. The
-experts of a machine slower than that still count, as those that come late [O2]."""
+"""Once a quorum has offered, voters wait for a new trainee for at most this part of the time that
+the fastest of them has worked: any newcomer may say that it will be ready soon. The experts of a
+slower machine still count, as late ones do [O2]."""
 PATIENT_EVERY = 8
-"""One round in so many waits for new trainees as for voters: a slow machine gets its first round
-that counts it, and after that it is waited for as long as rounds go on to count it."""
+"""One round in so many waits for new trainees as for voters. So a slow machine is counted for the
+first time, and after that it is waited for as long as rounds keep counting it."""
 BEHIND = 2
-"""In these rounds, and in all of a lone voter, members that still fetch the tip are waited for, at
-most so many times what the fastest of the voters has worked: a lone voter needs nothing from
-anybody, and its rounds may be shorter than others need to fetch its values; those then are never
-where it is."""
+"""In these rounds, and in all rounds of a lone voter, members that still fetch the tip are waited
+for: at most this many times the time that the fastest voter has worked. A lone voter needs nobody,
+and its rounds may be shorter than the time that others need to fetch its values. Without this wait
+those would never reach its tip."""
 UNEQUAL = 16
-"""Without a quorum of offers nobody is waited for that needs so many times what the fastest did."""
+"""Without a quorum of offers, a peer that needs this many times the fastest's time is given up."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """What a member said of when it will have finished its local steps."""
+    """A member's word on when its local steps will end."""
 
     total_s: float
     """From the tip to the end of its steps."""
     overdue_s: float
-    """Since they should have ended; negative before."""
+    """Time since its steps should have ended; negative before."""
 
 
 @dataclass(frozen=True)
@@ -56,36 +55,36 @@ class Absent:
 
     peer: PeerId
     silent_s: float
-    """Since its last READY, or since it was asked first; 0 for the convener itself."""
+    """Time since its last READY, or since it was first asked; 0 for the convener itself."""
     remaining_s: float | None
-    """Until it will have finished its local steps, as it said last; None: it did not say."""
+    """Time to the end of its local steps, by its last word; None: it gave none."""
     worked_s: float
-    """How long it has worked since the tip."""
+    """How long it has worked on the tip."""
     word: Word | None = None
-    """None: it did not say."""
+    """None: it gave none."""
     contributed: bool = True
-    """To the tip, or nobody did; False: the last wait for the member brought nothing."""
+    """Whether it contributed to the tip, or nobody did. Else the last wait for it was useless."""
     is_gone: bool = False
     """Whether its machine refused the last message to it."""
     is_new: bool = False
-    """Whether it is a trainee that the tip did not count, and this no round that is patient."""
+    """Whether it is a trainee that the tip did not count, in a round that is not patient."""
     votes: bool = True
     is_behind: bool = False
     """Whether it lives but still fetches the tip, in a round that waits for that."""
     fetched_s: float = 0.0
-    """How long it fetched the tip before it could work: that is lost with its work, or a peer whose
-    line is as slow as a round would fetch one tip after the other and never be counted."""
+    """How long it fetched the tip before it could work. This is lost with its work: otherwise a
+    peer that fetches for as long as a round lasts would never be counted."""
 
     @property
     def invested_s(self) -> float:
-        """What is lost if it is left out."""
+        """Seconds that are lost if it is left out."""
         return self.worked_s + self.fetched_s
 
 
 class Absentees(Collection[Absent]):
-    """Members that have not offered, each looked at once, and not before it is asked for.
+    """Members that have not offered. Each is looked at once, and only when it is needed.
 
-    One that is waited for decides, so the convener of 256 looks at one or two a READY.
+    One member to wait for decides, so the convener of 256 looks at one or two a READY.
     """
 
     def __init__(self, peers: Collection[PeerId], look: Callable[[PeerId], Absent]) -> None:
@@ -103,7 +102,7 @@ class Absentees(Collection[Absent]):
         return absent in tuple(self)
 
     def of(self, peer: PeerId) -> Absent:
-        """What is known of one of them."""
+        """What is known of one of these members."""
         if peer not in self._seen:
             self._seen[peer] = self._look(peer)
         return self._seen[peer]
@@ -111,27 +110,27 @@ class Absentees(Collection[Absent]):
 
 @dataclass(frozen=True)
 class OpenRoster:
-    """What a convener knows when it decides whether to wait on."""
+    """The facts by which a convener decides whether to wait longer."""
 
     age_s: float
-    """Of the campaign."""
+    """Age of the campaign."""
     waited_s: float | None
-    """Since a quorum had offered; None: none has."""
+    """Time since a quorum had offered; None: none has."""
     num_offers: int
-    """Of voters, with shared tensors; those of peers that were left out do not count. The cost
-    of waiting is counted in their seconds alone, or keys that offer at once would have a slow voter
-    left out."""
+    """Offers of voters with shared tensors, without those of peers that were left out. Only these
+    voters' seconds count as the cost of waiting. Otherwise keys that offer at once would have a
+    slow voter left out."""
     num_members: int
     quorum_answers: bool
     """Whether a quorum has answered, with an offer or without."""
     fastest_s: float
-    """How long the fastest of the voters worked that have offered; 0 if none has."""
+    """How long the fastest of the voters with an offer has worked; 0 if none has offered."""
     absent: Collection[Absent]
     num_of_trainees: int = 0
     """Offers of trainees, likewise."""
     spare_s: float = 0.0
-    """Where rounds overlap: until the first of the voters that have offered would wait, less what
-    the transfers take. Waiting costs nothing before [V8]."""
+    """Where rounds overlap: the time until the first voter with an offer would wait, less that of
+    the transfers. Until then waiting costs nothing [V8]."""
 
     @property
     def num_all(self) -> int:
@@ -140,7 +139,7 @@ class OpenRoster:
 
     @property
     def names(self) -> str:
-        """Of those that are waited for."""
+        """Names of the members that are waited for."""
         return ", ".join(absent.peer for absent in self.absent)
 
 
@@ -153,7 +152,7 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether there is somebody to wait for, so that a campaign may be as old as it is [C7]."""
+    """Whether there is a member to wait for, so that a campaign may be as old as it is [C7]."""
     is_awaited = any(_why_not(absent, roster, timers) is None for absent in roster.absent)
     return is_awaited or _pays_together(roster, timers)
 
@@ -184,9 +183,9 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _pays_together(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether it pays to wait for some voters that are all late: the soonest, as many as it takes.
+    """Whether waiting pays for several late voters together, counted from the soonest on.
 
-    Trainees are worth what each is by itself, or many keys that are late would hold up few voters.
+    Trainees count only by themselves. Otherwise many keys that are late could hold up few voters.
     """
     if roster.waited_s is None:
         return False
@@ -200,7 +199,7 @@ def _pays_together(roster: OpenRoster, timers: Timers) -> bool:
 
 
 def _is_only_late(absent: Absent, roster: OpenRoster, timers: Timers) -> bool:
-    """Whether all that speaks against waiting for a voter is how long that would take."""
+    """Whether the length of the wait is the only reason not to wait for a voter."""
     is_voter = absent.votes and not absent.is_new
     if not is_voter or absent.is_behind or absent.remaining_s is None:
         return False
@@ -208,7 +207,7 @@ def _is_only_late(absent: Absent, roster: OpenRoster, timers: Timers) -> bool:
 
 
 def _why_unheard(absent: Absent, timers: Timers) -> str | None:
-    """Why nothing is to be expected of a member once a quorum has offered."""
+    """Why nothing more is expected of a member once a quorum has offered; None while it is."""
     return _why_silent(absent, timers.grace_s if absent.is_gone else timers.silence_s)
 
 
@@ -223,7 +222,10 @@ def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _why_left_behind(roster: OpenRoster) -> str | None:
-    """A peer that is left behind loses all rounds until the next patient one; half is put on it."""
+    """Why members that still fetch the tip are left behind; None while they are waited for.
+
+    They lose all rounds until the next patient one; waiting may cost half of that.
+    """
     assert roster.waited_s is not None
     num_behind = sum(absent.is_behind for absent in roster.absent)
     worth = num_behind * PATIENT_EVERY / 2 / max(1, roster.num_offers)
@@ -234,26 +236,26 @@ def _why_left_behind(roster: OpenRoster) -> str | None:
 
 
 def is_patient(round_number: int) -> bool:
-    """Whether this round waits for new trainees as for voters, and for those that fetch [3.4]."""
+    """Whether this round waits for new trainees as for voters, and for peers that fetch [3.4]."""
     return round_number % PATIENT_EVERY == 0
 
 
 def _why_silent(absent: Absent, limit_s: float) -> str | None:
     if absent.silent_s < limit_s:
         return None
-    gone = "gone, " if absent.is_gone else ""
+    gone = "refuses messages, " if absent.is_gone else ""
     return f"{gone}silent for {absent.silent_s:.1f} s (limit {limit_s:.1f})"
 
 
 def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """By its own word it needs longer than pays; overdue time counts, or no wait would end."""
+    """Why a wait costs more than it is worth; overdue time counts, or no wait would end."""
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
     if _wait_s(absent, roster) * roster.num_offers <= absent.invested_s:
         return None
     overdue_s = _overdue_s(absent)
     overdue = f", {overdue_s:.1f} s after its word" if overdue_s else ""
-    spare = f", {roster.spare_s:.1f} s of it beside their steps" if roster.spare_s else ""
+    spare = f", {roster.spare_s:.1f} s of it during their steps" if roster.spare_s else ""
     return (
         f"needs {absent.remaining_s:.1f} s more{overdue}{spare}, which costs {roster.num_offers} "
         f"peers more than its {absent.invested_s:.1f} s of work are worth"
@@ -270,7 +272,7 @@ def _overdue_s(absent: Absent) -> float:
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """It has not kept its word; a member that gave none is expected to be as fast as a quorum."""
+    """How a member broke its word; one that gave none should be as fast as a quorum."""
     assert roster.waited_s is not None
     waited_s = roster.waited_s
     word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)
@@ -285,7 +287,7 @@ def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | No
 
 
 def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> float:
-    """By how much a word may be exceeded while a quorum waits."""
+    """By how much a member may exceed its word while a quorum waits."""
     floor_s = timers.roster_s
     if absent.word is None:
         floor_s = timers.roster_late_s if absent.contributed else floor_s
@@ -297,7 +299,7 @@ def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> 
 
 
 def _why_hopeless(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """Without a quorum of offers a word is what counts: others depend on it, not on the fastest."""
+    """Why a member is not waited for while no quorum has offered; None while it is."""
     word = absent.word
     if word is None:
         if roster.age_s < timers.wordless_s:

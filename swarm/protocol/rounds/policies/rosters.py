@@ -15,8 +15,8 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 
 NO_UPLINKS: Uplinks = {}
 MOST_SHARES = 2
-"""Nobody averages more than so many times its share of the bytes, whatever it says of its uplink:
-so much a false word draws to a peer, as with capacities [D3, R5]."""
+"""Nobody averages more than this many times its share of the bytes, whatever uplink it claims. This
+bounds how much a false claim draws to a peer, as with capacities [D3, R5]."""
 _FULL = 1e30
 """More than any burden, in seconds or bytes."""
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -27,14 +27,14 @@ class Plan:
     """A closed roster and all that follows from it."""
 
     roster_id: Digest
-    """Of tip, offers and who may reduce: all else follows from them."""
+    """Digest of the tip, the offers and the possible reducers: all else follows from these."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
-    """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
+    """For each unit in the roster, its offered values, in peer-id order [C3]."""
     reducers: Mapping[Unit, PeerId]
-    """Who averages each unit with more than one source."""
+    """The reducer of each unit with more than one source."""
     able: Uplinks
-    """Who was asked to: those that others can dial, or all where nobody can be."""
+    """The possible reducers: peers that others can dial, or all where nobody can be."""
 
     @property
     def contributors(self) -> tuple[PeerId, ...]:
@@ -45,9 +45,9 @@ class Plan:
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
     """Why an offer may not enter the round after `tip`; None when it may.
 
-    Its steps must start from the tip, and each unit be due [U3] and trained from its value in the
-    tip [S1, S3]. It must hold every shared part that is due, and of the experts only such as the
-    peer owns. A late one holds nothing but experts [O2].
+    Its steps must start from the tip. Each unit must be due [U3] and trained from its value in the
+    tip [S1, S3]. The offer must hold every shared part that is due, and no experts but those that
+    the peer owns. A late offer holds nothing but experts [O2].
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
@@ -107,7 +107,7 @@ def plan_roster(
     undialable: Collection[PeerId] = (),
     uplinks: Uplinks = NO_UPLINKS,
 ) -> Plan:
-    """The round over exactly these (valid) offers; peers nobody can dial reduce only at need."""
+    """Plans the round over exactly these valid offers; undialable peers reduce only at need."""
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
     willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
@@ -119,7 +119,7 @@ def plan_roster(
 
 
 def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
-    """Of each offered unit: who offers which value, in peer-id order."""
+    """For each offered unit, the peers that offer it and their values, in peer-id order."""
     sources: dict[Unit, list[tuple[PeerId, Digest]]] = {}
     for peer in sorted(offers):
         for unit, offered in offers[peer].units.items():
@@ -134,21 +134,21 @@ def assign_reducers(
     always: Collection[Unit] = (),
     sources: Sources | None = None,
 ) -> dict[Unit, PeerId]:
-    """Who averages each unit that has more than one source, or whose deltas are averaged [D3, W5].
+    """Assigns a reducer to each unit with more than one source, or with averaged deltas [D3, W5].
 
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
-    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in
-    seconds: each unit, largest first, goes to the source that has sent all of its own the soonest
-    so far and has not had MOST_SHARES yet, and a unit with one source, which is taken verbatim,
-    counts as its peer's burden.
+    in and N - 1 out. Summed over a round this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced
+    in seconds. Each unit, largest first, goes to the source that would have sent all of its own the
+    soonest, unless that has had MOST_SHARES already. A unit with one source, which is taken
+    verbatim, counts as its peer's burden.
 
     Args:
         offers: the roster.
         reducers: peers of the roster that may reduce, in any order, and their uplinks. A unit that
             none of them offers is averaged by one of its sources all the same.
-        unit_bytes: what each unit costs a peer that takes its next value in.
-        always: units that have a reducer even if they have one source alone.
-        sources: `sources_of` the offers, if it is known: those of 256 peers are 120,000.
+        unit_bytes: bytes that each unit's next value costs a peer that receives it.
+        always: units that have a reducer even with a single source.
+        sources: `sources_of(offers)`, if it is known: those of 256 peers are 120,000.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
@@ -179,7 +179,7 @@ def assign_reducers(
 
 
 def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Uplinks) -> float:
-    """When a peer has averaged so many bytes, others come first; where all say the same, never."""
+    """Bytes after which other reducers come first; infinite where all uplinks are equal."""
     if len(set(reducers.values())) < 2:
         return inf
     total_bytes = -sum(negative_bytes for negative_bytes, _, _ in shared)
@@ -187,9 +187,9 @@ def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Up
 
 
 def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
-    """Seconds that a byte takes from each peer, in those that it takes from a usual one.
+    """Time that a byte takes from each peer, relative to a peer with the usual uplink.
 
-    Where all uplinks are alike, or none is known, each is 1, and sums of bytes stay exact.
+    Where all uplinks are equal, or none is known, each is 1, and sums of bytes stay exact.
     """
     usual = usual_uplink(mbit for mbit in uplinks.values() if mbit) or 1
     return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}

@@ -21,12 +21,12 @@ from swarm.protocol.values.work import Book, Counts, next_book, reformed_book, t
 T = TypeVar("T")
 
 MARGIN = 1.25
-"""A peer is dealt this many times its work of a round's time: it may get faster."""
+"""A peer is dealt this many times the work that it does in a round's time: it may get faster."""
 GROWTH = 2
 """The pace of a member at most doubles, or halves, in a round, and so does its deal."""
 MOST = 4
-"""A member is dealt at most so many times what the median voter does in the time of a round. What
-it counts is its own word, and says how far its values may have moved [U1]."""
+"""A member is dealt at most this many times the work of the median voter in a round's time. The
+work that it counts is its own word, and bounds how far its values may have moved [U1]."""
 
 
 class Randomness(Protocol):
@@ -41,7 +41,7 @@ class Randomness(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of a run agree on, as far as rounds need it."""
+    """The settings on which all peers of a run agree, as far as rounds need them."""
 
     run: str
     """Run id."""
@@ -55,7 +55,7 @@ class Rules:
     experts_every: int
     """Experts are due in every so many training rounds."""
     local_steps_at: Callable[[int], int]
-    """Steps that each peer takes when the run has seen so many tokens; see `step_after`."""
+    """Steps that each peer takes after so many tokens of the run; see `step_after`."""
     batch_tokens_at: Callable[[int], int]
     """Tokens of each of these steps: whole samples."""
     sequence_length: int
@@ -63,7 +63,7 @@ class Rules:
     planned_peers: int = 1
     """Peers that the run is planned for."""
     round_seconds: float | None = None
-    """How long local steps take, as many as fit; None: `local_steps_at`, the exact mode."""
+    """Time of the local steps, as many as fit; None: `local_steps_at`, the exact mode."""
     shared_every: int = 1
     """Each part of the shared tensors is due in one of so many training rounds."""
     stagger: bool = False
@@ -77,19 +77,19 @@ class Rules:
     silent_limit: int = 3
     """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
     owner_silent_limit: int = 1
-    """Silent cycles after which a member keeps its experts; it votes on until K [R4]."""
+    """Silent cycles after which a member still keeps its experts; its vote lasts until K [R4]."""
     min_owned_share: float = 0.0
-    """Nobody trains while fewer of the experts have an owner, and none is there for them [R9]."""
+    """With fewer owned experts local steps pause, unless peers that are there have room [R9]."""
     step_bound: StepBound | None = None
-    """How far a local step moves an element at most [U1]; None: values are not judged."""
+    """Largest move of an element in a local step [U1]; None: values are not judged."""
     is_open: bool = True
     """Whether strangers may join without an invitation [R8]."""
     certificates: bool = True
     """Whether a decided manifest needs the signed votes of a quorum."""
     unit_coding: Mapping[Unit, str] = field(default_factory=dict)
-    """Of the units that move by deltas: how these become bytes."""
+    """Coding of the deltas, for units that move by deltas."""
     delta_bytes: Mapping[Unit, int] = field(default_factory=dict)
-    """Size of their deltas."""
+    """Size of the deltas of these units."""
 
     @classmethod
     def of(cls, run_id: str, run: RunConfig, layout: Layout) -> Rules:
@@ -132,7 +132,7 @@ class Rules:
         return {peer: member.room for peer, member in members.items()}
 
     def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
-        """Who may come, and whom anchors vouch for, after a manifest [R8]."""
+        """Who may join, and whom anchors vouch for, after a manifest [R8]."""
         return Guests.of(parent, shown, run=self.run, is_open=self.is_open)
 
     def with_voters(
@@ -149,9 +149,9 @@ class Rules:
     def pace_after(self, known: float, tokens: int, seconds: float) -> float:
         """The pace of a member whose offer says that so many tokens took so many seconds [T3].
 
-        With `round.seconds` the clock of the run counts: tokens took as much of the round at least
-        as makes the next deal, 1.25 times what fits, twice as many. A pace that is known moves by a
-        factor of 2 at most.
+        With `round.seconds`, the claimed time counts as at least 1.25 / 2 of a round. So the next
+        deal, which is 1.25 times what fits, has at most twice these tokens. A known pace changes by
+        a factor of at most 2.
         """
         if self.round_seconds is None:
             return tokens / seconds if seconds > 0 else known
@@ -159,43 +159,43 @@ class Rules:
         return min(max(pace, known / GROWTH), known * GROWTH) if known else pace
 
     def most_of_median(self, member: Member) -> float:
-        """How many times what the median voter does a member is dealt at most [T2]."""
+        """Limit of a member's deal, in multiples of the median voter's work [T2]."""
         return MOST if member.weight == 1 else max(MOST, MARGIN * member.weight)
 
     def weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
     ) -> tuple[int, ...] | None:
-        """What the values of a unit weigh in the round after a manifest [W1]."""
+        """Weights of the values of a unit in the round after a manifest [W1]."""
         return weights(work, peers, parent.trusted)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
         """Cumulative steps after a round that brings the run to so many tokens [W3].
 
-        Exact mode: the steps of every peer. With `round.seconds` steps are counted in tokens: one
-        is the batches of as many peers as the run is planned for.
+        The exact mode counts the steps of every peer. With `round.seconds`, steps are counted in
+        tokens: a step is one batch of each peer that the run is planned for.
         """
         if self.round_seconds is None:
             return parent.step + self.local_steps_at(parent.tokens)
         return self.steps_of(tokens, parent)
 
     def steps_of(self, tokens: int, parent: Manifest) -> int:
-        """Steps of the run that so many tokens of all peers are, where rounds last a given time."""
+        """Steps of the run for so many tokens of all peers, where rounds last a given time."""
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
 
     def is_verbatim(self, unit: Unit) -> bool:
-        """Whether a unit moves by the delta of its one writer, whose value becomes the agreed."""
+        """Whether a unit moves by its one writer's delta, so that the writer's value is agreed."""
         return (
             self.owners_per_expert == 1 and unit in self.unit_coding and unit in self.expert_units
         )
 
     @cached_property
     def averaged_deltas(self) -> frozenset[Unit]:
-        """Units that move by the mean of offered deltas, even if there is one alone [W5]."""
+        """Units that move by the mean of offered deltas, even of a single one [W5]."""
         return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
 
     @cached_property
     def offered_bytes(self) -> Mapping[Unit, int]:
-        """Size of what is offered of each unit: of its value, or of a delta to be averaged."""
+        """Size of each unit's offer: of its value, or of a delta to be averaged."""
         return {**self.unit_bytes, **{u: self.delta_bytes[u] for u in self.averaged_deltas}}
 
     @cached_property
@@ -206,9 +206,10 @@ class Rules:
     def saves_state(self, tip: Manifest) -> bool:
         """Whether a peer's whole private state is durable before its offer on a tip [P6].
 
-        That is 12 bytes of each trained parameter, which wear a disk out if each of a cycle's
-        rounds writes them: once a cycle, where deltas are coded, and in between the offer alone.
-        Without codings a run continues in the same bits after any crash, so each round saves all.
+        The private state has 12 bytes for each trained parameter. Writing it in each round of a
+        cycle would wear a disk out. Where deltas are coded, it is saved once a cycle, and in other
+        rounds only the offer is. Without codings a run continues with the same bits after any
+        crash, so each round saves all of it.
         """
         return not self.unit_coding or tip.round % self.schedule.cycle == 0
 
@@ -230,8 +231,8 @@ class Rules:
     def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
         """Units that the next manifest may renew -> bytes for a peer that has the present one.
 
-        Time-outs have to leave room for these. Where rounds have no slices of their own, they are
-        all units. Of a merge there are no deltas.
+        Timeouts have to leave room for these bytes. Where rounds have no slices of their own, all
+        units count. A merge has no deltas.
         """
         is_merge = merge_due(tip, self.merging)
         sizes = self.unit_bytes if is_merge else self.moved_bytes

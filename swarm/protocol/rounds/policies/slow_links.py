@@ -18,7 +18,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit, turn
 FEW = 8
 """Rounds of up to so many peers need no relays for experts."""
 RELAYS = 4
-"""So many get an expert from its writer, the others from these."""
+"""Number of peers that get an expert from its writer; the others get it from these."""
 MOST_TIMES = 4
 """An uplink counts as at most this many times the relays' median, whatever its peer claims. This
 bounds how much a false claim draws to a peer, as for the units that a peer averages [D3]."""
@@ -28,7 +28,7 @@ _POINTS = 256**_WORD
 
 @dataclass(frozen=True)
 class Relays:
-    """Peers that may pass on, each as often as its uplink is fast.
+    """Peers that may pass blobs on, each in proportion to its uplink.
 
     Attributes:
         peers: in order of their ids.
@@ -39,7 +39,7 @@ class Relays:
     ends: tuple[float, ...] = ()
 
     def of(self, digest: Digest, writer: PeerId) -> tuple[PeerId, ...]:
-        """Who passes this blob on, by lot: the same for all that know the same uplinks."""
+        """The relays of this blob, by lot: the same for all that know the same uplinks."""
         if not self.peers:
             return ()
         drawn_by = turn(digest, writer)
@@ -50,7 +50,7 @@ class Relays:
         return tuple(peer for peer in dict.fromkeys(drawn) if peer != writer)
 
     def before(self, digest: Digest, writer: PeerId, me: PeerId) -> tuple[PeerId, ...]:
-        """Whom a peer asks before the writer; peers begin at different relays, these ask nobody."""
+        """Peers to ask before the writer; peers begin at different relays, relays ask nobody."""
         relays = self.of(digest, writer)
         if not relays or me in relays:
             return ()
@@ -67,16 +67,16 @@ def in_turn(relays: Sequence[PeerId], me: PeerId) -> tuple[PeerId, ...]:
 
 
 BODY_FEW = 32
-"""Nor up to so many for manifests: one of 32 peers has a third of a megabyte."""
+"""Nor do rounds of up to so many for manifests: that of 32 peers has a third of a megabyte."""
 BODY_RELAYS = 8
-"""So many get a manifest from its convener, the others from these."""
+"""Number of peers that get a manifest from its convener; the others get it from these."""
 
 
 def relays_of_body(uplinks: Uplinks) -> tuple[PeerId, ...]:
-    """Who passes a proposal's manifest and evidence on: those with the fastest lines [D4].
+    """The relays of a proposal's manifest and evidence: peers with the fastest uplinks [D4].
 
     Args:
-        uplinks: Mbit/s of the members that others can dial, as they said; 0: not known.
+        uplinks: claimed Mbit/s of the members that others can dial; 0: not known.
     """
     if len(uplinks) <= BODY_FEW:
         return ()
@@ -85,13 +85,13 @@ def relays_of_body(uplinks: Uplinks) -> tuple[PeerId, ...]:
 
 
 def relays_among(reducers: Collection[PeerId], uplinks: Uplinks) -> Relays:
-    """The faster half of those that average something in a round.
+    """The faster half of a round's reducers.
 
-    Reducers, since these fetch ahead, and a round has asked them to send already [D2, D3].
+    These relay because they fetch ahead, and the round has them send anyway [D2, D3].
 
     Args:
-        reducers: of the roster.
-        uplinks: Mbit/s of those that may reduce, by which units were dealt; 0: not known.
+        reducers: the reducers of the roster.
+        uplinks: Mbit/s of the possible reducers, by which units were assigned; 0: not known.
     """
     known = {peer: uplinks[peer] for peer in set(reducers) if uplinks.get(peer)}
     if len(uplinks) <= FEW or len(known) < 2 * RELAYS:
@@ -104,12 +104,12 @@ def relays_among(reducers: Collection[PeerId], uplinks: Uplinks) -> Relays:
 
 
 def has_one_writer(unit: Unit, manifest: Manifest) -> bool:
-    """Whether the round that made a manifest took a unit as one peer had offered it."""
+    """Whether the round of a manifest took a unit as a single peer had offered it."""
     return expert_of_unit(unit) is not None and len(manifest.sources.get(unit, ())) == 1
 
 
 def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
-    """The same of a round that is proposed: its evidence names the uplinks [A6]."""
+    """The relays of a proposed round: its evidence names the uplinks [A6]."""
     if evidence is None or len(evidence.able) <= FEW or not any(evidence.able.values()):
         return NONE
     reducers = {
@@ -121,35 +121,34 @@ def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
 
 
 UNEQUAL, LEAST_S = 3, 3.0
-"""Nobody is left out whose line does not need so many times what those need that stay, and so many
-seconds more: what peers measure of their lines while others send, too, is off by a factor of two
-now and then."""
+"""A peer is left out only if its link needs this many times as long as the links that stay, and
+this many seconds more. Uplinks that peers measure while others send, too, are sometimes off by a
+factor of two."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """A peer whose offer may enter a roster: what does not change while the roster is open."""
+    """A peer whose offer may enter a roster: the facts that are fixed while the roster is open."""
 
     peer: PeerId
     needs_s: float
-    """For all that it sends in the round; of a line that was not measured, what a usual one would
-    need."""
+    """Seconds for all that it sends in the round. An unmeasured link counts as a usual one."""
     waits: bool
-    """Whether it is a voter that has done its steps; the others' seconds do not count, or keys
-    that offer at once would have a slow voter left out."""
+    """Whether it is a voter that has finished its steps. Other peers' seconds do not count,
+    otherwise keys that offer at once would have a slow voter left out."""
     uplink_mbit: int = 0
     """0: not known. Such a peer is never left out."""
     averaged_s: float = 0.0
-    """Of these seconds, for the values that others average: reducers wait for them [C4]."""
+    """The part of these seconds for values that others average: reducers wait for it [C4]."""
     is_late: bool = False
     """Whether it has yet to offer."""
 
 
 def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
-    """What each peer of a roster sends in its round.
+    """Bytes that each peer of a roster sends in its round.
 
-    A value that is averaged goes to its reducer, its mean from there to all others. An expert with
-    one writer goes from it to all others, or to its relays [D4].
+    An averaged value goes to its reducer, and the mean from there to all others. An expert with one
+    writer goes from the writer to all others, or to its relays [D4].
     """
     others = len(plan.offers) - 1
     is_relayed = relays_among(plan.reducers.values(), plan.able).peers
@@ -165,13 +164,13 @@ def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
 
 
 def least_to_send(peer: PeerId, tip: Manifest, others: int, rules: Rules) -> int:
-    """What a peer would send at least that has not offered yet: bytes of its own values.
+    """The fewest bytes that a peer without an offer would send: those of its own values.
 
     Args:
         peer: a member of the tip.
         tip: names the peer's experts, and the units that are due.
-        others: how many have offered.
-        rules: of the run.
+        others: number of peers that have offered.
+        rules: the rules of the run.
     """
     units = rules.schedule.due_of(peer, tip)
     mine = {expert_unit(expert) for expert, owners in tip.owners.items() if owners == (peer,)}
@@ -183,7 +182,7 @@ def least_to_send(peer: PeerId, tip: Manifest, others: int, rules: Rules) -> int
 
 
 def averaged_bytes(plan: Plan, rules: Rules) -> dict[PeerId, int]:
-    """What each peer of a roster sends to those that average it."""
+    """Bytes that each peer of a roster sends to the reducers of its values."""
     sent = dict.fromkeys(plan.offers, 0)
     for unit, reducer in plan.reducers.items():
         for peer, _ in plan.sources[unit]:
@@ -193,11 +192,11 @@ def averaged_bytes(plan: Plan, rules: Rules) -> dict[PeerId, int]:
 
 
 def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId, float]:
-    """How long each line of a roster is busy with its round; {} while none was measured.
+    """How long the round keeps each link of a roster busy; {} while none was measured.
 
     Args:
         sent: bytes that each of its peers sends.
-        uplinks: Mbit/s of these, as they said; 0 or missing: not known.
+        uplinks: claimed Mbit/s of these; 0 or missing: not known.
     """
     usual = usual_uplink(uplinks[peer] for peer in sent if uplinks.get(peer))
     if usual is None:
@@ -206,15 +205,15 @@ def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId
 
 
 class RosterLinks:
-    """The lines of a roster in the order in which they are left out.
+    """The links of a roster, in the order in which they are left out.
 
-    It follows from what they carry, and is made once; what work is worth changes with each second.
+    The order follows from their loads, and is computed once. The worth of work changes each second.
 
     Attributes:
-        slowest_first: the senders; behind them those whose lines were not measured.
+        slowest_first: the senders; those with unmeasured links come last.
         num_waiting: how many of them wait.
-        gaps: after how many senders the next needs so much less that these may be too thin, and how
-            long that one needs.
+        gaps: numbers of senders, each with the time that the next one needs. The next one needs so
+            much less that those before it may be too slow.
     """
 
     def __init__(self, senders: Iterable[Sender]) -> None:
@@ -232,24 +231,24 @@ class RosterLinks:
 
 
 class Loads:
-    """What the lines of a plan carry, worked out once: of 256 peers that takes a tenth of a second.
+    """Loads of the links of a plan, computed once: for 256 peers that takes a tenth of a second.
 
     Attributes:
-        plan: of the roster.
+        plan: the plan of the roster.
         waiting: the voters whose shared tensors are in it.
     """
 
     def __init__(
         self, plan: Plan, uplinks: Uplinks, tip: Manifest, rules: Rules, voters: Collection[PeerId]
     ) -> None:
-        """Works nothing out yet.
+        """Stores the inputs, and computes nothing yet.
 
         Args:
-            plan: of the roster.
-            uplinks: Mbit/s of members, as they said; 0 or missing: not known.
-            tip: what the offers were trained from.
-            rules: of the run.
-            voters: whose seconds count.
+            plan: the plan of the roster.
+            uplinks: claimed Mbit/s of members; 0 or missing: not known.
+            tip: the manifest from which the offers were trained.
+            rules: the rules of the run.
+            voters: peers whose seconds count.
         """
         self.plan = plan
         self.waiting = {peer for peer in plan.contributors if peer in voters}
@@ -259,7 +258,7 @@ class Loads:
 
     @cached_property
     def averaged_s(self) -> dict[PeerId, float]:
-        """For how long lines that were measured are busy with values that others average."""
+        """How long values that others average keep each measured link busy."""
         sent, uplinks = averaged_bytes(self.plan, self._rules), self._uplinks
         return {peer: sent[peer] * 8e-6 / uplinks[peer] for peer in sent if uplinks.get(peer)}
 
@@ -279,14 +278,14 @@ class Loads:
         )
 
     def lines(self, late: tuple[PeerId, ...] = ()) -> RosterLinks:
-        """The lines of the plan, and of peers that have yet to offer; their uplinks are known."""
+        """The links of the plan and of `late`: peers without an offer, but with a known uplink."""
         if late not in self._lines:
             senders = [*self._senders, *map(self._late, late)]
             self._lines = {late: RosterLinks(senders)}  # until others are late
         return self._lines[late]
 
     def _late(self, peer: PeerId) -> Sender:
-        """A peer that has not offered, whose line would be busy for so long at least."""
+        """A peer without an offer, and the least time for which its link would be busy."""
         if peer not in self._least:
             others = len(self.plan.offers)
             self._least[peer] = least_to_send(peer, self._tip, others, self._rules)
@@ -296,9 +295,9 @@ class Loads:
 
 
 def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
-    """Whether a line is so much thinner than a usual one that its peer may be left out.
+    """Whether a link is so much slower than a usual one that its peer may be left out.
 
-    Of a peer that has not offered yet, this is looked at before anything that takes time.
+    For a peer without an offer, this comes before any check that takes long.
     """
     return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
 
@@ -306,14 +305,14 @@ def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
 def too_thin(
     lines: RosterLinks, invested_s: Callable[[Sender], float], free_s: float, limit_s: float = inf
 ) -> dict[PeerId, str]:
-    """Who is left out of a roster, and why: those without whom most seconds are won.
+    """Peers to leave out of a roster, and why: those whose absence saves the most seconds.
 
     Args:
-        lines: of those whose offers there are.
-        invested_s: what is lost if one is left out; asked only of those that may be.
+        lines: links of the peers with an offer.
+        invested_s: seconds that are lost with a peer; called only for peers that may be left out.
         free_s: seconds from now on in which no voter waits.
-        limit_s: for how long reducers may wait for a value: who needs longer is left out, whatever
-            its work is worth, or the round would end without it, and later.
+        limit_s: how long reducers may wait for a value. A peer that needs longer is left out,
+            whatever its work is worth. Otherwise the round would end without it, and later.
     """
     num_waiting, lost_s = lines.num_waiting, 0.0
     won, out, whole_s, looked_at = 0.0, 0, 0.0, 0
@@ -332,9 +331,9 @@ def too_thin(
 
 
 def _is_thin(sender: Sender, usual_s: float, rest_s: float) -> bool:
-    """Whether a line needs so much longer than the next that it may be left out.
+    """Whether a link needs so much longer than the next one that its peer may be left out.
 
-    `rest_s`: how long the round would last then, `usual_s` or more.
+    `rest_s`: how long the round would last without it, `usual_s` or more.
     """
     return sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
 

@@ -17,9 +17,9 @@ from swarm.protocol.values.updates import UpdateBound, bound_after
 def update_bound(
     unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int], tip: Manifest, rules: Rules
 ) -> UpdateBound | None:
-    """The bound of a value that these peers made of the tip's, alone or as their mean.
+    """The bound of a value that these peers trained from the tip's, alone or as their mean.
 
-    A mean is not further from where its sources began than the furthest of them.
+    A mean is no further from the starting value than the furthest of its sources.
 
     The peers are members of the tip; `work` has the tokens of those that are not late.
 
@@ -40,26 +40,26 @@ def update_bound(
 
 @dataclass(frozen=True)
 class _Behind:
-    """What may be behind a value."""
+    """The training that a value may contain."""
 
     steps: int
-    """Local steps at most: those of the source that may have done most."""
+    """Most local steps: those of the source that may have taken most."""
     rounds: int
-    """In which they may have been taken, before the one under way."""
+    """Rounds before the present one in which they may have been taken."""
 
 
 def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> _Behind:
-    """What may be behind a value of these sources, with their tokens.
+    """The training that a value of these sources may contain; `work` has their tokens.
 
     Shared tensors restart with each tip where all of them are due in each round. An expert's local
-    progress continues through rounds that did not count it [S2], and so does that of a part that
-    was not due [S1]; each of these rounds gave its owner no more than it was dealt [T2]. Where
-    deltas are averaged, the steps of one period that left them out may be carried on [W8], and
-    where rounds overlap, so may those of the round before. What codings have lost of earlier rounds
-    comes later: it is no step more, but of K + 1 periods.
+    progress continues through rounds that did not count it [S2]. So does that of a part that was
+    not due [S1]. Each of these rounds gave its owner no more than it was dealt [T2]. Where deltas
+    are averaged, the steps of one period that left them out may be carried on [W8]. Where rounds
+    overlap, so may those of the round before. What codings lost in earlier rounds comes later: it
+    adds no step, but the steps may be those of K + 1 periods.
 
-    An expert that waited for an owner has an old version and no progress [R4]: more than K + 1 of
-    its periods never count, or its first owner could move it by all the rounds that it waited.
+    An expert that waited for an owner has an old version and no progress [R4]. So at most K + 1 of
+    its periods count. Otherwise its first owner could move it by all the rounds that it waited.
     """
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
@@ -81,7 +81,7 @@ def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules)
 
 @dataclass(frozen=True)
 class _Case:
-    """Asked of each source of each unit; the very same objects, so that nothing is compared."""
+    """A cache key by the identity of its objects, since each source of each unit asks."""
 
     names: tuple[int, int] = field(init=False)
     tip: Manifest = field(compare=False)
@@ -100,7 +100,7 @@ def _dealt(case: _Case) -> Mapping[PeerId, int]:
 
 @lru_cache(maxsize=8)
 def _steps_a_round(case: _Case) -> int:
-    """Steps of the run in a round before: as many as in the last one, or the mean if it is more."""
+    """Steps of the run in an earlier round: as many as in the last one, or the mean if more."""
     tip, rules = case.tip, case.rules
     last = rules.local_steps_at(tip.tokens)
     if rules.round_seconds is not None:

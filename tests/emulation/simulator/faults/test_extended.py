@@ -337,8 +337,8 @@ def test_the_extended_schedules_hold_what_they_are_meant_to_try():
         "has its record rolled back",
         "wall clock of",
         "p8 boots",
-        "goes on with moments of round 2",
-        "goes on with moments of round None",
+        "continues with moments of round 2",
+        "continues with moments of round None",
     )
     assert [what for what in happenings if what not in text] == []
 

@@ -57,7 +57,10 @@ def test_a_silent_peer_whose_machine_refuses_messages_is_waited_for_half_as_long
     gone = replace(BUSY, is_gone=True)
     assert why_close(replace(ROSTER, absent=(replace(gone, silent_s=2.9),)), TIMERS) is None
     why = why_close(replace(ROSTER, absent=(replace(gone, silent_s=3.0),)), TIMERS)
-    assert why == "roster closed with 3 of 4 offers: peer D gone, silent for 3.0 s (limit 3.0)"
+    assert (
+        why
+        == "roster closed with 3 of 4 offers: peer D refuses messages, silent for 3.0 s (limit 3.0)"
+    )
 
 
 @pytest.mark.parametrize(("remaining_s", "waits"), [(0.0, True), (3.3, True), (3.4, False)])
@@ -115,7 +118,7 @@ def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
     why = why_close(replace(absent(remaining_s=remaining_s), spare_s=20.0), TIMERS)
     assert (why is None) == waits
     if why:
-        assert "needs 23.4 s more, 20.0 s of it beside their steps, which costs 3 peers" in why
+        assert "needs 23.4 s more, 20.0 s of it during their steps, which costs 3 peers" in why
 
 
 def test_who_is_silent_or_breaks_its_word_is_not_waited_for_beside_steps_either() -> None:
