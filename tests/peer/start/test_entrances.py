@@ -101,7 +101,7 @@ def says(started: Started) -> bytes:
 def test_nobody_at_a_new_address_starts_no_old_run(machine: Machine) -> None:
     with pytest.raises(NobodyReachable, match=f"{DEAD}.*{machine.started.run_id}") as refused:
         machine.is_there()
-    assert f"without --initial-peers this peer goes on with {machine.started.run_id}" in str(
+    assert f"without --initial-peers this peer resumes {machine.started.run_id}" in str(
         refused.value.hint
     )
     assert machine.node.asked > 1, "a line may lose the first connection"
