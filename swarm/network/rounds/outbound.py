@@ -49,7 +49,7 @@ class Outbound:
         self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
 
     def may_wait(self, digest: Digest) -> bool:
-        """Whether a blob is an offered expert: others need the other blobs first for their means."""
+        """Whether a blob is an offered expert, for which the means of others can wait."""
         return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:

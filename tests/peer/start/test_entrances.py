@@ -234,6 +234,8 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
     async def nothing(*_: object, **__: object) -> None: ...
 
     monkeypatch.setattr(run_search, "find_run", nothing)
-    with pytest.raises(NobodyReachable, match=f"this peer was joining {begun.run_id}.*--run-id {first}"):
+    with pytest.raises(
+        NobodyReachable, match=f"this peer was joining {begun.run_id}.*--run-id {first}"
+    ):
         machine.starter(Wanted()).resume_or_join()
     assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"

@@ -402,7 +402,7 @@ def test_a_damaged_file_is_passed_over(
     measured.full_mbit = [20.0, 20.0]
     assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
     assert len(measured.calls) == 1
-    assert "the line is measured" in caplog.text
+    assert "the link is measured" in caplog.text
 
 
 def test_a_disk_that_refuses_keeps_nobody_from_starting(
