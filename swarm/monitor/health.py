@@ -291,7 +291,7 @@ def is_finished(snapshot: Snapshot) -> bool:
 def _health(snapshot: Snapshot) -> Health:
     """The health by the newest manifest and the presence of peers only."""
     if snapshot.run_id is None:
-        word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
+        word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are present"
         return Health(Word.GATHERING, word)
     speaking = snapshot.speaking  # nobody does while all members are absent
     if is_finished(snapshot):

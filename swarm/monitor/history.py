@@ -131,7 +131,7 @@ def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
             tell(Topic.PEER, cause.text)
     old, new = ({row.record.peer_id: row for row in look.speaking} for look in (before, now))
     for peer in sorted(new.keys() - old.keys()):
-        tell(Topic.PEER, f"{new[peer].called} is there")
+        tell(Topic.PEER, f"{new[peer].called} is present")
     present = {row.record.peer_id for row in now.peers}
     for peer in sorted(old.keys() - new.keys()):
         state = old[peer].record.state.value.replace("_", " ")

@@ -59,8 +59,8 @@ VAL_LOSS = Metric(
 TOKENS_PER_S = Metric(
     "tokens/s",
     "tokens per second",
-    "tokens of a peer's last local steps by the seconds they took",
-    "not including the time that rounds take",
+    "tokens of a peer's last local steps, divided by their seconds",
+    "without the time of rounds",
 )
 SENT = Metric(
     "sent",
@@ -95,7 +95,7 @@ SKIPPED = Metric(
 REFUSED = Metric(
     "refused",
     "inputs",
-    "blobs, records and messages of others that a peer did not believe",
+    "blobs, records and messages of others that a peer refused as invalid",
     "not transfers that merely failed",
 )
 MAX_LOAD = Metric(
@@ -160,7 +160,7 @@ ROUND_S = Metric(
 ETA = Metric(
     "left",
     "seconds",
-    "rounds that are left by the usual round time",
+    "the remaining rounds times the usual round time",
     "not a promise: peers come and go",
 )
 COMMITTED = Metric(
@@ -172,7 +172,7 @@ COMMITTED = Metric(
 UTILISATION = Metric(
     "utilisation",
     "share of 1",
-    "committed tokens/s of a round by the sum of the peers' tokens/s then, median of these rounds",
+    "committed tokens/s of a round divided by the sum of the peers' tokens/s then; median of these",
     "not the load of processors: it falls with waiting, moving and lost work",
 )
 SHARE = Metric(
@@ -202,7 +202,7 @@ AGE = Metric(
 CAUSE = Metric(
     "cause",
     "1 for each",
-    "a fault of a peer, as it, others, or its silence tell",
+    "a fault of a peer, by its own record, by records of others, or by its silence",
     "not proven: peers may be wrong about each other",
 )
 COUNTED = Metric(

@@ -313,7 +313,7 @@ class _Guard:
 
         app = self._app
         if scope["type"] == "http" and scope["method"] != "GET":
-            app = Response("this page is only read\n", 405, {"allow": "GET"}, "text/plain")
+            app = Response("this page is read-only\n", 405, {"allow": "GET"}, "text/plain")
         elif scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             if not names_this_machine(host, self._name):

@@ -182,7 +182,7 @@ def test_who_is_no_member_comes_and_goes_unsaid_and_a_member_does_not() -> None:
     assert looks(seen, there, seen).events == ()
     member = dataclasses.replace(there, tip=joined)
     texts = [event.text for event in looks(seen, there, member).events]
-    assert f"name-of-{STRANGER} is there" in texts
+    assert f"name-of-{STRANGER} is present" in texts
     gone = dataclasses.replace(seen, tip=joined)
     texts = [event.text for event in looks(member, gone).events]
     assert f"name-of-{STRANGER} is no longer present; its last state was: training" in texts

@@ -196,7 +196,7 @@ class Draft:
         if self._is_closed or self._num_written != self.num_bytes:
             state = "closed" if self._is_closed else "open"
             raise ValueError(
-                f"{self._num_written} of {self.num_bytes} bytes came; the draft is {state}"
+                f"{self._num_written} of {self.num_bytes} bytes arrived; the draft is {state}"
             )
         self._is_closed = True
         digest = digest_of_index(bytes(self._index))

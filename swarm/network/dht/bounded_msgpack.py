@@ -27,8 +27,7 @@ from swarm.errors import BadRecord
 MAX_DEPTH = 16
 """A dictionary of records has four levels; 16 nested extension types take 640 kB of stack."""
 MAX_ELEMENTS = 4200
-"""A record has four, and a dictionary has the records of a key, of which a holder sends at most
-1,024."""
+"""A record has four, and a dictionary has the records of a key; a holder sends 1,024 at most."""
 _TUPLE, _DICTIONARY = 0x40, 0x50
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 # First byte -> bytes of the length that follows it.

@@ -318,6 +318,6 @@ async def open_dht(
         raise refusal(str(error)) from error
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
-        raise NobodyReachable(f"none of {texts} is a living peer") from error
+        raise NobodyReachable(f"none of {texts} answers as a peer") from error
     node.protocol.serializer = BoundedSerializer(traffic.refuse)
     return Dht(node, validator, traffic, ledger, locate)

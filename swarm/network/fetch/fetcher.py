@@ -336,7 +336,7 @@ class Downloads:
             self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        # The size came from whoever named the blob, so the link may not be at fault.
+        # The size came from the peer that named the blob, so the link may not be at fault.
         of_line = kind is Failure.WRONG and self._node.distrust(peer, for_good=reason != BAD_SIZE)
         kind = Failure.SILENT if of_line else kind
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())

@@ -317,7 +317,9 @@ class Node:
         answered = [each is True for each in found]
         for address, each in zip(chosen, found, strict=True):
             if isinstance(each, BaseException):  # a fault with one address affects no other
-                logger.error("%s was not tried by a fault here", address.text, exc_info=each)
+                logger.error(
+                    "%s was not tried because of a fault here", address.text, exc_info=each
+                )
             self._book.tried(address, each is True, time.time())
         return sum(answered)
 
@@ -400,7 +402,7 @@ class Node:
         try:
             await self._substrate.close(is_dead=True)
         except Exception:
-            logger.exception("the dead daemon was not tidied up")
+            logger.exception("the dead daemon could not be cleaned up")
         while self._attempt < len(RESTART_AFTER_S):
             pause_s = RESTART_AFTER_S[self._attempt]
             self._attempt += 1

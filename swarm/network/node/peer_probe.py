@@ -137,7 +137,7 @@ class Prober:
     ) -> None:
         is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
         if num_bytes > MAX_BYTES:
-            raise BadMessage("probe_limit", "too much is to be measured")
+            raise BadMessage("probe_limit", "the measurement is too large")
         held = self._ledger.take(source, Cost.MEASURING, 1, time.monotonic())
         try:
             self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
@@ -177,7 +177,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
         BadMessage: its host is not known, for example because others relayed the question.
     """
     if seen_at.count("/") < 4 or not seen_at.startswith("/ip"):
-        raise BadMessage("probe_unknown", "it is not known where you come from")
+        raise BadMessage("probe_unknown", "your address is not known")
     host = seen_at.split("/")[2]
     try:
         async with asyncio.timeout(_DIAL_S):
@@ -189,7 +189,11 @@ async def _dial(seen_at: str, port: int) -> str | None:
     except TimeoutError:
         return f"no answer from {host} port {port} within {_DIAL_S:g} s"
     except (OSError, asyncio.IncompleteReadError) as error:
-        why = connection_fault(error) if isinstance(error, OSError) else "it hung up at once"
+        why = (
+            connection_fault(error)
+            if isinstance(error, OSError)
+            else "it closed the connection at once"
+        )
         return f"{host} port {port}: {why}"
     return None if greeting[1:] == _BANNER else f"another program is at {host} port {port}"
 

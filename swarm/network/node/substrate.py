@@ -208,7 +208,9 @@ async def _enter(
     for _ in range(TRIES - 1):
         with suppress(NobodyReachable):
             return await _start(opening, peers, port, check_identity=check_identity)
-        logger.info("no way in yet by %s; trying again", ", ".join(peer.text for peer in peers))
+        logger.info(
+            "no entrance answers yet (%s); trying again", ", ".join(peer.text for peer in peers)
+        )
     return await _start(opening, peers, port, check_identity=check_identity)
 
 
@@ -227,7 +229,7 @@ async def _start(
             and await daemon.is_identity_taken(me.peer_id, texts, opening.traffic.line)
         ):
             raise StateLocked(
-                f"a living peer already is {me.peer_id}",
+                f"a running peer already has the identity {me.peer_id}",
                 hint="end it, or start with another state directory",
             )
         return await daemon.start_daemon(

@@ -274,7 +274,7 @@ class RecordFile:
 def _rolled_back(record: Record, problems: list[str]) -> Record:
     abstaining_record = chain_record.rolled_back(record)
     logger.warning(
-        "%s; going on from height %d without voting up to height %d",
+        "%s; continuing from height %d without voting up to height %d",
         "; ".join(problems),
         record.tip.height,
         abstaining_record.abstain_until_height,
@@ -302,7 +302,7 @@ def _read(path: Path) -> Record:
     repaired = chain_record.repaired(record)
     if repaired:
         logger.warning(
-            "%s has a ballot beyond the bound; going on without it and without voting up to "
+            "%s has a ballot beyond the bound; continuing without it and without voting up to "
             "height %d",
             path.name,
             repaired.abstain_until_height,

@@ -155,7 +155,7 @@ def _lost(store: BlobStore, tip: Manifest, why: str) -> NobodyReachable:
     missing = sum(not store.has(digest) for digest in tip.sizes)
     return NobodyReachable(
         f"no peer that answers has {missing} values of round {tip.round}: {why}",
-        hint="start again once more peers of the run are there; what came is kept",
+        hint="start again once more peers of the run are present; received values are kept",
     )
 
 
@@ -271,7 +271,7 @@ class _Keeping:
             try:
                 await loop.run_in_executor(None, self._store.sync, digests)
             except StateError as error:  # the last sync reports it if it lasts
-                logger.warning("what has come is not durable yet: %s", error)
+                logger.warning("received values are not durable yet: %s", error)
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:

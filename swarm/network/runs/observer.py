@@ -249,7 +249,7 @@ class Observer:
             return await publish(self._node, key, record)
 
         if not self._within(deadline_s, "a place for scores", store):
-            raise NobodyReachable("no peer keeps the scores", hint="is the run still going on?")
+            raise NobodyReachable("no peer keeps the scores", hint="is the run still active?")
 
     async def _renew(self, key: str, record: records.ScoreRecord) -> None:
         while True:

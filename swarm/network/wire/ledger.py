@@ -148,7 +148,7 @@ class Ledger:
         self._balances: OrderedDict[Account, _Balance] = OrderedDict()
 
     def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
-        """Sets the members, some of which are trainees; all other peers are strangers."""
+        """Sets the members, trainees included; all other peers are strangers."""
         self._members, self._trainees = frozenset(members), frozenset(trainees)
 
     @property

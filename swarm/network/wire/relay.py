@@ -232,7 +232,7 @@ class Relay:
                 async with asyncio.timeout(FORWARD_S):
                     opened = await self._read_letter(reader, self.identity.peer_id)
                 if opened.relay != relay:
-                    raise BadMessage("relay_letter", "the letter was for another relay")
+                    raise BadMessage("relay_letter", "the envelope is for another relay")
                 self._letters.take(opened.origin, opened.stamp, dht_clock()())
             await self.streams[opened.protocol](traffic, opened.origin, reader, writer)
 
@@ -257,13 +257,13 @@ class Relay:
             await reader.readexactly(relayed_messages.LENGTH.size)
         )
         if size > MAX_LETTER_BYTES:
-            raise BadMessage("relay_letter", f"a letter of {size} bytes")
+            raise BadMessage("relay_letter", f"an envelope of {size} bytes")
         letter = await reader.readexactly(size)
         envelope = relayed_messages.open_sealed(letter, destination)
         stamp, content = relayed_messages.split(envelope.payload)
         words = content.decode("ascii", "replace").split(" ")
         if envelope.kind is not relayed_messages.EnvelopeKind.STREAM or len(words) != _WORDS:
-            raise BadMessage("relay_letter", "no letter for a stream")
+            raise BadMessage("relay_letter", "no envelope for a stream")
         if words[0] not in self.streams:
             raise BadMessage("relay_protocol", f"{words[0]!r} is not passed on")
         return _Opening(letter, envelope.source, words[0], words[1], stamp)
@@ -276,7 +276,7 @@ class Relay:
             destination = (await reader.readexactly(size)).decode("ascii", "replace")
             opened = await self._read_letter(reader, destination)
         if opened.origin != stream.source:
-            raise BadMessage("relay_letter", "the letter is signed by somebody else")
+            raise BadMessage("relay_letter", "another peer signed the envelope")
         path = self.p2p().daemon_listen_maddr["unix"]
         connection = await open_stream(path, peer_of(destination), DELIVER_PROTOCOL, FORWARD_S)
         try:

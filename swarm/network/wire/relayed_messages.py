@@ -71,7 +71,7 @@ def open_sealed(sealed: bytes, destination: str) -> Envelope:
     body = memoryview(sealed)[_HEAD.size :]
     to, payload = bytes(body[:to_bytes]), bytes(body[to_bytes:])
     if to != destination.encode():
-        raise BadMessage("envelope_destination", "the envelope is for somebody else")
+        raise BadMessage("envelope_destination", "the envelope is for another peer")
     source = peer_id_of(key)
     if source is None or not verify(source, _statement(kind, destination, payload), signature):
         raise BadMessage("envelope_signature", "the envelope is not signed by its sender")
@@ -167,7 +167,7 @@ class RelayedMessages:
         if abs(late_ms) > FRESH_MS:
             raise BadMessage("envelope_age", f"sealed {late_ms / 1e3:.1f} s ago by this clock")
         if not recalled(self._windows, source, Window, MAX_PEERS).takes(stamp, now_ms):
-            raise BadMessage("envelope_seen", "the letter has come before, or others overtook it")
+            raise BadMessage("envelope_seen", "the envelope came before, or later ones overtook it")
 
 
 def split(payload: bytes) -> tuple[Stamp, bytes]:
@@ -177,5 +177,5 @@ def split(payload: bytes) -> tuple[Stamp, bytes]:
         BadMessage: it has no stamp.
     """
     if len(payload) < _STAMP.size:
-        raise BadMessage("envelope_schema", "the letter has no stamp")
+        raise BadMessage("envelope_schema", "the envelope has no stamp")
     return Stamp(*_STAMP.unpack_from(payload)), payload[_STAMP.size :]

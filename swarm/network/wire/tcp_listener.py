@@ -78,7 +78,7 @@ async def admit(connection: socket.socket, identity: Identity) -> Introduced:
     envelope = open_sealed(letter, identity.peer_id)
     purpose, _, proof = envelope.payload.decode("ascii", "replace").rpartition(" ")
     if envelope.kind is not EnvelopeKind.DIRECT or proof != nonce.hex():
-        raise BadMessage("direct_letter", "no letter for this connection")
+        raise BadMessage("direct_letter", "no envelope for this connection")
     return Introduced(envelope.source, purpose, letter)
 
 
@@ -89,7 +89,7 @@ async def _send(connection: socket.socket, letter: bytes) -> None:
 async def _receive_letter(connection: socket.socket) -> bytes:
     (size,) = LENGTH.unpack(await _receive(connection, LENGTH.size))
     if size > MAX_LETTER_BYTES:
-        raise BadMessage("direct_letter", f"a letter of {size} bytes")
+        raise BadMessage("direct_letter", f"an envelope of {size} bytes")
     return await _receive(connection, size)
 
 

@@ -293,7 +293,7 @@ class OneAtATime:
 
 
 class UnitThreads:
-    """Threads, the caller's among them, each of which computes with one thread of torch."""
+    """Threads, the caller's included, that each compute with one thread of torch."""
 
     def __init__(self, number: int) -> None:
         self.number = number

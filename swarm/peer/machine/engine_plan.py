@@ -46,7 +46,7 @@ class Shortfall:
 def shortfalls(
     need: Need, peaks: HostPeaks, state_bytes: float, machine: Machine, most: int | None
 ) -> list[Shortfall]:
-    """The resources of which a machine has too little.
+    """The resources that a machine lacks.
 
     Args:
         need: of the engine.
@@ -85,7 +85,7 @@ class RunPlan:
             lost before an expert waits for an owner; None if an expert waits already.
         losses_until_pause: the same, before too few experts have an owner
             (`ownership.min_owned_share`).
-        shortfalls: resources of which the machine has too little, with remedies.
+        shortfalls: resources that the machine lacks, with remedies.
         is_beside: whether offers are made during steps where rounds overlap [V9].
     """
 

@@ -287,7 +287,7 @@ def _with_threads(
     elif plan.options.device != "cpu":
         reason = "a GPU computes"
     elif torch.get_num_threads() == 1:
-        reason = "no more cores may be used"
+        reason = "only one core may be used"
     elif is_exact(run):
         torch.set_num_threads(1)
         reason = "the run is exact, more would change the order of sums; --threads sets another"

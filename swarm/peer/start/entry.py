@@ -444,7 +444,9 @@ class Starter:
         """A voter without its record may have voted, so it abstains until it contributes [P5]."""
         record = without_record(self.node.peer_id, shown.record, shown.path)
         if record is not shown.record:
-            logger.warning("a voter without its record: no vote until it has contributed again")
+            logger.warning(
+                "this voter has no record: it does not vote until it has contributed again"
+            )
         return record
 
     # ------------------------------------------------ shared by the three

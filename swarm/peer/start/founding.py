@@ -130,7 +130,7 @@ def remove_unfounded(state_folder: Path, me: PeerId) -> None:
                 continue
             if RunDirectory(folder).read_founding().founding.founder == me:
                 shutil.rmtree(folder)
-                logger.info("removed %s: this peer ended before it had founded it", folder)
+                logger.info("removed %s: this peer ended before it had founded the run", folder)
         except (OSError, StateError) as error:
             logger.warning("%s is left as it is: %s", folder, error)
 

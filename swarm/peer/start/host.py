@@ -282,5 +282,5 @@ def _can_be_dialled(node: Node) -> bool:
     """Asks other peers to dial this one; False only if some tried and none succeeded."""
     fault = node.run(dial_fault(node), DIAL_BACK_S)
     if fault:
-        logger.warning("nobody can dial this peer, it works through others: %s", fault)
+        logger.warning("nobody can dial this peer, so it communicates through others: %s", fault)
     return not fault

@@ -141,7 +141,7 @@ def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates
         return ""
     mbit = needed_mbit(run, setting, compute_s=compute_s, num_peers=num_peers, wanted=wanted)
     return (
-        f"; so {plan.utilisation:.0%} of the time is computed, and {wanted:.0%} takes "
+        f"; so the peer computes {plan.utilisation:.0%} of the time, and {wanted:.0%} needs "
         f"{mbit:.3g} Mbit/s each way, {mbit / min(up, down):.3g} times as much, or other settings "
         "(swarm-plan --link)"
     )
@@ -367,7 +367,7 @@ class LinkMonitor:
         known, shown = up_mbit(lines, self._node.traffic), sent.shown_since(lines.tested_s)
         if not known or shown is None or shown >= DOUBT * known or now_s < self._doubt_s:
             return False
-        logger.info("link: others take %.3g of %.3g Mbit/s, it is measured again", shown, known)
+        logger.info("link: others receive %.3g of %.3g Mbit/s; measuring again", shown, known)
         self._doubt_s, self._next_s = now_s + DOUBT_AGAIN_S, now_s
         return True
 

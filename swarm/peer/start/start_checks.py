@@ -165,7 +165,7 @@ def path_of_key(given: str | None, state: StateDirectory) -> Path:
     if is_missing and state.run_ids:
         raise errors.StateError(
             f"identity file {path} is missing, and --state-dir {state.path} has "
-            f"{', '.join(state.run_ids)} of the peer whose key it was",
+            f"runs of that identity: {', '.join(state.run_ids)}",
             hint="put the key back, or name it with --identity-path; without it, start as a new "
             "peer with a new --state-dir",
         )

@@ -263,8 +263,8 @@ def held_out_text(model: AgreedModel) -> list[str]:
         same = False
     if not same:
         raise DataError(
-            "the run's tokenizer does not give back the held-out text, so other programs cannot "
-            "be handed it"
+            "the run's tokenizer does not reproduce the held-out text, so other programs "
+            "cannot get it"
         )
     return text
 

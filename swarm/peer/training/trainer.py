@@ -227,7 +227,7 @@ class Trainer(TrainingShell):
         try:
             checkpoint.save_private(self.directory.private_path, private)
         except StateError as error:
-            logger.error("what was trained since the last private state is lost: %s", error)
+            logger.error("training since the last private state is lost: %s", error)
             return False
         return True
 
@@ -277,7 +277,7 @@ class Trainer(TrainingShell):
         try:
             work = self.directory.read_offer()
         except CorruptState as error:
-            logger.error("%s; what was offered last is not offered again", error)
+            logger.error("%s; the last offer is not repeated", error)
             return None
         if work is None:
             return None
