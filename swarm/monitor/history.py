@@ -279,7 +279,7 @@ def decode_kept(encoded: bytes) -> Kept:
 def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
     """The look before the first one, as if the monitor had never stopped; None for another run.
 
-    Later changes of losses, rounds and merges become events; changes of peers do not.
+    Changes while it was stopped are shown for losses, rounds and merges, not for peers.
     """
     if kept.run_id != snapshot.run_id:
         return None

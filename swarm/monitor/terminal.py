@@ -83,9 +83,9 @@ MAX_NAMED = 4
 MIN_ROUNDS = 20
 """Least number of rounds in the loss curve, if there are as many."""
 UNKNOWN_OWNER = "?"
+"""An owner by the newest manifest that has no record."""
 NO_OWNER = "wait"
-"""Owner of an expert that fits no machine. `UNKNOWN_OWNER`: an owner by the newest manifest without
-a record."""
+"""Owner of an expert that fits no machine."""
 
 Keys = Mapping[PeerId, Text]
 

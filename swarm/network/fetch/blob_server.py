@@ -142,8 +142,8 @@ FIRST_ASK_S = 10.0
 """A stream without a first ask is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
 """A stream without another ask is ended after this long: its last answer may still cross a slow
-link. So is one whose reader takes less than `PART_BYTES` in this time, which counts as no
-progress."""
+link. So is one whose reader takes less than `PART_BYTES` in this time, the least that counts as
+progress there."""
 ANSWER_S = 1800.0
 """Limit of one answer at any rate. A stream may last as long as its answers progress."""
 ASKS_AT_ONCE = 32

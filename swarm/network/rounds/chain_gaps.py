@@ -74,7 +74,7 @@ class ChainGaps:
     # ------------------------------------------------ for others
 
     def commit_of_tip(self, trusted: Code | Digest) -> bytes:
-        """The tip as a COMMIT, with the longest proof for a stranger that trusts this head."""
+        """The tip as a COMMIT, proved from the head that a stranger trusts, as far as possible."""
         record = self._machine.record
         tip, path = record.tip, self._machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)

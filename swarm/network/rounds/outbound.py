@@ -49,7 +49,7 @@ class Outbound:
         self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
 
     def may_wait(self, digest: Digest) -> bool:
-        """Whether a blob is an offered expert, for which the means of others can wait."""
+        """Whether a blob is an expert that this peer offers: other blobs, for means, go first."""
         return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:

@@ -71,7 +71,8 @@ class ChainFile:
         while the file is replaced.
 
         Args:
-            links: called once, for the current links; it has judged all links in the file by then.
+            links: called once, while nothing is appended; it must account for all links in the
+                file.
 
         Raises:
             OSError: the disk refused to write. Links that cannot be read are replaced.

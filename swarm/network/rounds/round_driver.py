@@ -251,7 +251,7 @@ class RoundDriver:
             await self._carry_out(effects)
 
     def _work_failed(self, error: BaseException) -> None:
-        """Logs a failure, which costs at most a round. Lack of memory ends the driver."""
+        """Ends the driver if memory is short; any other failure costs at most a round."""
         if isinstance(error, OutOfMemory):
             self._fail(error)
 

@@ -66,7 +66,7 @@ RUN_QUESTION = b"run"
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
-"""Until then, only answers of the peers that were asked directly count."""
+"""How long only the answers of directly asked peers are awaited."""
 OPEN_S = 20.0
 """Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0

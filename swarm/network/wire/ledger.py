@@ -79,7 +79,7 @@ LIMITS: Mapping[Cost, Limit] = {
     # However small, a proof takes a stream and 7 ms of CPU time: strangers together get a tenth of
     # a core. One COMMIT brings an absent peer up to date, and all others bring the same.
     Cost.PROOFS: Limit(Rate(256, 64), Rate(64, 16), Rate(8, 1)),
-    # Two manifests of 8 MiB each come with a COMMIT; strangers cannot prove unwanted ones.
+    # Two manifests of 8 MiB each come with a COMMIT; unwanted ones are never proved.
     Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
     # A roster of 256 peers takes a second. Strangers get a tenth of a core.
     Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
@@ -273,7 +273,7 @@ class Ledger:
         self._forget(now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Drops accounts that are full again, and the oldest, but none that is owed an amount."""
+        """Drops accounts that are full again, and the oldest, but none with an amount taken out."""
         if len(self._balances) <= MAX_KNOWN:
             return
         kept = MAX_KNOWN * 3 // 4  # many at once, since it looks at all of them

@@ -339,7 +339,7 @@ def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
     Args:
         samples: in their order, `SAMPLE_S` or so apart.
     """
-    if len(samples) < 8:  # else no quarter has two
+    if len(samples) < 8:  # too few for two in each quarter
         return None
     last = len(samples) - 1
     begin, middle, end = [samples[last * k // 4] for k in (2, 3, 4)]

@@ -117,7 +117,7 @@ class Reception:
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:
-        """Sets the fingerprint of the run that this peer says it founds, until `announce`."""
+        """Sets the run, by fingerprint, that this peer says it founds until `announce`; or none."""
         self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:

@@ -142,7 +142,7 @@ class Move:
 def moves_to(
     manifest: Manifest, decision: Adoption, layout: Layout, before: Manifest | None
 ) -> dict[Unit, Move]:
-    """The moves of the units that are trained here, except units that keep theirs; see `adopt`."""
+    """The moves of units that are trained here, except units that stay as they are; see `adopt`."""
     chosen = {expert_unit(e): (d.action, d.rebase_from) for e, d in decision.experts.items()}
     for unit in _shared_units(layout):
         if unit not in decision.kept_parts:
@@ -299,7 +299,7 @@ class LiveModel:
     def _move(self, unit: Unit, move: Move, gone: Collection[Digest] = ()) -> None:
         layout, agreed = self.agreed.layout.by_unit[unit], self.agreed
         after, lost = agreed.read(move.after), [each for each in move.rests_on if each in gone]
-        if lost:  # two merges were skipped, or the peer restarted
+        if lost:  # for example, two merges were skipped
             logger.info("%s restarts from its agreed value: %s", unit, BlobGone(lost[0]))
         if move.before is None or lost:
             overwrite(self._parts, layout, after)
