@@ -131,7 +131,10 @@ class Peer:
     def _engine_of(
         self, compute: ComputeSection, started: Started, room: Room
     ) -> SteppingEngine | ParallelEngine:
-        """The engine for this machine; `room` then knows how many experts fit [R4]."""
+        """The engine for this machine; `room` then knows how many experts fit.
+
+        Policy: expert ownership.
+        """
         place = started.run, compute, started.directory.path
         room()  # before the engine takes memory
         owned = sum(self.peer_id in each for each in started.record.tip.owners.values())

@@ -315,7 +315,7 @@ async def open_message(
     uplink should not have to carry a manifest to everybody. The offers of a large roster are
     requested from their makers, since 256 peers would get 2 GB in all from the convener alone. For
     `RELAYED_S`, a proposal that names relays is requested only from them, except by the relays
-    themselves [D4].
+    themselves (blob relays).
 
     Raises:
         BadMessage: it does not fit the schema.

@@ -142,7 +142,7 @@ class Reductions:
                 value.write(run.value)
                 left.write(run.left)
             made, moved = delta.finish(), value.finish()
-            self.store.sync([made, moved])  # before others learn of them [W5]
+            self.store.sync([made, moved])  # before others learn of them (delta means)
             return Mean(ReducedUnit(moved, sizes[1], made), left.finish())
 
     def rebuild(self, effect: Rebuild) -> str | None:

@@ -137,7 +137,10 @@ class Transfers:
             await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
-        """Leaves out updates that are already here, for another reason, and are refused [U1]."""
+        """Leaves out updates that are already here, for another reason, and are refused.
+
+        Policy: update bounds.
+        """
         return tuple([want for want in wants if await self._is_sound(want)])
 
     async def _is_sound(self, want: BlobWanted) -> bool:

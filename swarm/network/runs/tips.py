@@ -54,7 +54,7 @@ class Trust:
     Attributes:
         begin: head from which others must prove their tip.
         chain: of a peer that has a tip of its own. Others may have dropped its head, and prove
-            their tip from its position [L3].
+            their tip from its position (chain pruning).
         is_new: whether the peer has no tip of its own, see `swarm.protocol.chain.trust`.
     """
 

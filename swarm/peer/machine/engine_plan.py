@@ -86,7 +86,7 @@ class RunPlan:
         losses_until_pause: the same, before too few experts have an owner
             (`ownership.min_owned_share`).
         shortfalls: resources that the machine lacks, with remedies.
-        is_beside: whether offers are made during steps where rounds overlap [V9].
+        is_beside: whether offers are made during steps where rounds overlap (background offers).
     """
 
     cost: Cost

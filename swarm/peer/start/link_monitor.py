@@ -1,4 +1,7 @@
-"""A peer's link: measured, remembered, announced [D3, D5], and compared with the run's need."""
+"""A peer's link: measured, remembered, announced, and compared with the run's need.
+
+Policies: balanced uploads, slow-link exclusion.
+"""
 
 from __future__ import annotations
 

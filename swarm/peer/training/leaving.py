@@ -53,7 +53,7 @@ class Stop:
         A signal that asks to stop may interrupt this work, if the main thread does it.
 
         Raises:
-            Stopped: this peer was asked to stop, or another thread asked before the work began.
+            Stopped: this peer was asked to stop before the work, or by a signal during it.
         """
         if self():
             self.raise_why()

@@ -163,7 +163,9 @@ def moves_to(
 def _followed(
     manifest: Manifest, layout: UnitLayout, before: Manifest | None, offered: Digest | None
 ) -> Move | None:
-    """The move of the agreed value, if it moved, without this unit's own contribution [W8].
+    """The move of the agreed value, if it moved, without this unit's own contribution.
+
+    Policy: carried steps.
 
     With deltas, the contribution is the offered delta. Where values are offered, it is the
     difference between the offered value and the one before.
@@ -213,7 +215,10 @@ class LiveModel:
         return difference(self._parts, self.agreed.layout.by_unit[unit], self.agreed.read(base))
 
     def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
-        """The value; reading it raises BadBlob if the value is outside the bound [U1]."""
+        """The value; reading it raises BadBlob if the value is outside the bound.
+
+        Policy: update bounds.
+        """
         base, layout = self.agreed.read(bound.base), self.agreed.layout.by_unit[unit]
         return guarded(layout, value, base, absolute=bound.absolute, relative=bound.relative)
 

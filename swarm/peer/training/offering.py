@@ -1,6 +1,6 @@
-"""The offers of a peer, checked here first by the rule of all peers that will fetch them [U1].
+"""The offers of a peer, checked here first as by all peers that will fetch them (update bounds).
 
-A thread of its own reads the values while the peer continues to train [V9].
+A thread of its own reads the values while the peer continues to train (background offers).
 """
 
 from __future__ import annotations
@@ -267,7 +267,10 @@ class Offering:
         return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
 
     def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
-        """A unit's delta [W5], and the value that the delta makes if that may become agreed."""
+        """A unit's delta, and the value that the delta makes if that may become agreed.
+
+        Policy: delta means.
+        """
         bound = update_bound(unit, [self.model.me], {self.model.me: tokens}, tip, self.rounds.rules)
         limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
         with self.model.agreed.held([base]):
