@@ -76,7 +76,7 @@ def _with_remedy(cause: Cause) -> Cause:
     return replace(cause, text=f"{cause.text} ({remedy})") if remedy else cause
 
 
-# ---------------------------------------------------------------- peers that are not heard
+# ---------------------------------------------------------------- peers without news
 
 
 def _unheard(snapshot: Snapshot) -> list[Cause]:
@@ -146,7 +146,7 @@ def _owned(snapshot: Snapshot, peer: PeerId) -> str:
     return f"; it owns experts {ranges(owned)}" if owned else ""
 
 
-# ---------------------------------------------------------------- peers that are heard
+# ---------------------------------------------------------------- peers with news
 
 
 def _troubled(snapshot: Snapshot) -> list[Cause]:

@@ -60,7 +60,7 @@ TOKENS_PER_S = Metric(
     "tokens/s",
     "tokens per second",
     "tokens of a peer's last local steps, divided by their seconds",
-    "without the time of rounds",
+    "not including the time of rounds",
 )
 SENT = Metric(
     "sent",

@@ -461,8 +461,8 @@ TALL = 32
 def render(snapshot: Snapshot, *, width: int, height: int) -> RenderableType:
     """The whole screen: at most `height` lines of `width` characters.
 
-    Lines that do not fit are left out from the bottom of each part: peers beyond the last line are
-    counted, experts become ranges, older merges and reasons are dropped.
+    Lines that do not fit are left out from the bottom of each part. Peers beyond the last line are
+    counted, experts become ranges, and older merges and reasons are dropped.
     """
     keys = keys_of(snapshot.peers)
     tall = height >= TALL

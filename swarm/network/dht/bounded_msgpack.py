@@ -1,6 +1,6 @@
 """Limits depth and number of elements before hivemind's msgpack decoder gets foreign bytes.
 
-hivemind decodes extension types by recursion, and each level takes 40 kB of the C stack: 200 nested
+hivemind decodes extension types by recursion, and each level takes 40 kB of the C stack. 200 nested
 tuples, 936 bytes, end the process with a segmentation fault (measured). So the bytes are scanned
 first, without recursion and without creating values.
 

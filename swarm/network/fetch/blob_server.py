@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 YIELD_S = 6.0
-"""Longest wait of a stranger for its next 64 KiB, below the limits that count as no progress or as
-stuck: the served member may take nothing at all."""
+"""Longest wait of a stranger for its next 64 KiB, since the served member may take nothing at all.
+It is below the limits for no progress and for a stuck fetch."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
 LOOK_S = 0.03
 """Interval at which a waiting stream checks for room: shorter than one part takes."""

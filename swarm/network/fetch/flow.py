@@ -146,8 +146,8 @@ class Flow:
             ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
             self._unsent += ask.encode()
         if self._unsent:
-            # Requests are tiny: if the socket is full all the same, the rest goes with the next.
-            # The receiver finds that the stream has ended; all other callers continue.
+            # Requests are tiny: if the socket is full anyway, the rest goes with the next. The
+            # receiver finds that the stream has ended; all other callers continue.
             with suppress(OSError):
                 # The flag is needed because a thread may have made the socket blocking.
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)

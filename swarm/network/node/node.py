@@ -1,8 +1,8 @@
 """A peer's place in the network: libp2p's daemon, one DHT node, one thread.
 
-Everything that waits here has a deadline, because the substrate does not report that a peer
-has left: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A
-daemon that died is restarted with the same identity.
+Everything that waits here has a deadline, because the substrate does not report that a peer has
+left. Calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A daemon
+that died is restarted with the same identity.
 """
 
 from __future__ import annotations

@@ -299,8 +299,8 @@ async def measure_uplink(
 ) -> tuple[float, float | None]:
     """The rate away from this peer as of `measure_mbit`, and the rate of a full uplink.
 
-    The second is None if the uplink was not the limit, or other transfers were sent meanwhile, and
-    if the kernel gives no figures: over libp2p, and on other systems than Linux.
+    The second is None if the uplink was not the limit, or if other transfers were sent meanwhile.
+    It is also None if the kernel gives no figures: over libp2p, and on other systems than Linux.
 
     Raises:
         Unreachable: as `measure_mbit`.

@@ -133,9 +133,9 @@ def missing_of(error: StateError) -> tuple[Digest, ...]:
 def lease_to_stranger(
     store: BlobStore, record: Record, peer: PeerId, digest: Digest, now: float
 ) -> None:
-    """Leases to a stranger that asks for a blob the whole manifest of that blob [GC].
+    """Leases all blobs of a manifest to a stranger that asks for one of them [GC].
 
-    Members fetch only what the protocol keeps for them.
+    Members fetch only blobs that the protocol keeps for them.
     """
     if peer in record.tip.members:
         return

@@ -311,7 +311,7 @@ async def open_message(
 ) -> tuple[messages.Header, messages.Message]:
     """Fetches the blobs that a message names, then those that these name, and decodes it.
 
-    The sender is asked first, then peers that hold the blob by this message or have `shown` it: one
+    The sender is asked first, then peers that hold the blob by this message or have `shown` it. One
     uplink should not have to carry a manifest to everybody. The offers of a large roster are
     requested from their makers, since 256 peers would get 2 GB in all from the convener alone. For
     `RELAYED_S`, a proposal that names relays is requested only from them, except by the relays

@@ -1,4 +1,4 @@
-"""How a peer takes over the state of a running run, and discovers its other peers."""
+"""How a peer takes over the state of an active run, and discovers its other peers."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Control:
             async with asyncio.timeout(HANDLER_S):
                 peers = await p2p.list_peers()
         except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError):
-            return  # the daemon is going
+            return  # the daemon is ending
         for peer in peers:
             for address in peer.addrs[:1]:
                 self.ledger.locate(str(peer.peer_id.to_base58()), str(address))

@@ -221,7 +221,6 @@ def dialable(
     Loopback addresses are used only if there is nothing else. If there are more than a record may
     have, as on a machine with many container networks, the last private ones are left out; `says`
     logs that.
-    many container networks, the last private ones are left out, and it `says` so.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]

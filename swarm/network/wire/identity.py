@@ -1,6 +1,6 @@
 """A peer's identity: one Ed25519 key, which its libp2p peer id contains.
 
-The key lies in the identity file that libp2p's daemon reads, so "the owner of this record", "the
+The key lies in the identity file that libp2p's daemon reads. So "the owner of this record", "the
 peer that signed this vote" and "the peer that I dial" are the same fact. The public key follows
 from the peer id, so no signature has to carry it.
 

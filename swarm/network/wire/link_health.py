@@ -24,7 +24,7 @@ LOST_IN_A_ROW = 2
 """A single message may be lost on any link."""
 SILENT_S = 6.0
 """If a message waits for this long, and nothing arrived from its receiver since it was sent, the
-link is cut: an answer on a working link takes less than the 5 s that are left for it."""
+link is cut. An answer on a working link takes less than the 5 s that are left for it."""
 FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for this long no longer counts."""
 KEPT = 16

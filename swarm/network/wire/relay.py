@@ -3,8 +3,8 @@
 libp2p's own circuit relay takes minutes to provide a slot (measured: none after 40 s), so any
 willing peer that listens relays here. Messages are signed, so a relay cannot change them. Each
 counts once, so a relay can only delay one by seconds or drop it (`relayed_messages.py`). Blobs are
-named by their digests. A stream begins with a signed envelope, so it is charged to the peer that
-asked for it, at the relay and at the destination, and never to the relay.
+named by their digests. A stream begins with a signed envelope. It is charged to the peer that asked
+for it, at the relay and at the destination, and never to the relay.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Relay:
         control: handles messages that others relayed to this peer; has counters and ledger.
         streams: handlers by protocol, for streams that arrive directly and through relays.
         is_willing: whether to relay for others.
+        p2p: the living daemon; raises NetworkDown when there is none.
     """
 
     identity: Identity

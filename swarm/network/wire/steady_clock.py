@@ -3,8 +3,8 @@
 Records expire by wall time everywhere, and hivemind reads the wall clock each time. After a jump of
 minutes, a peer would treat all records of others as expired, or others would treat its own so. But
 a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and 3 s are allowed.
-So this clock runs slightly faster or slower until it is right: at the wall clock, while that moves
-only in small steps, or otherwise at the time of the other members.
+So this clock runs slightly faster or slower until it has the right time. That is the wall clock's,
+while the wall clock moves only in small steps, and otherwise the time of the other members.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class UnbornThreads:
         self._looks: dict[threading.Thread, int] = {}
 
     def look(self) -> list[str]:
-        """Names of threads not running in many looks in a row; time alone may pass in a pause."""
+        """Names of threads unborn in `UNBORN_LOOKS` looks; a paused process makes no looks."""
         unborn = [thread for thread in threading.enumerate() if thread.ident is None]
         self._looks = {thread: self._looks.get(thread, 0) + 1 for thread in unborn}
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]

@@ -255,7 +255,7 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
 def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
     """Makes the key for other machines and logs its path, if this peer wants workers of others.
 
-    It is called before a text is read or a model is fetched, which may take hours: workers can then
+    It is called before a text is read or a model is fetched, which may take hours. So workers can
     be ready when this peer begins to wait for them.
 
     Raises:

@@ -150,7 +150,7 @@ async def look_for_run(
 
     Raises:
         NobodyReachable: no run was announced in time, and none may be founded.
-        RunMismatch: which run is meant is not known; or there is another than the wanted one.
+        RunMismatch: several runs are announced and none was named, or only others are announced.
     """
     fingerprint = wanted.run.fingerprint() if wanted.run else None
     look_s = FIND_BEFORE_FOUNDING_S if wanted.run else FIND_S

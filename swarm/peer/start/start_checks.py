@@ -17,7 +17,7 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
     Args:
         wanted: the run that is meant.
         addresses: of peers, as they were given.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         ConfigError: nothing says which run is meant.
@@ -54,7 +54,7 @@ def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
 
     Args:
         wanted: with the run's id, its configuration, or neither, which means the last run.
-        state: what is on disk.
+        state: the state directory.
     """
     last = wanted.run_id or state.current_run
     if last is None or not state.run(last).path.exists():
@@ -87,7 +87,7 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
 
     Args:
         wanted: with the configuration of the run to be founded.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         RunMismatch: the run on disk has other settings, and is not finished; or it is the same
@@ -133,7 +133,7 @@ def with_way_back(
         error: raised by the attempt.
         wanted: the run that is meant; it may name none.
         begun: the run on disk that was to be joined, if there is one.
-        state: what is on disk.
+        state: the state directory.
     """
     others = [run for run in state.run_ids if run != begun]
     if begun and others and not (wanted.run or wanted.run_id):
@@ -152,7 +152,7 @@ def path_of_key(given: str | None, state: StateDirectory) -> Path:
 
     Args:
         given: the path that the person named; None for the file in the state directory.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         StateError: there is no key, and a record of a run.

@@ -244,7 +244,7 @@ def held_out_text(model: AgreedModel) -> list[str]:
 
     Raises:
         DataError: the run's tokenizer does not reproduce the tokens and the number of bytes of
-            the text, so the text is unknown: some tokenizers lose how a text was written.
+            the text, so the text is unknown. Some tokenizers lose how a text was written.
         TokenizerError: the tokenizer cannot run here.
         BadBlob: the tokens are outside the run's vocabulary.
     """

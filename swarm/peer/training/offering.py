@@ -93,7 +93,7 @@ class BackgroundWork(Generic[Result]):
     def begin(self, work: Callable[[], Result]) -> None:
         """Starts a task, or runs it here if no thread can be started.
 
-        The task before must have been waited for.
+        The previous task must have been awaited.
         """
         assert not self._is_running, "one at a time"
         self._result = self._error = None
