@@ -64,7 +64,7 @@ class Peer:
         run: the run's configuration.
         run_id: its name, then - and 16 hex digits.
         peer_id: of this peer.
-        addresses: with which others may join; empty if this machine cannot be dialled.
+        addresses: with which others may join; empty if this machine cannot be dialed.
         status: the status that this peer publishes.
     """
 

@@ -228,7 +228,7 @@ class Node:
     async def post(self, peer_id: str, payload: bytes, timeout_s: float = 5.0) -> None:
         """Delivers one control message (at most 256 KiB); returns when it has been handled.
 
-        A peer that cannot be dialled is reached through one that both have dialled.
+        A peer that cannot be dialed is reached through one that both have dialed.
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.

@@ -102,7 +102,7 @@ def _decoded(kind: type[records.AnyRecord], value: bytes, peer: str) -> records.
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HELD_OUT_BYTES = 8 * 1_000_000
-"""The largest text as tokens of 4 bytes; some normalisers make it longer."""
+"""The largest text as tokens of 4 bytes; some normalizers make it longer."""
 MAX_TOKENIZER_BYTES = 64 * 2**20
 """The largest tokenizer in wide use, that of Gemma 3, has 33 MB."""
 

@@ -163,7 +163,7 @@ class Control:
         """Calls a peer's handler.
 
         Raises:
-            NoRoute: the peer cannot be dialled.
+            NoRoute: the peer cannot be dialed.
             Refused: its handler did not take the call.
             Unreachable: no answer in time.
         """

@@ -54,7 +54,7 @@ scripts/benchmarks/bench_averaging.py)."""
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """A multiaddress that can be dialled.
+    """A multiaddress that can be dialed.
 
     Attributes:
         text: the whole address.

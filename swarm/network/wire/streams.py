@@ -55,7 +55,7 @@ async def open_stream(
 
     Raises:
         Unreachable: no connection in time.
-        NoRoute: the peer cannot be dialled, or does not serve this protocol.
+        NoRoute: the peer cannot be dialed, or does not serve this protocol.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
