@@ -117,7 +117,7 @@ class ChainFile:
                 continue
             if is_torn:
                 has_beginning = has_beginning and bool(links)
-                link = replace(link, alike=False)  # to a link that is not here
+                link = replace(link, alike=False)  # like a link that is not here
                 torn.add(link.head.digest)
             links.append(link)
             is_torn = False

@@ -101,7 +101,7 @@ class Observer:
         return cls(node, store, vouched, signer)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Leaves."""
+        """Leaves the network."""
         self._node.stop(timeout_s)
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:

@@ -99,7 +99,7 @@ class ServedStreams:
             self._give_back(stream)
 
     def rest(self, stream: ServedStream) -> None:
-        """The stream is answered, and waits for a request; ConnectionError if it was ended."""
+        """Marks a stream as answered and idle; raises ConnectionError if it was ended."""
         stream.require_open()
         self._give_back(stream)
         stream.waits_since_s = self._clock()
