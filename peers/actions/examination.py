@@ -496,7 +496,7 @@ async def _look_at_run(
         return found, {}
     run, record = opened.run, opened.announced.record
     present = dict(await present_peers(node, record.run))
-    present.pop(asked.peer_id, None)  # it may be running: others can tell more
+    present.pop(asked.peer_id, None)  # this peer may be running: others tell more
     rates = await measured_rates(node, present)
     found = replace(found, rates=rates)
     if asked.founds:
@@ -509,7 +509,7 @@ async def _look_at_run(
     me = asked.peer_id or node.peer_id
     try:
         tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
-        if record.run != asked.here:  # else the peer comes back to its run
+        if record.run != asked.here:  # else this peer returns to its own run
             require_admission(record.run, run, tip, me, asked.credential_to(me, record.run, run))
     except errors.InvitationError as error:
         return replace(found, refused=(str(error),)), present

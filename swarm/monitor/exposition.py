@@ -28,7 +28,7 @@ class Family:
 
     Attributes:
         labels: names of the labels.
-        read: samples of a snapshot; those without a value are left out.
+        read: samples of a snapshot; samples without a value are left out.
     """
 
     metric: Metric
@@ -39,10 +39,10 @@ class Family:
 
 
 def exposition(state: Row) -> bytes:
-    """All families of a snapshot; without one, only that there is none.
+    """All families of a snapshot; without a snapshot, only its health.
 
-    Of peers they have those that speak for the run: sums over the samples would count all others,
-    and each key that a stranger makes would be a new series.
+    Only peers that speak for the run are included. Sums over samples would otherwise count all
+    others, and each key that a stranger makes would be a new series.
     """
     registry = CollectorRegistry()
     registry.register(_Collector(_speaking(state)))
@@ -50,7 +50,7 @@ def exposition(state: Row) -> bytes:
 
 
 def _speaking(state: Row) -> Row:
-    """As `Snapshot.speaking`."""
+    """The same as `Snapshot.speaking`."""
     if "peers" not in state or state["members"] is None or not state["live"]:
         return state
     return {**state, "peers": [peer for peer in state["peers"] if peer["votes"] is not None]}
@@ -151,7 +151,7 @@ def _seen(state: Row) -> Iterator[Sample]:
 
 
 def _scores(state: Row) -> Iterator[Sample]:
-    """Of each publisher's newest round that has one; rounds are labels of none."""
+    """Of each publisher's newest round with a score; rounds are not labels."""
     newest: dict[tuple[str, str, str], Row] = {}
     for score in state["scores"]:
         labels = (score["task"], score["metric"], score["publisher"])

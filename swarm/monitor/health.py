@@ -1,4 +1,4 @@
-"""How the run does in one word, what is wrong with which peer, why, and what to do."""
+"""The health of a run in one word, the faults of its peers, their causes, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.protocol.records.records import HEARTBEAT_S, NOTHING_DONE, TOO_LATE, 
 from swarm.protocol.values.manifest import PeerId
 
 SILENT_S = 2 * HEARTBEAT_S
-"""A peer whose record did not change for longer has missed two heartbeats."""
+"""A peer whose record did not change for this long has missed two heartbeats."""
 SLOW_TIMES = 1.5
 SLOW_S = 1.0
 """A peer is slow when it was busy longer than the others' median by both of these."""
@@ -22,17 +22,17 @@ WAITING = "averaging"
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
 
 
-_COMES_BACK = "the command that started it lets it go on"
+_COMES_BACK = "the command that started it resumes it"
 _REFUSED = "start it again; if that repeats, suspect its memory, its GPU or compute.precision"
 _TOO_MUCH = "fewer experts for it (--capacity), a faster machine, or round.seconds in a new run"
 
 
 class Fault(Enum):
-    """What may be wrong with a peer, the worst first."""
+    """Possible faults of a peer, the worst first."""
 
     DEAD = "dead"  # its machine says that nothing listens there
-    CUT = "cut"  # others get no answer from it, or it from them
-    SILENT = "silent"  # nobody has heard of it, and nobody says why
+    CUT = "cut"  # others get no answer from it, or it gets none from them
+    SILENT = "silent"  # no peer has heard from it, and none says why
     TROUBLE = "trouble"  # its machine waits for a person, as with a full disk
     LATE = "late"  # the round was decided while it still trained
     LEFT_OUT = "left out"  # it had offered, and its work was not taken
@@ -45,7 +45,7 @@ REMEDIES = {
     Fault.SILENT: f"look whether it runs: {_COMES_BACK}",
     Fault.TROUBLE: "",  # in its own words
     Fault.LATE: _TOO_MUCH,
-    Fault.LEFT_OUT: "a faster line, or fewer bytes in a new run: swarm-plan --link",
+    Fault.LEFT_OUT: "a faster link, or fewer bytes in a new run: swarm-plan --link",
     Fault.SLOW: f"end other programs there; {_TOO_MUCH}",
 }
 
@@ -60,7 +60,7 @@ class Cause:
 
 
 def causes_of(snapshot: Snapshot) -> tuple[Cause, ...]:
-    """All that can be said, the worst first; each peer has its worst alone."""
+    """All known causes, the worst first; only the worst of each peer."""
     found = [*_unheard(snapshot), *_troubled(snapshot), *_uncounted(snapshot), *_slow(snapshot)]
     worst: dict[PeerId, Cause] = {}
     order = list(Fault)
@@ -76,11 +76,11 @@ def _with_remedy(cause: Cause) -> Cause:
     return replace(cause, text=f"{cause.text} ({remedy})") if remedy else cause
 
 
-# ---------------------------------------------------------------- peers that are not heard
+# ---------------------------------------------------------------- peers without news
 
 
 def _unheard(snapshot: Snapshot) -> list[Cause]:
-    """Peers that others do not reach, and peers that have said nothing for too long."""
+    """Peers that others do not reach, and peers without news for too long."""
     rows = {row.record.peer_id: row for row in snapshot.speaking}
     said = _accusations(snapshot)
     found = []
@@ -89,7 +89,7 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         for by, of in said:
             partners.setdefault(by, set()).add(of)
             partners.setdefault(of, set()).add(by)
-        # Of two peers that miss each other, the one that more others miss, or that is not there.
+        # Of two peers that miss each other: the one that more others miss, or that is not there.
         peer = max(
             partners, key=lambda p: (len(partners[p]), p not in rows, _unheard_s(rows, p), p)
         )
@@ -98,7 +98,7 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         if gone:
             text = f"nothing listens on its machine any more, as {snapshot.names(gone)} found"
         else:
-            text = f"its line to {snapshot.names(others)} is cut: no message gets through"
+            text = f"its link to {snapshot.names(others)} is cut: no message gets through"
         fault = Fault.DEAD if gone else Fault.CUT
         found.append(Cause(fault, peer, f"{snapshot.called(peer)}: {text}{_owned(snapshot, peer)}"))
         said = {pair: silence for pair, silence in said.items() if peer not in pair}
@@ -106,16 +106,20 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
     for peer, row in rows.items():
         silent_s = _unheard_s(rows, peer, snapshot.at)
         if peer not in named and silent_s > SILENT_S and row.record.state not in _GOING:
-            text = f"has said nothing for {silent_s:.0f} s: its process or its line is gone"
+            text = (
+                f"has said nothing for {silent_s:.0f} s: its process has ended or its link is cut"
+            )
             found.append(_silent(snapshot, peer, text))
     for peer in snapshot.absent:
         if peer not in named:
-            found.append(_silent(snapshot, peer, "has no record: its process or its line is gone"))
+            found.append(
+                _silent(snapshot, peer, "has no record: its process has ended or its link is cut")
+            )
     return found
 
 
 def _accusations(snapshot: Snapshot) -> dict[tuple[PeerId, PeerId], Silence]:
-    """Who does not reach whom: of members that are needed, by peers that are heard."""
+    """Unreached members that are needed, by the peers that do not reach them."""
     left = {row.record.peer_id for row in snapshot.speaking if row.record.state in _GOING}
     known = {row.record.peer_id for row in snapshot.speaking} | set(snapshot.absent)
     return {
@@ -142,7 +146,7 @@ def _owned(snapshot: Snapshot, peer: PeerId) -> str:
     return f"; it owns experts {ranges(owned)}" if owned else ""
 
 
-# ---------------------------------------------------------------- peers that are heard
+# ---------------------------------------------------------------- peers with news
 
 
 def _troubled(snapshot: Snapshot) -> list[Cause]:
@@ -154,7 +158,7 @@ def _troubled(snapshot: Snapshot) -> list[Cause]:
 
 
 def _uncounted(snapshot: Snapshot) -> list[Cause]:
-    """Members without whom the newest round went, in their own words and in the convener's."""
+    """Members that the newest round left out, in their own words and in the convener's."""
     convener: dict[PeerId, str] = {}
     for row in snapshot.speaking:
         if row.record.last_round and row.record.last_round.round == snapshot.round:
@@ -206,16 +210,16 @@ def _longest(row: PeerRow) -> str:
 
 
 USUAL_ROUNDS = 20
-"""The usual round is the median of so many."""
+"""The usual round is the median of this many."""
 STALLED_TIMES = 3.0
 STALLED_S = 60.0
-"""A run stalls when its round takes longer than both: so many usual ones, and this."""
+"""A run stalls when its round takes longer than both: this many usual ones, and this."""
 MAX_CAUSES = 2
-"""In the reason; the snapshot has all."""
+"""Limit of causes in the reason; the snapshot has all."""
 
 
 class Word(Enum):
-    """What may be wrong, the worst that applies."""
+    """States of a run; the worst that applies counts."""
 
     GATHERING = "gathering"  # the founder waits for peers
     FINISHED = "finished"  # all rounds are done
@@ -223,7 +227,7 @@ class Word(Enum):
     HALTED = "halted"  # the voters that are present are no quorum
     PAUSED = "paused"  # peers wait for machines with room: too few experts have an owner
     STALLED = "stalled"  # the round takes far longer than usual
-    DEGRADED = "degraded"  # a member is absent or not heard, or the last round went without one
+    DEGRADED = "degraded"  # a member is absent or silent, or the last round left one out
     UNKNOWN = "unknown"  # no peer gave the newest manifest
     HEALTHY = "healthy"
 
@@ -238,14 +242,14 @@ class Health:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast it goes; None: not known yet.
+    """The speed of a run; None for figures not yet known.
 
     Attributes:
         round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole;
-            before there is one, the median of what peers say of their last.
-        committed_per_s: tokens that entered the model a second, over the same rounds.
-        utilisation: tokens that entered the model a second by the sum of the peers' tokens/s,
-            each at its round; median over the same rounds.
+            before there is one, the median of the last rounds that peers report.
+        committed_per_s: tokens per second that entered the model, over the same rounds.
+        utilisation: tokens per second that entered the model, divided by the sum of the peers'
+            tokens/s in that round; median over the same rounds.
         eta_s: until the last round, at the usual pace.
     """
 
@@ -256,7 +260,7 @@ class Pace:
 
 
 def health_of(snapshot: Snapshot) -> Health:
-    """The worst that can be said of the run, with what is known of its cause."""
+    """The health of the run: the worst word that applies, with its known causes."""
     found = _of_causes(snapshot)
     if snapshot.ends_with is None or found.word not in (Word.HEALTHY, Word.DEGRADED):
         return found
@@ -277,7 +281,7 @@ def _of_causes(snapshot: Snapshot) -> Health:
 
 
 def is_finished(snapshot: Snapshot) -> bool:
-    """Whether all rounds are done, by the newest manifest or by the word of all that speak."""
+    """Whether all rounds are done, by the newest manifest or by all peers that speak."""
     speaking = snapshot.speaking
     if snapshot.round >= snapshot.rounds_total:
         return bool(speaking) or not snapshot.peers
@@ -285,9 +289,9 @@ def is_finished(snapshot: Snapshot) -> bool:
 
 
 def _health(snapshot: Snapshot) -> Health:
-    """The same by the newest manifest and who is present alone."""
+    """The health by the newest manifest and the presence of peers only."""
     if snapshot.run_id is None:
-        word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
+        word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are present"
         return Health(Word.GATHERING, word)
     speaking = snapshot.speaking  # nobody does while all members are absent
     if is_finished(snapshot):
@@ -325,7 +329,7 @@ def _health(snapshot: Snapshot) -> Health:
 
 
 def waiting_text(snapshot: Snapshot) -> str:
-    """Which experts wait for an owner, frozen, and why; empty where none does."""
+    """A sentence on experts that wait for an owner, frozen; empty if none does."""
     waiting = [row.expert for row in snapshot.experts if not row.owners]
     if not waiting:
         return ""
@@ -338,7 +342,7 @@ def waiting_text(snapshot: Snapshot) -> str:
 
 
 def pace_of(snapshot: Snapshot) -> Pace:
-    """From the rounds that the monitor saw whole, else from the peers' last ones."""
+    """The speed, from the rounds that the monitor saw whole, else from the peers' last ones."""
     whole = [point for point in snapshot.rounds if point.seconds is not None][-USUAL_ROUNDS:]
     taken = [point.seconds for point in whole if point.seconds is not None] or [
         row.record.last_round.seconds for row in snapshot.speaking if row.record.last_round
@@ -348,7 +352,7 @@ def pace_of(snapshot: Snapshot) -> Pace:
     round_s = statistics.median(taken)
     measured = [p.committed_per_s for p in whole if p.committed_per_s is not None]
     committed = statistics.median(measured) if measured else None
-    # Each round by the pace of its own steps: machines may be busier now than they were.
+    # Each round by the pace of its own steps: machines may be busier now than they were then.
     shares = [
         p.committed_per_s / max(p.tokens_per_s, 1e-9)
         for p in whole

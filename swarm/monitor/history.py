@@ -1,6 +1,6 @@
-"""What records forget: losses, merges, rounds and happenings of earlier looks.
+"""History that records lose: losses, merges, rounds and events of earlier looks.
 
-A peer's history adds rounds before the first look; a file keeps all over the monitor's restarts.
+A peer's history adds rounds before the first look; a file keeps all across the monitor's restarts.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 MAX_POINTS = 2000
-"""Of losses and rounds: older ones are left out."""
+"""Limit of losses and of rounds; older ones are left out."""
 MAX_MERGES = 64
 MAX_EVENTS = 300
 
 
 def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
-    """The snapshot with what an earlier one of the same run knew, and what changed since.
+    """The snapshot with the history of an earlier one of the same run, and the changes since.
 
     Args:
-        snapshot: of a look, with the losses and merges that its records tell.
-        before: the result for the look before; one of another run is left aside.
+        snapshot: of a look, with the losses and merges in its records.
+        before: the result of the previous look; ignored if it is of another run.
     """
     snapshot = replace(snapshot, peers=_heard(snapshot, before))
     if before is None or before.run_id != snapshot.run_id:
@@ -64,7 +64,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
 
 
 def _heard(snapshot: Snapshot, before: Snapshot | None) -> tuple[PeerRow, ...]:
-    """The peers; one whose record is that of the look before was heard when it was."""
+    """The peers; one whose record has not changed keeps the time when it was first seen."""
     old = {row.record.peer_id: row for row in before.peers} if before else {}
     return tuple(
         replace(row, heard=known.heard)
@@ -77,12 +77,12 @@ def _heard(snapshot: Snapshot, before: Snapshot | None) -> tuple[PeerRow, ...]:
 
 
 def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[RoundPoint]:
-    """The point of a round that was not seen before."""
+    """The point of a round that is seen for the first time."""
     last = before[-1] if before else None
     if snapshot.run_id is None or (last and snapshot.round <= last.round):
         return
     passed = snapshot.at - last.at if last else 0.0
-    # The first point was seen in the middle of a round: what follows it is no whole one.
+    # The first point was seen in the middle of a round, so the next one has no whole round.
     whole = last if last and len(before) > 1 and passed > 0 else None
     known = snapshot.tokens is not None and whole is not None and whole.tokens is not None
     speaking, members = snapshot.speaking, snapshot.members
@@ -105,7 +105,7 @@ def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[Round
 
 
 def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
-    """Changes between two looks that a person would want to know."""
+    """Changes between two looks that interest a person."""
 
     def tell(topic: Topic, text: str) -> None:
         told.append(Happening(now.at, topic, text))
@@ -131,12 +131,12 @@ def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
             tell(Topic.PEER, cause.text)
     old, new = ({row.record.peer_id: row for row in look.speaking} for look in (before, now))
     for peer in sorted(new.keys() - old.keys()):
-        tell(Topic.PEER, f"{new[peer].called} is there")
+        tell(Topic.PEER, f"{new[peer].called} is present")
     present = {row.record.peer_id for row in now.peers}
     for peer in sorted(old.keys() - new.keys()):
         state = old[peer].record.state.value.replace("_", " ")
-        gone = "is no member any more" if peer in present else "is gone"
-        tell(Topic.PEER, f"{old[peer].called} {gone}; its last word was: {state}")
+        gone = "is no longer a member" if peer in present else "is no longer present"
+        tell(Topic.PEER, f"{old[peer].called} {gone}; its last state was: {state}")
     for peer in sorted(new.keys() & old.keys()):
         split = Agreement.DIFFERENT
         if new[peer].agreement is split and old[peer].agreement is not split:
@@ -166,10 +166,10 @@ _TOLD = {
 
 @dataclass(frozen=True)
 class Earlier:
-    """Of one run.
+    """The history of one run before the first look.
 
     Attributes:
-        run: its id; None if no line says it.
+        run: its id; None if no line names it.
         losses: (round, held-out loss in nats per token), ascending.
         events: rounds, merges and reforms, oldest first; each manifest once.
     """
@@ -180,7 +180,7 @@ class Earlier:
 
 
 def earlier_of(lines: Iterable[str]) -> Earlier:
-    """Reads histories of peers of one run, one after the other; lines torn off are left out.
+    """Reads histories of peers of one run, one after the other; torn lines are skipped.
 
     Raises:
         ValueError: a whole line is no event of this version, or the runs differ.
@@ -206,7 +206,7 @@ def earlier_of(lines: Iterable[str]) -> Earlier:
 
 
 def with_earlier(first: Snapshot, before: Snapshot | None, earlier: Earlier) -> Snapshot:
-    """The look before the first one, with what histories tell and records forget."""
+    """The look before the first one, with history that records have lost."""
     known = before or replace(first, rounds=(), events=())
     seen = known.events[0].at if known.events else first.at
     older = tuple(event for event in earlier.events if event.at < seen)
@@ -231,7 +231,7 @@ def _happening(time: float, event: Applied) -> Happening:
 
 @dataclass(frozen=True)
 class Kept:
-    """The history in a snapshot; see there."""
+    """The part of a snapshot that a history file keeps; see `Snapshot`."""
 
     run_id: str | None
     losses: tuple[tuple[int, Real], ...]
@@ -245,23 +245,22 @@ _SCHEMA = TypeAdapter(Kept)
 
 
 def kept_of(snapshot: Snapshot) -> Kept:
-    """What is worth keeping of a snapshot."""
+    """The part of a snapshot to keep."""
     return Kept(*(getattr(snapshot, each.name) for each in fields(Kept)))
 
 
 def encode_kept(kept: Kept) -> bytes:
-    """As JSON."""
+    """The JSON form."""
     return _SCHEMA.dump_json(kept)
 
 
 def decode_kept(encoded: bytes) -> Kept:
-    """Reads what `encode_kept` wrote; entries that cannot be read are passed over with a warning.
+    """Reads the bytes of `encode_kept`; entries that cannot be read are skipped with a warning.
 
-    An earlier version kept what strangers said: losses beyond all measure, and sums that were
-    infinite, as null.
+    An earlier version kept claims of strangers: absurd losses, and infinite sums as null.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the bytes are something else.
     """
     try:
         return _SCHEMA.validate_json(encoded)
@@ -278,9 +277,9 @@ def decode_kept(encoded: bytes) -> Kept:
 
 
 def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
-    """The look before the first one, as if the monitor had never ended; None of another run.
+    """The look before the first one, as if the monitor had never stopped; None for another run.
 
-    What changed while it was away is told of losses, rounds and merges, not of peers.
+    Changes while it was stopped are shown for losses, rounds and merges, not for peers.
     """
     if kept.run_id != snapshot.run_id:
         return None

@@ -1,4 +1,4 @@
-"""Figures of the monitor, each defined once: its unit, when it counts, what it is not."""
+"""Figures of the monitor, each defined once: its unit, when it counts, and its limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Metric:
     Attributes:
         title: as shown above a column or before a value.
         unit: of the value.
-        counts: what it is and when it changes.
-        is_not: a figure that it is easily taken for.
+        counts: its definition, and when it changes.
+        is_not: a figure that it is easily confused with.
     """
 
     title: str
@@ -52,15 +52,15 @@ LOSS = Metric(
 VAL_LOSS = Metric(
     "held-out loss",
     "nats per token",
-    "of an agreed state on the founder's held-out text, once a round; in bits per byte of that "
-    "text beside it, which compares runs with different tokenizers",
+    "of an agreed state on the founder's held-out text, once a round; also in bits per byte of "
+    "that text, which compares runs with different tokenizers",
     "not the loss of any one peer's live weights",
 )
 TOKENS_PER_S = Metric(
     "tokens/s",
     "tokens per second",
-    "tokens of a peer's last local steps by the seconds they took",
-    "not including the time that rounds take",
+    "tokens of a peer's last local steps, divided by their seconds",
+    "not including the time of rounds",
 )
 SENT = Metric(
     "sent",
@@ -95,7 +95,7 @@ SKIPPED = Metric(
 REFUSED = Metric(
     "refused",
     "inputs",
-    "blobs, records and messages of others that a peer did not believe",
+    "blobs, records and messages of others that a peer refused as invalid",
     "not transfers that merely failed",
 )
 MAX_LOAD = Metric(
@@ -134,13 +134,13 @@ COVERAGE = Metric(
     "percent of a lap",
     "windows of the common text whose training is in a manifest, each once before any is read "
     "again; rises with every round",
-    "not the windows that members read now or left open, which are shown beside it",
+    "not the windows that members read now or left open, which are shown separately",
 )
 SCORE = Metric(
     "score",
     "of its metric",
-    "what somebody, member or not, says to have measured of the run's models; its newest round",
-    "not agreed on: whoever signed it may be wrong or lie",
+    "a measurement of the run's models that somebody, member or not, has published; newest round",
+    "not agreed on: its signer may be wrong or lie",
 )
 HEALTH = Metric(
     "health",
@@ -148,31 +148,31 @@ HEALTH = Metric(
     "the worst that applies: gathering, finished, split (two tips at one height), halted (no "
     "quorum), paused (too few experts have an owner), stalled (a round takes 3 times the usual), "
     "degraded (a member is missing or was left out), unknown, healthy; unreachable: nobody answers",
-    "not the health of a machine: a peer may be ill while the run goes on",
+    "not the health of a machine: a peer may be faulty while the run continues",
 )
 ROUND_S = Metric(
     "round time",
     "seconds",
     "from one round's manifest to the next, median of the last 20 that the monitor saw whole; "
-    "before, of what peers say of their last",
-    "not what a peer's local steps take, which is a part of it",
+    "before, of the last rounds that peers report",
+    "not the time of a peer's local steps, which is a part of it",
 )
 ETA = Metric(
     "left",
     "seconds",
-    "rounds that are left by the usual round time",
+    "the remaining rounds times the usual round time",
     "not a promise: peers come and go",
 )
 COMMITTED = Metric(
     "committed",
     "tokens per second",
     "tokens that entered the agreed model a second, median of the last 20 rounds seen whole",
-    "not the sum of the peers' tokens/s, which leaves out what rounds take",
+    "not the sum of the peers' tokens/s, which leaves out the time of rounds",
 )
 UTILISATION = Metric(
     "utilisation",
     "share of 1",
-    "committed tokens/s of a round by the sum of the peers' tokens/s then, median of these rounds",
+    "committed tokens/s of a round divided by the sum of the peers' tokens/s then; median of these",
     "not the load of processors: it falls with waiting, moving and lost work",
 )
 SHARE = Metric(
@@ -190,7 +190,7 @@ PHASE = Metric(
 SEEN = Metric(
     "last seen",
     "seconds ago",
-    "since a peer published its record; it is gone after 24",
+    "since a peer published its record, which expires after 24",
     "not a round-trip time",
 )
 AGE = Metric(
@@ -202,7 +202,7 @@ AGE = Metric(
 CAUSE = Metric(
     "cause",
     "1 for each",
-    "what is wrong with a peer, by its own words, by those of others, or by its silence",
+    "a fault of a peer, by its own record, by records of others, or by its silence",
     "not proven: peers may be wrong about each other",
 )
 COUNTED = Metric(
@@ -227,13 +227,13 @@ RATE = Metric(
     "line",
     "Mbit/s",
     "up: by a peer's tests of the last day, and what others took; down: the lower quartile of its "
-    "last fetches of over 1 MiB, while bytes came, or what it measured before it joined",
+    "last fetches of over 1 MiB, while bytes came, or the rate measured before it joined",
     "not known before a first test, or a first long fetch",
 )
 ENGINE = Metric(
     "engine",
     "words, as a label",
-    "what computes a peer's steps, and how much of the model stays on the device",
+    "the engine that computes a peer's steps, and how much of the model stays on the device",
     "not what swarm-plan predicts: a peer that ran out of memory has stepped down",
 )
 ALIKE = Metric(
@@ -248,14 +248,14 @@ BETWEEN = Metric(
     "share of a step",
     "seconds of a peer's worker processes in operations between them, by kind, in its last local "
     "steps, mean over the workers",
-    "not the way of the bytes alone: the wait for a slower worker is part of it",
+    "not only the transfer of bytes: the wait for a slower worker is part of it",
 )
 BUBBLE = Metric(
     "bubble",
     "share of a pipeline's time",
     "in which the stages of a peer's pipeline compute nothing, mean over them, in its last local "
     "steps",
-    "not the same as the schedule's own, which is told beside it: uneven stages and slow lines "
+    "not the same as the schedule's own, which is shown with it: uneven stages and slow links "
     "add to that",
 )
 METRICS = (

@@ -1,4 +1,4 @@
-"""A run that is over, round by round, from the histories (`events.jsonl`) of its peers."""
+"""A finished run, round by round, from the histories (`events.jsonl`) of its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = Mapping[str, Any]
 
 
 def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Snapshot]:
-    """What a monitor would have shown as each manifest was first applied anywhere.
+    """The snapshots that a monitor would have shown when each manifest was first applied.
 
     Args:
         run_id: of the run.
@@ -63,7 +63,7 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
 
 
 def _newest(by_digest: dict[str, Event], tip: Event) -> Event | None:
-    """What a peer applied last up to the height of a tip; the tip itself if it did so later."""
+    """A peer's last manifest up to the height of a tip; the tip itself if it applied it later."""
     found = by_digest.get(tip["digest"])
     earlier = (e for e in reversed(by_digest.values()) if e["height"] <= tip["height"])
     return found or next(earlier, None)

@@ -1,4 +1,4 @@
-"""The one schema of what a monitor says: `--json`, `/snapshot.json`, the page's events, `/metrics`.
+"""The one schema of the monitor: `--json`, `/snapshot.json`, the page's events, `/metrics`.
 
 Each field is described in swarm/monitor/README.md. Figures in `peers` that are not described here
 are those of `PeerRecord` (swarm/protocol/records/records.py), under the same names.
@@ -17,7 +17,7 @@ from swarm.monitor.snapshot import Coverage, ExpertRow, Merge, PeerRow, Snapshot
 
 
 class HealthJson(TypedDict):
-    """`Health`; `unreachable` when the look failed and all else is of the last that did not."""
+    """`Health`; `unreachable` if the look failed, and all else is of the last successful one."""
 
     word: Literal[
         "gathering",
@@ -99,7 +99,7 @@ class LastRoundJson(TypedDict):
 
 
 class PeerJson(TypedDict):
-    """A peer's own record, then what the newest manifest says of it."""
+    """A peer's own record, and its standing by the newest manifest."""
 
     peer_id: str
     name: str
@@ -162,7 +162,7 @@ class ExpertJson(TypedDict):
 
 
 class MergeJson(TypedDict):
-    """A merge; its donors are with the experts, as long as it is the newest of theirs."""
+    """A merge; its donors are with the experts while it is the newest for them."""
 
     generation: str
     round: int
@@ -218,7 +218,7 @@ class EventJson(TypedDict):
 
 
 class SnapshotJson(TypedDict):
-    """Everything; None and [] mean that it is not known."""
+    """The whole snapshot; None and [] mean unknown."""
 
     run_id: str | None
     name: str
@@ -252,10 +252,10 @@ class SnapshotJson(TypedDict):
 
 
 def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
-    """What scripts and pages may rely on, ready for `json.dumps`.
+    """The form that scripts and pages may rely on, ready for `json.dumps`.
 
     Args:
-        snapshot: the last that there is.
+        snapshot: of the last successful look.
         unreachable: why the look after it failed, if it did.
     """
     health, newest = health_of(snapshot), _newest_merges(snapshot)

@@ -28,7 +28,7 @@ from swarm.monitor.metrics import METRICS
 from swarm.monitor.schema import SnapshotJson
 
 ROWS = {"peers": "peer_id", "experts": "expert"}
-"""Lists of objects that change one by one, and the field that names each."""
+"""Lists of objects that change one by one, and the field that identifies each object."""
 TAILS = ("events", "rounds", "losses")
 """Lists that grow at the end, and are cut at the beginning."""
 
@@ -40,36 +40,36 @@ Wake = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class Feed:
-    """One writer's thread shows snapshots, the server's event loop reads them."""
+    """Snapshots, shown by one writer's thread and read by the server's event loop."""
 
     def __init__(self, max_listeners: int) -> None:
-        """Has nothing to show yet; takes so many listeners at a time."""
+        """Has nothing to show yet; accepts this many listeners at a time."""
         self._max_listeners = max_listeners
         self._lock = threading.Lock()
         self._state: State = _without_snapshot("looking for the run")
         self._version = 0
         self._texts: dict[int, str] = {}
-        """How far back a listener is -> what brings it up to date; of the newest version."""
+        """Version that a listener has -> the event that brings it to the newest version."""
         self._older: dict[int, State] = {0: self._state}
         self._listeners: list[Wake] = []
         self.closed = False
 
     @property
     def state(self) -> State:
-        """A `SnapshotJson`; before the first one, its `health` alone."""
+        """A `SnapshotJson`; before the first one, only its `health`."""
         return self._state
 
     @property
     def listeners(self) -> int:
-        """How many listen."""
+        """Number of listeners."""
         return len(self._listeners)
 
     def show(self, snapshot: SnapshotJson) -> None:
-        """The newest snapshot; from any thread."""
+        """Shows the newest snapshot; from any thread."""
         self._replace(dict(snapshot))
 
     def lose(self, reason: str) -> None:
-        """A look failed: what was known stays, marked as such; from any thread."""
+        """A look failed: the last state stays, marked as such; from any thread."""
         health = {"health": {"word": "unreachable", "reason": reason}}
         self._replace({**self._state, **health})
 
@@ -79,7 +79,7 @@ class Feed:
         self._wake()
 
     def listen(self) -> Wake | None:
-        """What is set when there is something new; None when there are too many listeners."""
+        """The signal of a new version; None when there are too many listeners."""
         if len(self._listeners) >= self._max_listeners:
             return None
         wake = (asyncio.get_running_loop(), asyncio.Event())
@@ -94,7 +94,7 @@ class Feed:
         """The newest version, and the server-sent event that leads there; "" if there is none.
 
         Args:
-            version: what the listener has; None at first. One that is too old gets all again.
+            version: the listener's; None at first. Without or with a too old one, all is sent.
         """
         with self._lock:
             if version == self._version:
@@ -125,10 +125,10 @@ class Feed:
 
 
 def difference(before: State, after: State) -> dict[str, Any]:
-    """What turns one snapshot into another: `set`, `rows` and `tails`, each by field.
+    """The change from one snapshot to another: `set`, `rows` and `tails`, each by field.
 
-    `rows` has the rows that changed, and the order of all where that did. `tails` has how many
-    were cut at the beginning and what was added at the end.
+    `rows` has the changed rows, and the order of all if that changed. `tails` has the number of
+    entries cut at the beginning, and the entries added at the end.
     """
     change: dict[str, Any] = {"set": {}, "rows": {}, "tails": {}}
     for field, value in after.items():
@@ -162,7 +162,7 @@ def _rows(before: Sequence[State], after: Sequence[State], key: str) -> dict[str
 
 
 def _tail(before: Sequence[Any], after: Sequence[Any]) -> dict[str, Any] | None:
-    """None where the new list does not go on from the old one."""
+    """None if the new list does not continue the old one."""
     cut = before.index(after[0]) if after and after[0] in before else len(before)
     kept = len(before) - cut
     if list(before[cut:]) != list(after[:kept]) or not kept:
@@ -178,7 +178,7 @@ WEB = Path(__file__).with_name("web")
 MAX_LISTENERS = 64
 MAX_CONNECTIONS = 4 * MAX_LISTENERS
 KEEP_ALIVE_S = 15.0
-"""A stream on which nothing happens gets an empty line so often, lest a proxy ends it."""
+"""An idle stream gets an empty line at this interval, so that no proxy ends it."""
 GRACE_S = 2
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -191,7 +191,7 @@ HEADERS = {
 
 
 def application(feed: Feed, name: str = "localhost") -> ASGIApp:
-    """The page of one feed; `name` is one more by which the machine may be called."""
+    """The page of one feed; `name` is an additional name of this machine."""
 
     def snapshot(_: Request) -> Response:
         return JSONResponse(feed.state, status_code=200 if "peers" in feed.state else 503)
@@ -223,10 +223,10 @@ def application(feed: Feed, name: str = "localhost") -> ASGIApp:
 
 
 def names_this_machine(host: str, name: str) -> bool:
-    """Whether the Host header of a request is of this machine.
+    """Whether the Host header of a request names this machine.
 
-    Attackers can point a name of theirs at any address, but need a name of theirs for that. So
-    every address will do, and of names only the machine's own and the given one.
+    Attackers can point a name of theirs at any address, but they need such a name. So all
+    addresses are accepted, and only the machine's own names and the given one.
     """
     called = re.sub(r":\d*$", "", host).strip("[]").lower().removesuffix(".")
     own = socket.gethostname().lower()
@@ -243,7 +243,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens, so that a port in use is reported before anything starts.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be listened on.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -298,7 +298,7 @@ class _Server(uvicorn.Server):
 
 
 class _Guard:
-    """GET alone, by the names of this machine; the same headers on every answer."""
+    """Answers only GET, by the names of this machine; adds the same headers to every answer."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
         self._app, self._name = app, name
@@ -313,7 +313,7 @@ class _Guard:
 
         app = self._app
         if scope["type"] == "http" and scope["method"] != "GET":
-            app = Response("this page is only read\n", 405, {"allow": "GET"}, "text/plain")
+            app = Response("this page is read-only\n", 405, {"allow": "GET"}, "text/plain")
         elif scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             if not names_this_machine(host, self._name):

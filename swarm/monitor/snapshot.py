@@ -1,8 +1,9 @@
-"""The swarm as it looks now: a pure projection of records, and of the newest manifest.
+"""The current state of the swarm: a pure projection of records and of the newest manifest.
 
 A peer's row is its own record and nothing else, so its generation, round and digest belong
-together. Owners and versions of experts come from the manifest, where one could be fetched. Members
-by that manifest come first and alone speak for the run: anybody may sign a record with any figure.
+together. Owners and versions of experts come from the manifest, if one could be fetched. Only
+members by that manifest speak for the run, and they come first: anybody may sign a record with any
+figure.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 from swarm.protocol.values.work import num_samples
 
 MAX_SCORES = 200
-"""That are shown and remembered."""
+"""Limit of scores that are shown and remembered."""
 
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A score, and who says so."""
+    """A score, and its publisher."""
 
     publisher: PeerId
     member: bool | None
-    """Whether that is a member by the newest manifest; None: nobody gave the manifest."""
+    """Whether the publisher is a member by the newest manifest; None without a manifest."""
     manifest_digest: Digest
     round: int
     task: str
@@ -45,7 +46,7 @@ class ScoreRow:
 
     @property
     def what(self) -> tuple[PeerId, Digest, str, str]:
-        """Of scores that are equal in this the later one counts."""
+        """The key of a score: of scores with equal keys, the later one counts."""
         return self.publisher, self.manifest_digest, self.task, self.metric
 
 
@@ -61,7 +62,7 @@ def score_rows(
 
 
 def in_order(scores: Iterable[ScoreRow]) -> tuple[ScoreRow, ...]:
-    """At most `MAX_SCORES`. Members' come first, so that nobody else pushes them out."""
+    """At most `MAX_SCORES`. Those of members come first, so that no others displace them."""
     found = sorted(
         scores,
         key=lambda s: (s.member is not True, -s.round, s.task, s.metric, s.publisher, s.value),
@@ -79,25 +80,25 @@ class Agreement(Enum):
 
     EQUAL = "equal"  # the same manifest
     BEHIND = "behind"  # an earlier one of the same generation
-    AHEAD = "ahead"  # a later one of the same generation: records are not read at one moment
+    AHEAD = "ahead"  # a later one of the same generation: records are read at different times
     DIFFERENT = "different"  # another manifest of the same height, or another generation
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """All that was read of one run.
+    """All records read of one run.
 
     Attributes:
         run: its id; None while its founder gathers peers, when it has none yet.
-        name: the one that people call it by.
+        name: the name in its configuration.
         peers: presence records that have not expired, by the peer that signed them.
-        merges: merge announcements, likewise.
-        validations: held-out losses, likewise.
-        tip: the newest manifest, when a peer gave it.
+        merges: merge announcements, by the peer that signed them.
+        validations: held-out losses, by the peer that signed them.
+        tip: the newest manifest, if a peer sent it.
         published: when a peer published its presence, in seconds since 1970 by its own clock.
         at: when this was read, in seconds since 1970.
-        wait_for_peers: how many peers a founder that gathers waits for.
-        scores: what anybody measured of the run's models, by the peer that signed it.
+        wait_for_peers: number of peers that a gathering founder waits for.
+        scores: published scores of the run's models, by the peer that signed them.
     """
 
     run: str | None
@@ -119,19 +120,19 @@ class PeerRow:
     record: PeerRecord
     agreement: Agreement
     votes: bool | None = None
-    """By the newest manifest; None: it is no member, or nobody gave the manifest."""
+    """By the newest manifest; None if it is no member, or without a manifest."""
     counted: int = 0
     """Of a trainee: rounds that have counted it, of `TRIAL_ROUNDS`."""
     contributed: bool | None = None
-    """Whether its work is in the newest round's mean; None: nobody gave the manifest."""
+    """Whether its work is in the newest round's mean; None without a manifest."""
     published: float | None = None
-    """When it was last heard of: seconds since 1970 by its own clock; None: unknown."""
+    """When its record was published: seconds since 1970 by its own clock; None if unknown."""
     heard: float | None = None
-    """When a look first found this record, by the monitor's clock; None: a replay."""
+    """When a look first found this record, by the monitor's clock; None in a replay."""
 
     @property
     def called(self) -> str:
-        """What people call it: its name, else the end of its id."""
+        """Its display name, else the end of its id."""
         return self.record.name or f"…{self.record.peer_id[-6:]}"
 
 
@@ -149,8 +150,8 @@ class Merge:
     """A merge as its owners announced it.
 
     Attributes:
-        donors: expert -> most similar experts of each layer, best first; of the experts whose
-            owners announced.
+        donors: expert -> most similar experts of each layer, best first; for experts whose
+            owners announced the merge.
     """
 
     generation: str
@@ -161,22 +162,22 @@ class Merge:
     donors: Mapping[int, tuple[tuple[int, ...], ...]]
 
     def when(self) -> tuple[int, int, str]:
-        """Sorts merges by time."""
+        """Key that sorts merges by time."""
         return self.step, self.merged, self.generation
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the common text the agreed training has read, in windows of it (samples)."""
+    """How much of the common text the agreed training has read, in windows (samples)."""
 
     windows: int
-    """Of the whole text: a lap."""
+    """Of the whole text, which is one lap."""
     counted: int
-    """Read, and in a manifest."""
+    """Windows whose training is in a manifest."""
     dealt: int
     """Windows that the members read now."""
     open: int
-    """Dealt before and not counted; it is dealt next."""
+    """Windows that were dealt and not counted, and are dealt next."""
 
     @property
     def laps(self) -> int:
@@ -190,23 +191,23 @@ class Coverage:
 
     @property
     def repeated(self) -> int:
-        """How many of those that were counted had been counted before, in an earlier lap."""
+        """Number of counted windows that an earlier lap had already counted."""
         return max(0, self.counted - self.windows)
 
 
 @dataclass(frozen=True)
 class RoundPoint:
-    """A round as the monitor saw it decided; figures of peers are those of its first look after.
+    """A round as the monitor saw it decided, with the peers' figures of the first look after it.
 
     Attributes:
         at: seconds since 1970 at that look.
-        seconds: since the round before; None where that was not seen to begin. Where a look
-            missed rounds, the mean over them.
-        tokens: of all rounds up to this one; None: nobody gave the manifest.
-        train_loss: mean over the peers that speak of their last local steps, in nats per token.
-        tokens_per_s: sum over those of them that train.
-        present: how many of them there are.
-        contributors: peers whose work is in the mean; None: nobody gave the manifest.
+        seconds: since the round before; None if its beginning was not seen. If a look missed
+            rounds, the mean over them.
+        tokens: of all rounds up to this one; None without a manifest.
+        train_loss: mean of the last local steps' loss over the speaking peers, in nats per token.
+        tokens_per_s: sum over the speaking peers that train.
+        present: number of speaking peers.
+        contributors: peers whose work is in the mean; None without a manifest.
     """
 
     round: int
@@ -218,22 +219,22 @@ class RoundPoint:
     present: int
     contributors: int | None
     committed_per_s: float | None = None
-    """Tokens that entered the model a second, since the round before; None like `seconds`."""
+    """Tokens per second that entered the model since the round before; None like `seconds`."""
 
 
 class Topic(Enum):
-    """What a happening is about."""
+    """The subject of an event."""
 
     ROUND = "round"  # a round was decided
     MERGE = "merge"  # similar experts were merged
-    PEER = "peer"  # a peer came, went, or says another state
-    MEMBERS = "members"  # a manifest took members or owners in or out
-    CHAIN = "chain"  # a generation or a tip is another one
+    PEER = "peer"  # a peer came, left, or changed its state
+    MEMBERS = "members"  # a manifest added or removed members or owners
+    CHAIN = "chain"  # a generation or a tip has changed
 
 
 @dataclass(frozen=True)
 class Happening:
-    """One thing that changed between two looks, in a sentence, and when it was seen."""
+    """One change between two looks, in a sentence, and when it was seen."""
 
     at: float
     topic: Topic
@@ -258,17 +259,17 @@ class Snapshot:
     reasons: tuple[str, ...]
     """Why members or owners changed in the newest manifest."""
     coverage: Coverage | None = None
-    """None without a manifest, and where every peer has its own text."""
+    """None without a manifest, and if every peer has its own text."""
     bits_per_byte_of_nat: float | None = None
-    """How many bits per byte are one nat per token of the losses; None before the first."""
+    """Bits per byte that equal one nat per token of the losses; None before the first."""
     at: float = 0.0
     """When it was read, in seconds since 1970."""
     live: bool = True
-    """False of a replay: a history tells neither states nor refusals of peers, nor their ways."""
+    """False in a replay: a history has no states, refusals or links of peers."""
     wait_for_peers: int = 0
-    """How many peers a founder that gathers waits for."""
+    """Number of peers that a gathering founder waits for."""
     step: int | None = None
-    """Optimizer steps of the run; like all below None or () when nobody gave the manifest."""
+    """Optimizer steps of the run. This and all fields below are None or () without a manifest."""
     tokens: int | None = None
     """Of all contributors in all rounds."""
     members: int | None = None
@@ -277,40 +278,40 @@ class Snapshot:
     left_out: tuple[PeerId, ...] = ()
     """Members whose work is not in the newest round's mean."""
     quorum: bool | None = None
-    """Whether the voters that are present can decide a round."""
+    """Whether the present voters can decide a round."""
     ends_with: PeerId | None = None
-    """The one of several members that is vouched for: without it nobody decides."""
+    """The only one of several members that is vouched for: without it no round is decided."""
     rounds: tuple[RoundPoint, ...] = ()
-    """What the monitor saw, oldest first; see `swarm.monitor.history`."""
+    """Rounds that the monitor saw, oldest first; see `swarm.monitor.history`."""
     events: tuple[Happening, ...] = ()
-    """Likewise."""
+    """Events that the monitor saw, oldest first."""
     scores: tuple[ScoreRow, ...] = ()
-    """As `in_order` has them."""
+    """In the order of `in_order`."""
 
     @property
     def speaking(self) -> tuple[PeerRow, ...]:
-        """Peers whose word counts for the run: the members that are present.
+        """Peers that speak for the run: the members that are present.
 
-        They are all peers as long as nobody gave the manifest, and in a replay, which has no others
-        than its own.
+        They are all peers without a manifest, and in a replay, which has no peers but those of the
+        run.
         """
         if self.members is None or not self.live:
             return self.peers
         return tuple(row for row in self.peers if row.votes is not None)
 
     def called(self, peer: PeerId) -> str:
-        """What people call a peer, also one that is not there."""
+        """Display name of a peer, also of an absent one."""
         rows = (row.called for row in self.peers if row.record.peer_id == peer)
         return next(rows, f"…{peer[-6:]}")
 
     def names(self, peers: Sequence[PeerId]) -> str:
-        """What people call some peers, of many the first."""
+        """Display names of some peers, the first ones if they are many."""
         named = ", ".join(map(self.called, peers[:MAX_NAMED]))
         return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"
 
 
 def snapshot_of(seen: Sighting) -> Snapshot | None:
-    """The projection, or None when no peer is present."""
+    """The projection, or None if no peer is present."""
     if not seen.peers:
         return None
     members = seen.tip.members.keys() & seen.peers.keys() if seen.tip else set[PeerId]()
@@ -360,7 +361,7 @@ def _row(record: PeerRecord, seen: Sighting, agreement: Agreement) -> PeerRow:
 
 
 def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object]) -> Snapshot:
-    """What only the newest manifest says."""
+    """The fields that come from the newest manifest only."""
     return replace(
         found,
         reasons=tip.reasons,
@@ -407,7 +408,7 @@ def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, .
 
 
 def coverage_of(tip: Manifest) -> Coverage | None:
-    """What the agreed training has read of the common text; None where each peer has its own."""
+    """How much of the common text the agreed training has read; None if each peer has its own."""
     text = tip.founding.text
     if text is None:
         return None
@@ -422,7 +423,7 @@ def _version(tip: Manifest, expert: int) -> int | None:
 
 
 def _of_members(records: Mapping[PeerId, Kind], tip: Manifest | None) -> Mapping[PeerId, Kind]:
-    """All, as long as nobody gave the manifest: then nobody is known to be a member."""
+    """Records of members; all records without a manifest, which alone names the members."""
     return {peer: record for peer, record in records.items() if not tip or peer in tip.members}
 
 

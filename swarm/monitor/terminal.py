@@ -58,7 +58,7 @@ def _line(start: tuple[int, int], stop: tuple[int, int]) -> list[tuple[int, int]
 
 
 def workers_line(name: str, workers: WorkersFigures) -> Text:
-    """What they wait for, and which of them the others wait for."""
+    """The waits of a peer's workers, and which of them the others wait for."""
     said = f"{printable(name)}: {workers.number}, {workers.step_s:.3g} s a step"
     said += f", {sum(workers.shares.values()):.0%} {metrics.BETWEEN.title}"
     if workers.bubble is not None and workers.expected is not None:
@@ -79,13 +79,13 @@ AGREEMENT_STYLES = {
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_NAMED = 4
-"""More peers than these that say the same are only counted."""
+"""If more peers than this say the same, they are only counted."""
 MIN_ROUNDS = 20
-"""Of the loss curve, where there are as many."""
+"""Least number of rounds in the loss curve, if there are as many."""
 UNKNOWN_OWNER = "?"
+"""An owner by the newest manifest that has no record."""
 NO_OWNER = "wait"
-"""Of an expert that fits no machine."""
-"""An owner of the newest manifest whose own record is not there (any more)."""
+"""Owner of an expert that fits no machine."""
 
 Keys = Mapping[PeerId, Text]
 
@@ -100,7 +100,7 @@ def keys_of(rows: Sequence[PeerRow]) -> Keys:
 
 
 def header(snapshot: Snapshot, width: int) -> list[Text]:
-    """Two lines: which run, and how far it is."""
+    """Two lines: the run, and its progress."""
     rows, strangers = snapshot.peers, len(snapshot.peers) - len(snapshot.speaking)
     first = Text.assemble(
         (printable(snapshot.run_id or f"{snapshot.name} (gathers peers)"), "bold"),
@@ -183,13 +183,13 @@ def _state(row: PeerRow) -> str:
 
 
 def _name(name: str, width: int) -> str:
-    """Cut in the middle, since names begin alike and end with a piece of the peer id."""
+    """Cut in the middle, since names begin alike and end with a part of the peer id."""
     name = printable(name)
     return name if len(name) <= width else f"{name[: width - 6]}…{name[-5:]}"
 
 
 def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Owners of each expert, and the round of its last change; ranges where that is too big."""
+    """Owners of each expert, and the round of its last change; ranges if that is too large."""
     cells = [
         (
             Text(str(row.expert), style="dim"),
@@ -235,7 +235,8 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
     """The held-out loss by round, with its newest value in the title.
 
-    Of a long run only the newer half: beside its first rounds all later ones are a flat line.
+    Of a long run only the newer half is shown: next to its first rounds, later ones are a flat
+    line.
     """
     if not losses:
         title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")
@@ -260,7 +261,7 @@ def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> l
 
 
 def fact_lines(snapshot: Snapshot, width: int) -> list[Text]:
-    """Traffic, merges and refusals, the most telling first."""
+    """Traffic, merges and refusals, the most informative first."""
     a_round = metrics.bytes_per_round(snapshot)
     sent, received = ("–", "–") if a_round is None else (f"{amount(each)}B" for each in a_round)
     rows = [row.record for row in snapshot.speaking]
@@ -300,7 +301,7 @@ def fact_lines(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
-    """Lines to others, lost work, and what computes."""
+    """Links to others, lost work, and engines."""
     rtts = [row.link.rtt_ms for row in rows if row.link and row.link.rtt_ms is not None]
     lines = []
     if rtts:
@@ -328,7 +329,7 @@ def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
 
 
 def _score_lines(snapshot: Snapshot) -> list[Text]:
-    """The first score of each task and metric, and who says so."""
+    """The first score of each task and metric, and its publisher."""
     first = {(score.task, score.metric): score for score in reversed(snapshot.scores)}
     return [
         Text.assemble(
@@ -342,7 +343,7 @@ def _score_lines(snapshot: Snapshot) -> list[Text]:
 
 
 def _coverage_line(coverage: Coverage) -> Text:
-    """Shares of a lap; the rest has been dealt to nobody yet."""
+    """Shares of a lap; the rest is not dealt yet."""
     line = Text.assemble(
         (f"{metrics.COVERAGE.title}  ", "dim"),
         f"{100 * coverage.share:.1f}% of lap {coverage.laps + 1}",
@@ -387,7 +388,7 @@ def _merge_lines(merge: Merge) -> list[Text]:
 
 
 def reason_lines(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """What is wrong, then last decisions: of the newest manifest, of each peer; equal ones once."""
+    """Faults, then the last decisions: of the newest manifest and of each peer; equal ones once."""
     wrong = [Text(printable(cause.text), style="yellow") for cause in causes_of(snapshot)]
     said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
     rows = sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL)
@@ -402,7 +403,7 @@ def reason_lines(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> 
 
 
 def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:
-    """Lines cut to a width; those for which there is room go on below."""
+    """Lines cut to a width; those that have room continue on the next line."""
     shown, room = [], max_lines - len(lines)
     for line in lines:
         while room and line.cell_len > width:
@@ -432,7 +433,7 @@ def _who(who: Sequence[Text]) -> Text:
 
 
 def digest_width(width: int) -> int:
-    """How many digits of a digest are shown."""
+    """Number of digits of a digest that are shown."""
     return 16 if width >= 120 else 8
 
 
@@ -446,7 +447,7 @@ def amount(value: float) -> str:
 
 
 def cut(line: Text, width: int) -> Text:
-    """The line, not longer than the screen."""
+    """The line, cut to the screen."""
     line.truncate(width, overflow="ellipsis")
     line.no_wrap = True
     return line
@@ -460,8 +461,8 @@ TALL = 32
 def render(snapshot: Snapshot, *, width: int, height: int) -> RenderableType:
     """The whole screen: at most `height` lines of `width` characters.
 
-    Lines that do not fit are left out from the bottom of each part: peers beyond the last line are
-    counted, experts become ranges, older merges and reasons go.
+    Lines that do not fit are left out from the bottom of each part. Peers beyond the last line are
+    counted, experts become ranges, and older merges and reasons are dropped.
     """
     keys = keys_of(snapshot.peers)
     tall = height >= TALL

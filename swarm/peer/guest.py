@@ -22,19 +22,19 @@ logger = logging.getLogger(__name__)
 
 START_S = 8.0
 LOOK_S = 4.0
-"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
+"""Limit of each of two reads. A first look takes 4 s on an idle machine, and must stay below 15."""
 TIP_S = 2.5
 REFRESH_S = 2.0
 PEERS_A_SECOND = 16
-"""All that 256 peers say of themselves are 3 MB, and peers say it every 8 s: in larger runs looks
-take longer, and there are fewer."""
+"""The records of 256 peers are 3 MB, and peers publish them every 8 s. In larger runs looks take
+longer and are rarer."""
 
 
 class History(Protocol):
-    """What outlives a restart, see `peers.actions.monitor_files`."""
+    """History that outlives a restart; see `peers.actions.monitor_files`."""
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known before the first look."""
+        """The state before the first look."""
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keeps what is new.
@@ -50,7 +50,7 @@ class Watch:
 
     observer: Observer
     store: BlobStore
-    """Where the observer's manifests go; emptied, since one a round adds up."""
+    """Holds the observer's manifests. Emptied after each look: one a round would add up."""
     wanted: str | None
     history: History | None = None
     announced: Announced | None = None
@@ -62,8 +62,8 @@ class Watch:
         """The swarm now.
 
         Raises:
-            NobodyReachable: no run is announced, or none of its peers is present; not of a run
-                whose end was seen, which stays as it was, without peers.
+            NobodyReachable: no run is announced, or none of its peers is present. A run whose end
+                was seen raises nothing: its last state stays, without peers.
         """
         try:
             return self._look()
@@ -80,7 +80,7 @@ class Watch:
                 self.tip = None
         run, deadline_s = self.announced.record.run, LOOK_S + self._all_said_s / 2
         seen = self.observer.look(run, deadline_s)
-        if not seen.peers:  # who has just arrived on a slow line misses records that come too late
+        if not seen.peers:  # on a slow link the first read may miss late records
             seen = self.observer.look(run, deadline_s)
         had_tip = self.tip is not None
         if self._is_stale(seen):
@@ -102,10 +102,10 @@ class Watch:
         )
         if snapshot is None:
             self.announced = None
-            if self.before and self.before.run_id is None:  # its peers speak of manifest 0 soon
+            if self.before and self.before.run_id is None:  # its peers soon announce manifest 0
                 return self.before
             raise NobodyReachable(f"no peer of {run} is present")
-        # Before the first manifest strangers were heard too: nothing of that is remembered.
+        # Before the first manifest records of strangers counted too: none of that is kept.
         known = self.before if had_tip or not self.tip else None
         if known is None and self.history:
             known = self.history.before(snapshot)
@@ -115,7 +115,7 @@ class Watch:
         return self.before
 
     def _keep(self, history: History, snapshot: Snapshot) -> None:
-        """A run is seen whether or not a disk takes what was seen; says so when that changes."""
+        """Writes the history. The view survives a failing disk; a change is logged once."""
         try:
             history.keep(snapshot)
         except OSError as error:
@@ -133,8 +133,8 @@ class Watch:
 
     @property
     def _all_said_s(self) -> float:
-        """For how long a look at all peers is one's share of what the DHT moves."""
-        if self.tip:  # the first look goes by what somebody announces
+        """Seconds between looks that keep this reader within its share of the DHT's traffic."""
+        if self.tip:  # the first look uses the announced number
             return len(self.tip.members) / PEERS_A_SECOND
         announced = self.announced.record.wait_for_peers if self.announced else 0
         return min(announced, MAX_RECORDS_PER_KEY) / PEERS_A_SECOND
@@ -145,7 +145,7 @@ class Watch:
         return any(record.manifest_digest != digest for record in seen.peers.values())
 
     def _renew_tip(self, seen: Seen) -> None:
-        """Without an answer the one known before is shown; peers' own rows are always new."""
+        """Fetches the newest tip; without an answer the last one stays."""
         assert self.announced is not None
         if self.announced.record.state is RunState.GATHERING:
             return

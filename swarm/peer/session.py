@@ -64,8 +64,8 @@ class Peer:
         run: the run's configuration.
         run_id: its name, then - and 16 hex digits.
         peer_id: of this peer.
-        addresses: with which others may join; empty if this machine cannot be dialled.
-        status: what this peer says about itself to others.
+        addresses: with which others may join; empty if this machine cannot be dialed.
+        status: the status that this peer publishes.
     """
 
     def __init__(self, starter: Starter, started: Started) -> None:
@@ -131,7 +131,10 @@ class Peer:
     def _engine_of(
         self, compute: ComputeSection, started: Started, room: Room
     ) -> SteppingEngine | ParallelEngine:
-        """The engine for this machine; `room` learns how many experts fit that [R4]."""
+        """The engine for this machine; `room` then knows how many experts fit.
+
+        Policy: expert ownership.
+        """
         place = started.run, compute, started.directory.path
         room()  # before the engine takes memory
         owned = sum(self.peer_id in each for each in started.record.tip.owners.values())
@@ -153,7 +156,7 @@ class Peer:
         tokenizer: Path | str | None = None,
         observer: PeerObserver = UNOBSERVED,
     ) -> Peer:
-        """Founds a run, after as many peers are there as `config.peer.wait_for_peers`.
+        """Founds a run, once `config.peer.wait_for_peers` peers are present.
 
         Args:
             run: what is trained, and how; see `swarm.load_run`.
@@ -167,7 +170,8 @@ class Peer:
             observer: notified of events; see `PeerObserver`.
 
         Raises:
-            ConfigError, DataError, StateError: something here must be mended; the error says what.
+            ConfigError, DataError, StateError: a person must fix something here; the error says
+                what.
             NetworkDown: libp2p's daemon did not start.
         """
 
@@ -192,7 +196,7 @@ class Peer:
         """Joins the run of the peers at these addresses, as a stranger.
 
         Args:
-            addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be dead.
+            addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
             folder: the state directory of this peer; made if missing.
             config: of this machine.
             wanted: which run, if several are announced there; an invitation.
@@ -233,7 +237,7 @@ class Peer:
 
         Raises:
             StateError: there is no such run in the directory.
-            CorruptState: what is there is damaged, and nobody else has it.
+            CorruptState: the state there is damaged, and nobody else has a copy.
         """
 
         def resuming(starter: Starter) -> Started:
@@ -261,7 +265,7 @@ class Peer:
             folder: the state directory; made if missing.
             wanted: which run. One that has a configuration is founded if nobody announces it.
             config: of this machine.
-            stop: asked from outside; until the peer is in a run it ends with `Stopped`.
+            stop: the request to leave; until the peer is in a run it raises `Stopped`.
             observer: notified of events.
 
         Raises:
@@ -295,7 +299,7 @@ class Peer:
         check: Callable[[StateDirectory], object] = nothing,
         founds: Callable[[StateDirectory], bool] = nothing,
     ) -> Peer:
-        num_workers(config.compute, device_of(config.compute.device))  # a missing GPU ends it here
+        num_workers(config.compute, device_of(config.compute.device))  # fails if a GPU is missing
         start_threads(config.compute)
         gathers = config.peer.wait_for_peers > 1 and not config.peer.open_gathering
         host = Host.open(
@@ -324,13 +328,13 @@ class Peer:
         return self._rounds.tip
 
     def train(self) -> Manifest:
-        """Takes part in rounds until the run is finished or `stop` was called; once a peer.
+        """Takes part in rounds until the run is finished or `stop` is called. Call it once.
 
         Returns:
             The newest manifest.
 
         Raises:
-            TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
+            TrainingDiverged, SwarmError: this peer cannot continue; its state directory is intact.
         """
         with self._loader:
             try:
@@ -348,7 +352,8 @@ class Peer:
     def stop(self) -> None:
         """Asks to leave: `train` finishes its round, hands its experts over and returns.
 
-        From any thread, also from a callback. It takes at most `config.peer.leave_timeout_s`.
+        May be called from any thread, and from a callback. Leaving takes at most
+        `config.peer.leave_timeout_s`.
         """
         self._stop.ask()
 
@@ -366,7 +371,7 @@ class Peer:
         """Every tensor of the agreed state at `tip`, by Hugging Face name, in its agreed type.
 
         Raises:
-            CorruptState: the state was collected meanwhile, as a newer one has come.
+            CorruptState: a newer state has replaced this one, whose blobs were removed.
         """
         started = self._started
         return dict(named_tensors(started.layout, self.tip, started.store))
@@ -381,7 +386,7 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------ asked by its parts
+    # ------------------------------------------------ called by its parts
 
     def _on_present(self, present: Mapping[str, PeerRecord]) -> None:
         self._rooms_there.note(present)

@@ -99,7 +99,7 @@ def test_a_cut_line_is_told_by_those_on_both_sides_of_it() -> None:
     others = {"link": line(QmD=silent)}
     fault, who, text = only(seen(look(100.0, A=others, B=others, C=others, D=cut)))
     assert (fault, who) == (Fault.CUT, "QmD")
-    assert "D: its line to A, B, C is cut" in text and "it owns experts 3" in text
+    assert "D: its link to A, B, C is cut" in text and "it owns experts 3" in text
 
 
 def test_a_line_between_two_peers_alone_names_both() -> None:
@@ -115,7 +115,7 @@ def test_a_dead_owner_is_told_by_others_at_once_and_with_its_experts() -> None:
     assert (fault, who) == (Fault.DEAD, "QmD")
     assert text == (
         "D: nothing listens on its machine any more, as A, B found; it owns experts 3 "
-        "(the command that started it lets it go on)"
+        "(the command that started it resumes it)"
     )
     assert health_of(snapshot).word is Word.DEGRADED
     without = seen(look(130.0, A=gone, D=None))

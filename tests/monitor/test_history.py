@@ -108,9 +108,9 @@ def test_what_changed_is_told_once_and_by_name(look: Looks) -> None:
     assert [(event.at, event.topic, event.text) for event in seen.events] == [
         (110.0, Topic.ROUND, "round 4 decided, with 1 of 2 members, without …QmB"),
         (110.0, Topic.MEMBERS, "QmB said nothing"),
-        (110.0, Topic.PEER, "name-of-QmB is gone; its last word was: training"),
+        (110.0, Topic.PEER, "name-of-QmB is no longer present; its last state was: training"),
         (120.0, Topic.ROUND, "round 5 decided, after 10.0 s, with 2 of 2 members"),
-        (120.0, Topic.PEER, "name-of-QmB is there"),
+        (120.0, Topic.PEER, "name-of-QmB is present"),
     ]
 
 
@@ -135,8 +135,8 @@ def test_health_is_the_worst_that_can_be_said_and_names_its_cause(look: Looks) -
         found = health_of(dataclasses.replace(sound, **{"peers": tuple(heard), **changes}))
         return found.word, found.reason
 
-    gone = f"has no record: its process or its line is gone ({REMEDIES[Fault.SILENT]})"
-    assert word(run_id=None, wait_for_peers=4) == (Word.GATHERING, "2 of 4 peers are there")
+    gone = f"has no record: its process has ended or its link is cut ({REMEDIES[Fault.SILENT]})"
+    assert word(run_id=None, wait_for_peers=4) == (Word.GATHERING, "2 of 4 peers are present")
     assert word(round=20) == (Word.FINISHED, "20 of 20 rounds are done")
     assert word(left_out=("QmB",)) == (Word.DEGRADED, "round 5 went without name-of-QmB")
     assert word(absent=("QmZ",)) == (Word.DEGRADED, f"…QmZ {gone}")

@@ -182,14 +182,14 @@ def test_who_is_no_member_comes_and_goes_unsaid_and_a_member_does_not() -> None:
     assert looks(seen, there, seen).events == ()
     member = dataclasses.replace(there, tip=joined)
     texts = [event.text for event in looks(seen, there, member).events]
-    assert f"name-of-{STRANGER} is there" in texts
+    assert f"name-of-{STRANGER} is present" in texts
     gone = dataclasses.replace(seen, tip=joined)
     texts = [event.text for event in looks(member, gone).events]
-    assert f"name-of-{STRANGER} is gone; its last word was: training" in texts
+    assert f"name-of-{STRANGER} is no longer present; its last state was: training" in texts
     # A member that the others let go, and that is still there, is not called gone.
     texts = [event.text for event in looks(member, there).events]
-    assert not [text for text in texts if "is gone" in text]
-    assert f"name-of-{STRANGER} is no member any more; its last word was: training" in texts
+    assert not [text for text in texts if "is no longer present" in text]
+    assert f"name-of-{STRANGER} is no longer a member; its last state was: training" in texts
 
 
 def test_losses_of_a_member_stay_when_it_leaves() -> None:

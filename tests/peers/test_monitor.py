@@ -292,7 +292,7 @@ def test_a_run_that_was_seen_to_end_stays_finished_when_its_peers_have_left(
             Console(width=width, file=io.StringIO()).print(
                 render(shown, width=width, height=height)
             )
-    assert "is gone" in shown.events[-1].text
+    assert "is no longer present" in shown.events[-1].text
     assert guest.asked.count("find None") == 2, "another run may begin at the same address"
 
 

@@ -133,7 +133,7 @@ def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
                 text = _told_of(peer_id(swarm.peers[2]), next(seen))
             took_s = time.monotonic() - began_s
     sys.stdout.write(f"{took_s:.1f} s: {text}\n")
-    assert text.startswith("peer-2: its line to ") and "is cut: no message gets" in text
+    assert text.startswith("peer-2: its link to ") and "is cut: no message gets" in text
 
 
 def _told_of(peer: str, look: Any) -> str:

@@ -117,7 +117,7 @@ def damage_packs(peer: LocalPeer) -> None:
 
 
 DAMAGES: list[tuple[Callable[[LocalPeer], None], str]] = [
-    (damage_record, "record is torn or was changed; going on from height"),
+    (damage_record, "record is torn or was changed; continuing from height"),
     (damage_private_state, "using private.previous"),
     (damage_packs, "blobs of the tip are damaged"),
 ]

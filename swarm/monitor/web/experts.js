@@ -1,4 +1,4 @@
-// What is known of each expert, from the manifest, the peers' records and the newest merge.
+// The facts of each expert, from the manifest, the peers' records and the newest merge.
 
 import { called, keysOf, speaking } from "./text.js";
 

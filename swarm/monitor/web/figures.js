@@ -1,4 +1,4 @@
-// The head of the page: how the run does, in one word and ten figures.
+// The head of the page: the health of the run in one word, and ten figures.
 
 import { byId, element, say } from "./dom.js";
 import { amount, loss, percent, seconds, shown } from "./text.js";

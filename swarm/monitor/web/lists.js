@@ -105,7 +105,7 @@ export function drawJoin(state) {
       await navigator.clipboard.writeText(line);
       button.textContent = "Copied";
     } catch {
-      // Without the permission the line is marked, and the keys for copying do the rest.
+      // Without the permission the line is selected, to be copied by the keyboard.
       getSelection().selectAllChildren(byId("join"));
       button.textContent = "Marked";
     }

@@ -1,5 +1,5 @@
 // The map: a column for each expert, a row for each peer. Marks are owners, their colour the age of
-// the expert's value; the shade behind is what part of that peer's tokens the expert got.
+// the expert's value; the shade behind is the share of that peer's tokens that the expert got.
 
 import { byId, colour, element, fill, say, swatch } from "./dom.js";
 import { ageText, HOT, matrixOf, OLD_ROUNDS, ownersOf, shareText, wordOf } from "./experts.js";

@@ -1,4 +1,4 @@
-// One line for each peer: its own record, and what the newest manifest says of it.
+// One line for each peer: its own record, and its standing by the newest manifest.
 
 import { byId, element, fill } from "./dom.js";
 import { amount, called, keysOf, loss, ranges, shown, speaking } from "./text.js";
@@ -27,7 +27,7 @@ export function drawPeers(state) {
       { title: "refused", live: true, right: true, help: "inputs of others that it did not believe", cell: (p) => flagged(Object.values(p.refused).reduce((a, b) => a + b, 0)) },
       { title: "skipped", live: true, right: true, help: "local steps that were not finite", cell: (p) => flagged(p.steps_skipped) },
       { title: "reached", live: true, help: "whether others can dial it", cell: (p) => (p.addresses.length ? "directly" : "dials out") },
-      { title: "seen", live: true, right: true, help: "seconds since its last word", cell: (p) => (p.published === null ? "–" : `${Math.max(state.at - p.published, 0).toFixed(0)} s`) },
+      { title: "seen", live: true, right: true, help: "seconds since its last record", cell: (p) => (p.published === null ? "–" : `${Math.max(state.at - p.published, 0).toFixed(0)} s`) },
       { title: "engine", live: true, cell: (p) => element("span", { title: [p.engine, ...workers(p)].map(shown).join("; ") }, shown(p.engine).split(",")[0] || "–") },
       { title: "version", live: true, kind: "mono", cell: (p) => shown(p.version) },
     ].filter((column) => (state.live || !column.live) && (column.title !== "engine" || unlike(state.peers))),

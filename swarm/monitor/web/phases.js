@@ -1,4 +1,4 @@
-// The last round of each peer, phase by phase; who was busy longest comes first.
+// The last round of each peer, phase by phase; the peer that was busy longest comes first.
 
 import { byId, element, fill, say, swatch } from "./dom.js";
 import { called, keysOf, seconds, shown, speaking } from "./text.js";
@@ -23,7 +23,7 @@ export function drawPhases(state) {
     [
       { title: "peer", cell: (row) => element("th", { scope: "row" }, `${keys.get(row.peer.peer_id)} ${called(row.peer)}`) },
       { title: "round", right: true, cell: (row) => String(row.round.round) },
-      { title: "counted", cell: (row) => (row.round.counted ? "yes" : `no: ${shown(row.round.why_not) || "not told"}`) },
+      { title: "counted", cell: (row) => (row.round.counted ? "yes" : `no: ${shown(row.round.why_not) || "no reason given"}`) },
       ...names.map((name) => ({ title: shown(name).replace("_", " "), right: true, cell: (row) => seconds(row.round.phases[name] ?? 0) })),
       { title: "all", right: true, cell: (row) => seconds(row.round.seconds) },
     ],

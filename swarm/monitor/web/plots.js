@@ -1,4 +1,4 @@
-// Curves by round, with a table of the same figures beside each.
+// Curves by round, each with a table of the same figures.
 
 import { byId, colour, element, fill, swatch } from "./dom.js";
 import { amount, loss, seconds } from "./text.js";

@@ -1,4 +1,4 @@
-// The newest snapshot: first the whole, then what has changed; see swarm/monitor/server.py.
+// The newest snapshot: first the whole, then its changes; see swarm/monitor/server.py.
 
 const KEYS = { peers: "peer_id", experts: "expert" };
 
@@ -16,7 +16,7 @@ export function changed(state, change) {
   return next;
 }
 
-/** Listens until the page goes; `show` gets every snapshot, `lose` a reason. */
+/** Listens until the page is closed; `show` gets every snapshot, `lose` a reason. */
 export function listen(show, lose) {
   let state = null;
   const source = new EventSource("events");

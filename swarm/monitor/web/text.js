@@ -1,4 +1,4 @@
-// Text of other peers, and figures, as they may be shown to people.
+// Text of other peers, and figures, in a form that is safe to show.
 
 const UNPRINTABLE = /[\p{C}\p{Z}]/gu;
 
@@ -64,7 +64,7 @@ export function keysOf(peers) {
   return new Map(peers.map((peer, k) => [peer.peer_id, LETTERS[k] ?? String(k)]));
 }
 
-/** Peers whose word counts for the run, as `Snapshot.speaking` has them. */
+/** Peers that speak for the run, as in `Snapshot.speaking`. */
 export function speaking(state) {
   return state.peers.filter((peer) => peer.votes !== null || state.members === null || !state.live);
 }

@@ -1,4 +1,4 @@
-// Dark, light, or as the system has it.
+// Dark, light, or the system's choice.
 
 import { byId } from "./dom.js";
 
@@ -22,7 +22,7 @@ export function applyTheme(redraw) {
     try {
       localStorage.setItem(KEY, chosen);
     } catch {
-      // A browser that keeps nothing shows the choice until the page goes.
+      // A browser without storage keeps the choice until the page is closed.
     }
     set();
   });

@@ -1,6 +1,6 @@
-"""The one store of blobs: content under its digest, in memory or on disk.
+"""The store of blobs: content under its digest, in memory or on disk.
 
-Blobs are written, verified and read piece by piece: none is in memory whole.
+Blobs are written, verified and read in pieces: no blob is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class _Lease:
 
 
 class Pins:
-    """Pins and leases of a store, which serialises all calls."""
+    """Pins and leases of a store, which serializes all calls."""
 
     def __init__(self) -> None:
         self._pins: Counter[str] = Counter()
         self._leases: dict[str, _Lease] = {}
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Holds blobs until they are unpinned as often."""
-        self._pins.update(list(digests))  # a mapping would be taken for counts
+        """Keeps blobs until they are unpinned as often."""
+        self._pins.update(list(digests))  # `update` would read a mapping as counts
 
     def unpin(self, digests: Iterable[str]) -> None:
-        """Takes back one `pin` of each."""
+        """Removes one `pin` of each."""
         for digest in digests:
             self._pins[digest] -= 1
             if not self._pins[digest]:
@@ -71,7 +71,7 @@ class Pins:
         return name in self._leases
 
     def held(self, now: float) -> set[str]:
-        """Everything that is pinned, or leased at this time."""
+        """All digests that are pinned, or leased at this time."""
         held = set(self._pins)
         for lease in self._leases.values():
             held |= lease.digests if lease.until > now else frozenset()
@@ -79,11 +79,11 @@ class Pins:
 
 
 class Partial:
-    """A blob that is still arriving: room in a pack, and which verified pieces lie there.
+    """A blob that is still arriving: room in a pack, and the verified pieces in it.
 
     Attributes:
-        digest: that its content will have.
-        num_bytes: how long it will be.
+        digest: of its complete content.
+        num_bytes: its complete size.
         index: concatenated digests of its pieces, once known.
         place: its room.
     """
@@ -96,7 +96,7 @@ class Partial:
         self._have: set[int] = set()
 
     def set_index(self, index: bytes) -> None:
-        """Takes the piece index; BadBlob unless it is the one that the digest names."""
+        """Sets the piece index; BadBlob unless the digest names it."""
         if len(index) != DIGEST_BYTES * num_pieces(self.num_bytes):
             raise BadBlob("blob_index", f"{self.digest}: piece index of {len(index)} bytes")
         if digest_of_index(index) != self.digest:
@@ -104,7 +104,7 @@ class Partial:
         self.index = index
 
     def has_piece(self, number: int) -> bool:
-        """Whether this piece has arrived and was verified."""
+        """Whether this piece has arrived and is verified."""
         return number in self._have
 
     @property
@@ -118,7 +118,7 @@ class Partial:
         return len(self._have) == num_pieces(self.num_bytes)
 
     def write_piece(self, number: int, piece: memoryview) -> None:
-        """Verifies and keeps one piece; 4 MiB take about 2 ms. BadBlob if it is another's."""
+        """Verifies and keeps one piece; 4 MiB take about 2 ms. BadBlob if its digest is wrong."""
         assert self.index is not None, "pieces cannot be verified without the index"
         start = DIGEST_BYTES * number
         if blake3(piece).digest() != self.index[start : start + DIGEST_BYTES]:
@@ -127,7 +127,7 @@ class Partial:
         self._have.add(number)
 
     def content(self) -> Content:
-        """All bytes, once complete; read piece by piece."""
+        """All bytes, once complete; read in pieces."""
         return Content(self.num_bytes, self._pieces)
 
     def _pieces(self) -> Iterator[Buffer]:
@@ -137,12 +137,12 @@ class Partial:
 
 
 class Draft:
-    """Room in a pack that is filled from its beginning to its end, in memory that does not grow.
+    """Room in a pack, filled from beginning to end, with constant use of memory.
 
     One thread at a time writes. As a context manager it discards itself unless it was finished.
 
     Attributes:
-        num_bytes: how long it will be.
+        num_bytes: its complete size.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Draft:
 
         Args:
             place: its room.
-            keep: takes digest and piece index once it is complete.
-            drop: gives the room back.
+            keep: called with digest and piece index once it is complete.
+            drop: releases the room.
         """
         self.num_bytes = place.num_bytes
         self._place, self._keep, self._drop = place, keep, drop
@@ -168,7 +168,7 @@ class Draft:
         Raises:
             StateError: the disk did not take them. Nothing was appended, so the same bytes may be
                 written again.
-            ValueError: there is no room for so many, or the draft is finished or discarded.
+            ValueError: the draft has no room for them, or is finished or discarded.
         """
         view = memoryview(content).cast("B")
         if self._is_closed:
@@ -188,7 +188,7 @@ class Draft:
                 self._piece = blake3()
 
     def finish(self) -> str:
-        """Makes it one of the store's blobs, pinned once, and returns its digest.
+        """Adds it to the store's blobs, pinned once, and returns its digest.
 
         Raises:
             ValueError: bytes are missing, or the draft is finished or discarded.
@@ -196,7 +196,7 @@ class Draft:
         if self._is_closed or self._num_written != self.num_bytes:
             state = "closed" if self._is_closed else "open"
             raise ValueError(
-                f"{self._num_written} of {self.num_bytes} bytes came; the draft is {state}"
+                f"{self._num_written} of {self.num_bytes} bytes arrived; the draft is {state}"
             )
         self._is_closed = True
         digest = digest_of_index(bytes(self._index))
@@ -204,7 +204,7 @@ class Draft:
         return digest
 
     def discard(self) -> None:
-        """Gives the room back; does nothing to a draft that is finished or discarded."""
+        """Releases the room; does nothing to a draft that is finished or discarded."""
         if not self._is_closed:
             self._is_closed = True
             self._drop()
@@ -223,7 +223,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class BlobFile:
-    """Where a blob lies in a file; `pack.fileno` is valid for as long as this is held."""
+    """The place of a blob in a file; `pack.fileno` is valid while this object lives."""
 
     pack: FilePack
     offset: int
@@ -233,12 +233,12 @@ class BlobStore:
     """Thread-safe: the trainer puts and reads, the network thread serves and receives.
 
     Attributes:
-        on_lost: called in any thread, with digest and reason, when a blob that was here turned out
-            damaged and was dropped.
+        on_lost: called in any thread, with digest and reason, when a stored blob proved damaged and
+            was dropped.
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        """Opens the store under `root`, with the blobs that were synced; None: in memory only.
+        """Opens the store under `root`, with its synced blobs; None keeps blobs in memory only.
 
         Raises:
             StateError: the folder cannot be used.
@@ -249,7 +249,7 @@ class BlobStore:
         self._places = self._packs.places
         self._partials: dict[tuple[str, int], Partial] = {}
         self._indexes: dict[str, bytes] = {}
-        """Of blobs of several pieces, as far as they are known."""
+        """Known indexes of blobs of several pieces."""
         self._holds = Pins()
 
     def _lost(self, digest: str, why: str) -> None:
@@ -257,7 +257,7 @@ class BlobStore:
         self.on_lost(digest, why)
 
     def put(self, blob: Buffer, digest: str | None = None) -> str:
-        """Adds a blob and returns its digest, which is computed unless known to be right."""
+        """Adds a blob and returns its digest, which is computed unless the caller knows it."""
         view = memoryview(blob).cast("B")
         digest = digest_of(view) if digest is None else digest
         with self._lock:
@@ -275,17 +275,17 @@ class BlobStore:
 
     def _settle(self, digest: str, place: Place) -> None:
         with self._lock:
-            if digest in self._places:  # it came twice at the same time
+            if digest in self._places:  # it arrived twice at the same time
                 self._packs.release(place)
             else:
                 self._packs.settle(digest, place)
 
     def draft(self, num_bytes: int, on_finish: Callable[[str], None] | None = None) -> Draft:
-        """Room for a value of this peer's own whose digest is not known yet.
+        """Room for a value of this peer's own whose digest is not yet known.
 
         Args:
             num_bytes: its exact size.
-            on_finish: called with its digest once it is one of the store's blobs, pinned once.
+            on_finish: called with its digest once it is in the store, pinned once.
 
         Raises:
             StateError: the disk has no room for another pack.
@@ -308,7 +308,7 @@ class BlobStore:
         return Draft(place, keep, drop)
 
     def writer(self, digest: str, num_bytes: int) -> Partial:
-        """The blob of this digest and size that is arriving, with the pieces that came before."""
+        """The arriving blob of this digest and size, with the pieces that arrived before."""
         key = (digest, num_bytes)
         with self._lock:
             if key not in self._partials:
@@ -316,7 +316,7 @@ class BlobStore:
             return self._partials[key]
 
     def keep(self, partial: Partial) -> None:
-        """Makes a complete arriving blob one of the store's."""
+        """Adds a complete arriving blob to the store."""
         assert partial.complete
         with self._lock:
             assert self._partials.pop((partial.digest, partial.num_bytes)) is partial
@@ -325,13 +325,13 @@ class BlobStore:
                 self._indexes[partial.digest] = partial.index
 
     def discard(self, partial: Partial) -> None:
-        """Forgets an arriving blob with all its pieces; nobody may write to it any more."""
+        """Drops an arriving blob with all its pieces; nobody may write to it any more."""
         with self._lock:
             if self._partials.pop((partial.digest, partial.num_bytes), None):
                 self._packs.abandon(partial.place)
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is here, complete."""
+        """Whether the complete blob is here."""
         return digest in self._places
 
     def digests(self) -> list[str]:
@@ -345,7 +345,7 @@ class BlobStore:
         return place.num_bytes if place else None
 
     def bytes_here(self, digest: str, num_bytes: int) -> int:
-        """Bytes of a blob of this size that are here, checked: pieces of an arriving one count."""
+        """Checked bytes of a blob of this size that are here, with pieces of an arriving one."""
         with self._lock:
             partial = self._partials.get((digest, num_bytes))
         if self.has(digest):
@@ -363,10 +363,10 @@ class BlobStore:
         return place.read(offset, length) if place else None
 
     def chunks(self, digest: str, chunk_bytes: int) -> Iterator[memoryview]:
-        """The blob from its beginning to its end in parts of this size; the last may be shorter.
+        """The blob from beginning to end in parts of this size; the last may be shorter.
 
         Raises:
-            StateError: it is not here, or no longer, or the disk failed.
+            StateError: it is not here, is no longer here, or the disk failed.
         """
         size = self.size(digest)
         for start in range(0, size or 0, chunk_bytes):
@@ -379,20 +379,20 @@ class BlobStore:
             raise StateError(f"blob {digest} is not in the store")
 
     def file_of(self, digest: str) -> BlobFile | None:
-        """Where the blob lies on disk; None if it is not here, or in memory."""
+        """The place of the blob on disk; None if it is not here, or in memory."""
         place = self._places.get(digest)
         if place is None or not isinstance(place.pack, FilePack):
             return None
         return BlobFile(place.pack, place.offset)
 
     def known_index(self, digest: str) -> bytes | None:
-        """The same as `index` if it is in memory; None if it is not known, or of one piece."""
+        """The `index` if it is in memory; None if it is unknown, or the blob has one piece."""
         return self._indexes.get(digest)
 
     def index(self, digest: str) -> bytes | None:
         """The concatenated digests of the blob's pieces; None if it is not here.
 
-        Reads and hashes the blob when asked for the first time; about 0.5 s per GB.
+        The first call reads and hashes the blob; about 0.5 s per GB.
         """
         known = self._indexes.get(digest)
         if known is not None:
@@ -408,10 +408,10 @@ class BlobStore:
     def sync(self, digests: Iterable[str]) -> None:
         """Makes blobs durable; after it returns they survive kill -9 and loss of power.
 
-        Costs one fdatasync and one small file for each pack with news; closes these packs.
+        Costs one fdatasync and one small file for each pack with new blobs; closes these packs.
 
         Raises:
-            MissingBlobs: these are not here.
+            MissingBlobs: some of them are not here.
             StateError: the disk failed.
         """
         wanted = set(digests)
@@ -422,7 +422,7 @@ class BlobStore:
         """Reads blobs again and drops those whose bytes have changed; about 0.5 s per GB.
 
         Returns:
-            The digests that are not here, or no longer.
+            The digests that are not here, or were dropped now.
         """
         absent, damaged = [], {}
         for digest in sorted(set(digests)):
@@ -437,22 +437,22 @@ class BlobStore:
         return sorted([*absent, *damaged])
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Keeps blobs through `collect` until they are unpinned as often, here or not yet here."""
+        """Keeps blobs, here or not yet here, through `collect` until they are unpinned as often."""
         with self._lock:
             self._holds.pin(digests)
 
     def unpin(self, digests: Iterable[str]) -> None:
-        """Takes back one `pin` of each."""
+        """Removes one `pin` of each."""
         with self._lock:
             self._holds.unpin(digests)
 
     def lease(self, name: str, digests: Iterable[str], now: float) -> bool:
-        """Keeps the blobs of a manifest that somebody is fetching.
+        """Keeps the blobs of a manifest that a peer is fetching.
 
         Args:
             name: the manifest's digest.
             digests: its blobs.
-            now: seconds, of the same clock as `collect` gets.
+            now: seconds, of the clock that `collect` gets.
 
         Returns:
             Whether they are kept: for ten minutes after the first call, and for at most two
@@ -462,10 +462,10 @@ class BlobStore:
             return self._holds.lease(name, digests, now)
 
     def forget(self, keep: Collection[str], now: float = math.inf) -> int:
-        """Drops every blob that is neither in `keep` nor pinned nor leased; returns how many.
+        """Drops every blob that is not in `keep`, pinned or leased; returns how many.
 
-        `now` is of the same clock as `lease` gets; without it no lease counts. It touches no disk:
-        `shrink` gives their room back.
+        `now` is of the clock that `lease` gets; without it no lease counts. The disk is not
+        touched: `shrink` releases the room.
         """
         with self._lock:
             live = set(keep) | self._holds.held(now)
@@ -478,29 +478,29 @@ class BlobStore:
         return len(dead)
 
     def shrink(self, is_ended: Callable[[], bool] = lambda: False) -> None:
-        """Gives the room of dropped blobs back; not for the network thread.
+        """Releases the room of dropped blobs; not for the network thread.
 
-        Packs without blobs are deleted; packs filled by less than half are rewritten, which costs
-        reading and writing what is left of them. Others use the store meanwhile.
+        Packs without blobs are deleted. Packs that are less than half full are rewritten, which
+        costs reading and writing their blobs. Others may use the store meanwhile.
 
         Args:
-            is_ended: asked with every piece; from then on packs stay as they are.
+            is_ended: called with every piece; once it is true, packs stay as they are.
 
         Raises:
-            StateError: the disk failed. Packs that could not be rewritten are as they were, and the
+            StateError: the disk failed. Packs that could not be rewritten are unchanged, and the
                 next call tries again.
         """
         self._packs.shrink(is_ended)
 
     def collect(self, keep: Collection[str], now: float = math.inf) -> int:
-        """Both, one after the other; returns how many blobs were dropped."""
+        """Calls `forget`, then `shrink`; returns how many blobs were dropped."""
         num_dropped = self.forget(keep, now)
         self.shrink()
         return num_dropped
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the blobs' packs take, garbage included."""
+        """Size of all packs, garbage included."""
         return self._packs.num_bytes
 
     def __len__(self) -> int:
@@ -516,11 +516,11 @@ def _is_intact(digest: str, place: Place) -> bool:
 
 
 def _ignore(*_: str) -> None:
-    """Nobody needs to hear of it."""
+    """Default of `on_lost`."""
 
 
 def write(draft: Draft, content: Content) -> Digest:
-    """Fills a draft and finishes it, or discards it; returns the digest, whose blob is pinned."""
+    """Fills a draft and finishes it, or discards it; returns the digest of the pinned blob."""
     with draft:
         for piece in content:
             draft.write(piece)
@@ -528,27 +528,27 @@ def write(draft: Draft, content: Content) -> Digest:
 
 
 def store_content(store: BlobStore, content: Content) -> Digest:
-    """Adds a blob that is made piece by piece; it is not pinned."""
+    """Adds a blob that is made in pieces; it is not pinned."""
     digest = write(store.draft(content.num_bytes), content)
     store.unpin([digest])
     return digest
 
 
 def content_of(store: BlobStore, digest: Digest) -> Content:
-    """What is here under a digest; nothing if it is not here."""
+    """The content of a blob; empty if it is not here."""
     return Content(store.size(digest) or 0, lambda: store.chunks(digest, PIECE_BYTES))
 
 
 def delta_in(store: BlobStore, digest: Digest) -> Delta:
-    """A delta in the store; reading it raises as `reader` says."""
+    """A delta in the store; reading it raises like `reader`."""
     return Delta(store.size(digest) or 0, reader(store, digest))
 
 
 @contextmanager
 def kept(store: BlobStore, digests: Iterable[Digest]) -> Iterator[list[Digest]]:
-    """Keeps blobs for as long as the context lasts; gives those that are not here."""
+    """Keeps blobs while the context lasts; yields those that are not here."""
     wanted = sorted(set(digests))
-    store.pin(wanted)  # before the look, so that no collection falls between
+    store.pin(wanted)  # before the check, so that no collection comes in between
     try:
         yield [digest for digest in wanted if not store.has(digest)]
     finally:
@@ -563,7 +563,7 @@ class BlobGone(StateError):
 
 
 def reader(store: BlobStore, digest: Digest) -> Read:
-    """What reads parts of a blob; it raises BlobGone when the blob is not here any more."""
+    """A function that reads parts of a blob, and raises BlobGone once the blob is missing."""
     return partial(_read, store, digest)
 
 

@@ -1,9 +1,10 @@
-"""A disk that is full, read-only or out of descriptors is waited for: a person can mend it.
+"""Retries errors of this machine that an operator can fix: a full disk, too many open files.
 
-Memory that is short is waited for too, but not for long: the next thing to fail may be anything.
+A read-only disk is retried too. Lack of memory is retried, but not for long: any other part may
+fail next.
 
-A peer that waits says nothing in the rounds, as if it were paused; the others go on, and nothing
-that it has not made durable was ever promised.
+A waiting peer sends nothing in the rounds, as if it were paused. The others continue. The peer has
+promised nothing that it has not made durable.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ MENDED_BY = {
     errno.ENFILE: "close programs that hold files open",
     errno.ENOMEM: "stop other programs",
 }
-"""What may pass, and what a person does about it."""
+"""Errors that may pass, and what a person can do."""
 _NO_THREAD = "can't start new thread"
 _MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
 Result = TypeVar("Result")
 _waiting: dict[_Tries, str] = {}
-"""What is tried again now, and why it failed; of the whole process, like disk and memory."""
+"""Failed calls that are being retried, and why; for the whole process, like disk and memory."""
 
 
 def awaited() -> str:
-    """What this process waits for a person to mend; "" for nothing."""
+    """The faults that wait for a person in this process; "" for none."""
     return "; ".join(sorted({*_waiting.copy().values()}))
 
 
 @dataclass(frozen=True)
 class Pause:
-    """What to do after a failure.
+    """The decision after a failure.
 
     Attributes:
-        seconds: to wait before the next try; None to give up.
-        reason: what failed, and what mends it.
+        seconds: until the next try; None to give up.
+        reason: the fault, and its remedy.
     """
 
     seconds: float | None
@@ -64,15 +65,15 @@ class Pause:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory was short; a thread's stack is memory too."""
+    """Whether memory was short; a thread that cannot be started counts too."""
     return lacks_memory(error) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
 
 
 def raise_typed(error: BaseException, who: str) -> NoReturn:
-    """Raises what stopped a part of the peer as an error that has an exit code.
+    """Raises an error that stopped a part of the peer, as one with an exit code.
 
     Raises:
-        SwarmError: always; `OutOfMemory` where memory was short.
+        SwarmError: always; `OutOfMemory` if memory was short.
     """
     if isinstance(error, SwarmError):
         raise error
@@ -82,10 +83,10 @@ def raise_typed(error: BaseException, who: str) -> NoReturn:
 
 
 def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
-    """Whether what failed is tried again.
+    """Whether a failed call is tried again.
 
     Args:
-        error: with which it failed.
+        error: of the call.
         attempt: 0 for the first.
         waited_s: since the first.
     """
@@ -101,7 +102,7 @@ def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
 
 
 def _number(error: BaseException) -> int:
-    """The system's number of an error, or of what caused it; 0 if there is none."""
+    """The system's number of an error or of its cause; 0 if there is none."""
     if isinstance(error, OSError):
         return error.errno or 0
     if is_memory(error):
@@ -112,15 +113,15 @@ def _number(error: BaseException) -> int:
 def patiently(
     write: Callable[[], Result], what: str, sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """Writes, again and again while the machine does not let it; what is written must not change.
+    """Writes, and repeats that while the machine refuses it; the written values must not change.
 
     Args:
-        write: may fail for want of disk, descriptors or memory, and may be called again then.
+        write: may fail for lack of disk, descriptors or memory, and must be repeatable then.
         what: for the log.
         sleep: waits; may raise to end it.
 
     Raises:
-        StateError: it does not pass by itself, or not in half an hour.
+        StateError: the error does not pass by itself, or not within half an hour.
         OutOfMemory: memory stays short for a minute.
     """
     with _Tries(what) as tries:
@@ -133,7 +134,7 @@ def patiently(
 
 
 async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """The same in a loop."""
+    """The same as `patiently`, in a loop."""
     with _Tries(what) as tries:
         while True:
             try:
@@ -144,7 +145,7 @@ async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> 
 
 
 class _Tries:
-    """The tries of one call, which waits for nothing any more when it ends, however it does."""
+    """The tries of one call, which counts as waiting until it ends in any way."""
 
     def __init__(self, what: str) -> None:
         self._what, self._attempt, self._began_s = what, 0, time.monotonic()
@@ -156,14 +157,14 @@ class _Tries:
         _waiting.pop(self, None)
 
     def pause_s(self, error: Exception) -> float:
-        """Seconds until the next try; raises what `patiently` says where there is none."""
+        """Seconds until the next try; raises the error of `patiently` if there is none."""
         if isinstance(error, RuntimeError) and not is_memory(error):
             raise error  # a bug
         pause = after_failure(error, self._attempt, time.monotonic() - self._began_s)
         if pause.seconds is None:
             kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
             raise kind(f"{self._what}: {pause.reason}") from error
-        number = _number(error)  # no path: others read it
+        number = _number(error)  # no path: other peers read this
         _waiting[self] = f"{self._what}: {os.strerror(number)} ({MENDED_BY[number]})"
         logger.error("%s: %s; tried again in %.1f s", self._what, pause.reason, pause.seconds)
         self._attempt += 1

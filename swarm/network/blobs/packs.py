@@ -1,4 +1,4 @@
-"""Where the bytes of blobs lie: append-only pack files, each with an index.
+"""The bytes of blobs: append-only pack files, each with an index.
 
 `PackSet` places blobs in packs, makes them durable, and rewrites packs with dropped blobs.
 """
@@ -27,12 +27,12 @@ from swarm.protocol.values.digests import PIECE_BYTES, digest_of_index
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**30
-"""Asked of the system at once; Linux gives at most 2 GiB less a page."""
+"""Most bytes of one read call; Linux returns at most 2 GiB less a page."""
 WRITEBACK_BYTES = 16 * 2**20
-"""After so much has been written the disk begins with it."""
+"""After this many written bytes the disk starts to write them back."""
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux alone has it, and Python does not offer it."""
+"""Only Linux has it, and Python does not offer it."""
 if _sync_file_range:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -41,13 +41,13 @@ Placed = tuple[str, int, int]
 
 
 class Pack(Protocol):
-    """Room for blobs. The store serialises `allocate`; the rest may run in several threads.
+    """Room for blobs. The store serializes `allocate`; other methods may run in several threads.
 
     Attributes:
         num_bytes: allocated so far.
-        num_writers: allocations that are still being filled; kept by the store.
+        num_writers: allocations that are still being filled; counted by the store.
         is_doubtful: writing contents back failed once. The system reports that to one caller and
-            then takes the pages for clean, so what is not durable has to be written elsewhere.
+            then treats the pages as clean, so contents not yet durable must be written elsewhere.
     """
 
     num_bytes: int
@@ -58,23 +58,23 @@ class Pack(Protocol):
         """Reserves room and returns its offset."""
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Takes an allocation back that nobody uses; serialised with `allocate`."""
+        """Takes back an unused allocation; serialized with `allocate`."""
 
     def write(self, offset: int, start: int, data: memoryview) -> None:
         """Writes into an allocation, `start` bytes after its beginning."""
 
     def read(self, offset: int, start: int, length: int) -> memoryview:
-        """Reads from an allocation, read-only; CorruptState if the bytes are not there."""
+        """Reads from an allocation, read-only; CorruptState if the bytes are missing."""
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
         """After this returns, these blobs survive kill -9 and loss of power."""
 
     def delete(self) -> None:
-        """Gives the room back; reads that run now still succeed."""
+        """Releases the room; running reads still succeed."""
 
 
 class MemoryPack:
-    """A pack that ends with its process."""
+    """A pack in memory, which ends with its process."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -86,12 +86,12 @@ class MemoryPack:
         """See `Pack`."""
         offset = self.num_bytes
         self._contents[offset] = bytearray(num_bytes)
-        # Empty blobs take room too, else two allocations would share an offset.
+        # Empty blobs take room too: otherwise two allocations would share an offset.
         self.num_bytes += max(num_bytes, 1)
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """See `Pack`; the offset is used again only if it is the last."""
+        """See `Pack`; only the last allocation's offset is used again."""
         del self._contents[offset]
         if offset + max(num_bytes, 1) == self.num_bytes:
             self.num_bytes = offset
@@ -101,7 +101,7 @@ class MemoryPack:
         memoryview(self._contents[offset])[start : start + len(data)] = data
 
     def read(self, offset: int, start: int, length: int) -> memoryview:
-        """See `Pack`; a view, for what is complete is never written again."""
+        """See `Pack`; a view, since complete content is never written again."""
         return memoryview(self._contents[offset])[start : start + length].toreadonly()
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
@@ -112,7 +112,7 @@ class MemoryPack:
 
 
 class FilePack:
-    """A pack file, opened for as long as anybody refers to it."""
+    """A pack file, open while any object refers to it."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
@@ -124,11 +124,11 @@ class FilePack:
         self.num_bytes = os.fstat(self._descriptor).st_size
 
     def fileno(self) -> int:
-        """The file's descriptor, for as long as this object lives."""
+        """The file's descriptor, valid while this object lives."""
         return self._descriptor
 
     def __del__(self) -> None:
-        # Readers hold the pack while they read, so its descriptor is never one of another file.
+        # Readers hold the pack while they read, so its descriptor is never another file's.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
@@ -139,7 +139,7 @@ class FilePack:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """See `Pack`; only the room at the end comes back at once, the rest is garbage."""
+        """See `Pack`; room at the end is released at once, the rest becomes garbage."""
         if offset + num_bytes != self.num_bytes:
             return
         try:
@@ -165,7 +165,7 @@ class FilePack:
             raise _state_error(self.path, error) from error
 
     def read(self, offset: int, start: int, length: int) -> memoryview:
-        """See `Pack`; into one buffer, however many calls the system needs for it."""
+        """See `Pack`; reads into one buffer, in as many calls as the system needs."""
         content = memoryview(bytearray(length))
         position = 0
         try:
@@ -180,7 +180,7 @@ class FilePack:
         return content.toreadonly()
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
-        """Syncs contents, writes a new index, renames it: a crash leaves old or new."""
+        """Syncs contents, writes a new index, renames it: a crash leaves the old or the new one."""
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
@@ -192,7 +192,7 @@ class FilePack:
             raise _state_error(self.path, error) from error
 
     def delete(self) -> None:
-        """The index first: contents without an index hold nothing."""
+        """Deletes the index first: contents without an index hold nothing."""
         try:
             index_path(self.path).unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
@@ -201,9 +201,9 @@ class FilePack:
 
 
 def _begin_writeback(descriptor: int) -> None:
-    """Lets the disk begin, so that `make_durable` has little to wait for; only a hint.
+    """Starts writing back, so that `make_durable` waits less; only a hint.
 
-    112 MB that arrive over half a second: fdatasync takes 6 to 20 ms after it instead of 40 to 60
+    When 112 MB arrive over half a second, fdatasync then takes 6 to 20 ms instead of 40 to 60
     (measured). A failure shows in fdatasync.
     """
     if _sync_file_range:
@@ -211,7 +211,7 @@ def _begin_writeback(descriptor: int) -> None:
 
 
 def index_path(pack: Path) -> Path:
-    """Where the index of a pack file lies."""
+    """The path of a pack file's index."""
     return pack.with_suffix(".index")
 
 
@@ -240,14 +240,15 @@ def _state_error(path: Path, error: OSError) -> StateError:
 
 
 PACK_BYTES = 2**30
-"""A pack that has grown beyond this takes no further blob."""
+"""A pack larger than this takes no further blob."""
 TURN_S = 0.001
-"""Between two packs that are rewritten, for those that wait for a lock: a lock has no queue."""
+"""Pause between two packs that are rewritten, for threads that wait for a lock, which has no
+queue."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """An allocation in a pack, and whether what was written there is listed and durable."""
+    """An allocation in a pack, and whether its content is listed and durable."""
 
     pack: Pack
     offset: int
@@ -255,11 +256,11 @@ class Place:
     is_durable: bool = False
 
     def read(self, start: int, length: int) -> memoryview:
-        """A part of it, cut at its end."""
+        """A part of the content, cut at its end."""
         return self.pack.read(self.offset, start, max(0, min(length, self.num_bytes - start)))
 
     def index(self, see: Callable[[int, memoryview], None] | None = None) -> bytes:
-        """Concatenated digests of the pieces that are read there; `see` gets start and piece."""
+        """Concatenated digests of the pieces read there; `see` gets start and piece."""
         index = bytearray()
         for start in range(0, self.num_bytes, PIECE_BYTES):
             piece = self.read(start, PIECE_BYTES)
@@ -270,28 +271,28 @@ class Place:
 
 
 class _Ended(Exception):
-    """Nobody wants it any more."""
+    """The caller no longer wants the copy."""
 
 
 class PackSet:
     """Packs and places; changes of a place take `lock`, and slow work runs outside of it.
 
-    An allocation counts as a writer of its pack until the same section that gives its content a
-    place, or abandons it, counts it off: so a pack without writers and places is garbage.
+    An allocation counts as a writer of its pack until its content has a place, or it is abandoned;
+    both happen in one locked section. So a pack without writers and places is garbage.
 
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
         durability: held to write indexes, move blobs or remove packs; taken before
-            `lock`. Without it places may come and go, but none may change.
-        places: of all blobs that are here.
+            `lock`. Without it places may be added or removed, but not changed.
+        places: of all stored blobs.
     """
 
     def __init__(self, folder: Path | None, on_lost: Callable[[str, str], None]) -> None:
-        """Opens the packs in `folder`; None: in memory only.
+        """Opens the packs in `folder`; None keeps blobs in memory only.
 
         Args:
             folder: of the packs.
-            on_lost: called with digest and reason for a blob whose bytes turned out damaged.
+            on_lost: called with digest and reason for a blob whose bytes proved damaged.
 
         Raises:
             StateError: the folder cannot be used.
@@ -342,7 +343,7 @@ class PackSet:
     # ------------------------------------------------ allocations; the caller holds `lock`
 
     def allocate(self, num_bytes: int) -> Place:
-        """Room in the open pack, which counts one writer more."""
+        """Room in the open pack, which counts one more writer."""
         if self._open is None or self._open.num_bytes >= PACK_BYTES:
             self._open = self._new_pack()
             self._packs.append(self._open)
@@ -361,16 +362,16 @@ class PackSet:
             raise StateError(f"{path}: {error.strerror}") from error
 
     def settle(self, digest: str, place: Place) -> None:
-        """Makes what was written there this blob, unless it has a place already."""
+        """Makes the written content this blob, unless the blob already has a place."""
         self.places.setdefault(digest, place)
         self.abandon(place)
 
     def abandon(self, place: Place) -> None:
-        """Nobody fills this allocation any more; places that nothing refers to are garbage."""
+        """Ends an allocation that is no longer filled; places without references are garbage."""
         place.pack.num_writers -= 1
 
     def release(self, place: Place) -> None:
-        """The same for room that nobody writes to or reads from even now: it comes back at once."""
+        """Ends an allocation that nobody reads or writes; its room is released at once."""
         self.abandon(place)
         place.pack.release(place.offset, place.num_bytes)
 
@@ -390,7 +391,7 @@ class PackSet:
                 self.places |= {d: replace(p, is_durable=True) for d, p in listed.items()}
 
     def _new(self, wanted: Collection[str]) -> dict[str, Place]:
-        """Those of these blobs that are not durable yet."""
+        """The blobs that are not durable yet."""
         with self.lock:
             missing = sorted(digest for digest in wanted if digest not in self.places)
             if missing:
@@ -398,7 +399,7 @@ class PackSet:
             return {d: self.places[d] for d in wanted if not self.places[d].is_durable}
 
     def _list(self, pack: Pack, new: dict[str, Place]) -> None:
-        """Makes a pack durable with an index of what was listed before and these; closes it."""
+        """Makes a pack durable with an index of earlier and new blobs; closes it."""
         with self.lock:
             if self._open is pack:
                 self._open = None
@@ -406,7 +407,7 @@ class PackSet:
         pack.make_durable((d, place.offset, place.num_bytes) for d, place in (old | new).items())
 
     def drop(self, places: dict[str, Place], why: str) -> None:
-        """Drops blobs that still lie at these places, also from the indexes on disk."""
+        """Drops blobs that are still at these places, also from the indexes on disk."""
         with self.lock:
             dropped = {d: p for d, p in places.items() if self.places.get(d) is p}
             for digest in dropped:
@@ -422,14 +423,14 @@ class PackSet:
     def shrink(self, is_ended: Callable[[], bool]) -> None:
         """Deletes packs that are garbage, then rewrites those that are mostly garbage.
 
-        What becomes garbage meanwhile is seen to as well. `durability` is held for no longer than
-        the copies of one pack take to become durable.
+        Packs that become garbage meanwhile are included. `durability` is held no longer than it
+        takes to make the copies of one pack durable.
 
         Args:
-            is_ended: asked with every piece; from then on packs stay as they are.
+            is_ended: called with every piece; once it is true, packs stay as they are.
 
         Raises:
-            StateError: the disk failed for one of them, which is as it was; the others are done.
+            StateError: the disk failed for a pack, which is unchanged; the others are done.
         """
         tried: list[Pack] = []
         failure: StateError | None = None
@@ -451,15 +452,16 @@ class PackSet:
             raise failure
 
     def _most_garbage(self, tried: Collection[Pack]) -> tuple[Pack | None, dict[str, Place]]:
-        """The pack that is filled least, and its blobs; None if all are filled by half or more.
+        """The least filled pack, and its blobs; None if all are at least half full.
 
-        It is closed, and nobody makes blobs durable at this moment: from now on none come into it.
+        It is closed, and no blobs are being made durable now, so no blobs are added from here on.
         """
         with self.durability, self.lock:
             live_bytes: dict[int, int] = {}
             for place in self.places.values():
                 number = id(place.pack)
-                # An empty blob takes room in memory: a pack of such ones is no garbage for ever.
+                # An empty blob takes room in memory: a pack of empty blobs must not be garbage
+                # forever.
                 live_bytes[number] = live_bytes.get(number, 0) + max(place.num_bytes, 1)
             live = {pack: live_bytes.get(id(pack), -1) for pack in self._packs}
             garbage = [
@@ -477,10 +479,10 @@ class PackSet:
     def _shrink(self, pack: Pack, placed: dict[str, Place], is_ended: Callable[[], bool]) -> None:
         copies = self._copies(placed, is_ended)
         with self.durability:
-            with self.lock:  # blobs may have been dropped or become durable meanwhile
+            with self.lock:  # blobs may have been dropped or made durable
                 here = {d: p for d in placed if (p := self.places.get(d)) and p.pack is pack}
             self._move(here, copies, {digest for digest, place in here.items() if place.is_durable})
-            if is_ended():  # others may have opened the folder by now
+            if is_ended():  # another process may have opened the folder
                 return
             with self.lock:
                 self._packs.remove(pack)
@@ -489,10 +491,10 @@ class PackSet:
     def _move(
         self, placed: dict[str, Place], copies: dict[str, Place], durable: Collection[str]
     ) -> None:
-        """Lets blobs lie where they were copied to, once those to be durable are.
+        """Makes the copies the places of these blobs, once durable blobs have durable copies.
 
-        Until then nothing refers to the copies and the old places stay as they are, so that
-        neither a failure nor a crash between any two steps costs a blob.
+        Until then nothing refers to the copies and the old places stay, so neither a failure nor a
+        crash between any two steps loses a blob.
         """
         try:
             listed = {digest: copy for digest, copy in copies.items() if digest in durable}
@@ -503,7 +505,7 @@ class PackSet:
                 self._list(pack, {d: copy for d, copy in listed.items() if copy.pack is pack})
         except BaseException:
             with self.lock:
-                for copy in copies.values():  # an index may list them, so their room stays
+                for copy in copies.values():  # an index may list them: keep their room
                     self.abandon(copy)
             raise
         with self.lock:
@@ -517,7 +519,7 @@ class PackSet:
     def _copies(
         self, placed: dict[str, Place], is_ended: Callable[[], bool] = lambda: False
     ) -> dict[str, Place]:
-        """Verified copies of these blobs, without those that are damaged."""
+        """Verified copies of these blobs, without damaged ones."""
         copies: dict[str, Place] = {}
         try:
             for digest, place in placed.items():
@@ -553,7 +555,7 @@ class PackSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all packs take, garbage included."""
+        """Size of all packs, garbage included."""
         with self.lock:
             return sum(pack.num_bytes for pack in self._packs)
 

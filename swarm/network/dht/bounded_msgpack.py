@@ -1,17 +1,17 @@
-"""A limit on depth and number of elements before hivemind's msgpack decoder sees foreign bytes.
+"""Limits depth and number of elements before hivemind's msgpack decoder gets foreign bytes.
 
-hivemind decodes extension types by calling itself, and each level takes 40 kB of the C stack: 200
-tuples inside each other, 936 bytes, end the process with a segmentation fault (measured). So the
-bytes are looked through first, without recursion and without making any value of them.
+hivemind decodes extension types by recursion, and each level takes 40 kB of the C stack. 200 nested
+tuples, 936 bytes, end the process with a segmentation fault (measured). So the bytes are scanned
+first, without recursion and without creating values.
 
-What hivemind decodes of others, and what stands before it:
+hivemind decodes three kinds of foreign bytes, each behind a check:
 
-- whole dictionaries, in `rpc_store` and in answers to `rpc_find`, before any signature is looked
-  at: `BoundedSerializer`, put by `guard_hivemind` where `DHTProtocol` takes its serializer from;
-- values, when a search ends: `SignedRecords.validate` has let pass only those that `is_bytes`;
+- whole dictionaries, in `rpc_store` and in answers to `rpc_find`, before any signature is
+  verified: `BoundedSerializer`, which `guard_hivemind` installs as the serializer of `DHTProtocol`;
+- values, when a search ends: `SignedRecords.validate` accepts only values that `is_bytes`;
 - subkeys: `SignedRecords.validate` has compared them, as bytes, with the one of their owner.
 
-Messages of protobuf need nothing: those of the DHT do not nest, and its parser stops at depth 100.
+Messages of protobuf need no check: those of the DHT do not nest, and its parser stops at depth 100.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hivemind.utils import MSGPackSerializer
 from swarm.errors import BadRecord
 
 MAX_DEPTH = 16
-"""A dictionary of records has four levels; as many extension types take 640 kB of stack."""
+"""A dictionary of records has four levels; 16 nested extension types take 640 kB of stack."""
 MAX_ELEMENTS = 4200
-"""A record has four, and a dictionary the 1,024 at most that a holder hands out of a key."""
+"""A record has four, and a dictionary has the records of a key; a holder sends 1,024 at most."""
 _TUPLE, _DICTIONARY = 0x40, 0x50
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 # First byte -> bytes of the length that follows it.
@@ -41,13 +41,13 @@ _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 class _Scan:
-    """A place in foreign bytes, and the containers that it is in."""
+    """A position in foreign bytes, and the open containers around it."""
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
         self._at = 0
         self.num_elements = 0
-        # Of each container: elements to come, where it must have ended, whether exactly there.
+        # For each container: missing elements, where it must end, whether exactly there.
         self._open = [(1, len(encoded), True)]
 
     def problem(self) -> str | None:
@@ -70,7 +70,7 @@ class _Scan:
         return None
 
     def _take(self, end: int) -> str | None:
-        """Goes past the next value, or into it."""
+        """Skips the next value, or enters it."""
         if self._at >= end:
             return "a value is missing"
         first = self._encoded[self._at]
@@ -107,7 +107,7 @@ class _Scan:
         return None
 
     def _enter(self, num_bytes: int, end: int) -> str | None:
-        """Goes into an extension type: one value that must fill it."""
+        """Enters an extension type: one value that must fill it."""
         if self._at + 1 + num_bytes > end:
             return "an extension type is longer than its container"
         code = self._encoded[self._at]
@@ -119,7 +119,7 @@ class _Scan:
 
 
 def structure_problem(encoded: bytes) -> str | None:
-    """Why msgpack may not be decoded, or None; takes about 1 us an element.
+    """Why msgpack may not be decoded, or None; takes about 1 us per element.
 
     Args:
         encoded: one value, as hivemind's serializer writes it.
@@ -128,7 +128,7 @@ def structure_problem(encoded: bytes) -> str | None:
 
 
 def num_elements(encoded: bytes) -> int:
-    """Values in all before the first that may not be decoded, at most `MAX_ELEMENTS` and one."""
+    """Number of values before the first invalid one, at most `MAX_ELEMENTS` + 1."""
     scan = _Scan(encoded)
     scan.problem()
     return scan.num_elements
@@ -140,7 +140,7 @@ def is_bytes(encoded: bytes) -> bool:
 
 
 class BoundedSerializer(MSGPackSerializer):
-    """hivemind's serializer, which refuses what is nested too deep or too large.
+    """hivemind's serializer, which refuses bytes that are nested too deep or too large.
 
     Args:
         refuse: counts a refusal under its reason.
@@ -153,7 +153,7 @@ class BoundedSerializer(MSGPackSerializer):
         """Decodes foreign bytes.
 
         Raises:
-            BadRecord: reason `record_nesting`, or `record_schema` if they are nothing.
+            BadRecord: reason `record_nesting`, or `record_schema` if they cannot be decoded.
         """
         try:
             problem = structure_problem(buf)
@@ -161,7 +161,7 @@ class BoundedSerializer(MSGPackSerializer):
                 raise BadRecord("record_nesting", f"a record's bytes are refused: {problem}")
             try:
                 return MSGPackSerializer.loads(buf)
-            except Exception as error:  # hivemind's constructors take whatever was decoded
+            except Exception as error:  # hivemind's constructors check nothing
                 raise BadRecord("record_schema", f"no records: {error!r:.200}") from error
         except BadRecord as error:
             self._refuse(error.reason)
@@ -169,12 +169,12 @@ class BoundedSerializer(MSGPackSerializer):
 
 
 def guard_hivemind() -> None:
-    """Has every DHT node of this process decode within limits, from its very first message.
+    """Makes every DHT node of this process decode within limits, from its first message on.
 
-    A node that is up gets a `BoundedSerializer` of its own, which counts.
+    A node that has entered gets a `BoundedSerializer` of its own, which counts.
     """
     DHTProtocol.serializer = BoundedSerializer(_uncounted)
 
 
 def _uncounted(_: str) -> None:
-    """Refusals while a node enters the DHT."""
+    """Ignores refusals while a node enters the DHT."""

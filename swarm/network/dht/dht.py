@@ -31,7 +31,7 @@ from swarm.protocol.records.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 
 class CountedP2P:
-    """A daemon whose calls and answers are counted as the DHT's; for all else the daemon itself."""
+    """A daemon whose calls and answers count as the DHT's; otherwise the daemon itself."""
 
     def __init__(self, p2p: P2P, traffic: Traffic) -> None:
         self._p2p, self._traffic = p2p, traffic
@@ -69,14 +69,14 @@ class CountedP2P:
 Handler = Callable[[DHTProtocol, dht_pb2.StoreRequest, P2PContext], Awaitable[Any]]
 
 _OF_DICTIONARY, _OF_ENTRY = 5, 4
-"""Values of msgpack in a dictionary without entries, and in each of its entries."""
+"""Msgpack values of a dictionary without entries, and of each entry."""
 
 
 def cost_of(request: dht_pb2.StoreRequest, most: int) -> tuple[int, int]:
-    """How many records a call brings, and as how many bytes they count.
+    """The number of records in a call, and the bytes that they count as.
 
-    Nothing is counted any more once there are more than `most`. Entries of dictionaries are
-    counted without being decoded.
+    Counting stops once there are more than `most` records. Entries of dictionaries are counted
+    without being decoded.
     """
     records = num_bytes = 0
     for subkey, value in zip(request.subkeys, request.values, strict=False):
@@ -93,13 +93,13 @@ def cost_of(request: dht_pb2.StoreRequest, most: int) -> tuple[int, int]:
 
 
 def charging(store: Handler) -> Handler:
-    """Hivemind's handler of stores, which refuses what its sender cannot pay for."""
+    """Hivemind's handler of stores, which refuses calls that their sender cannot pay for."""
 
     # hivemind reads the types of a handler's arguments.
     @wraps(store)
     async def charged(self: DHTProtocol, request: dht_pb2.StoreRequest, context: P2PContext) -> Any:
         sender, held = context.remote_id.to_base58(), self.storage
-        if not isinstance(held, local_storage.LocalStorage):  # it is entering the DHT
+        if not isinstance(held, local_storage.LocalStorage):  # this node is still entering the DHT
             if (
                 cost_of(request, local_storage.MAX_HELD_RECORDS)[0]
                 <= local_storage.MAX_HELD_RECORDS
@@ -117,7 +117,7 @@ def charging(store: Handler) -> Handler:
 
 
 def guard_stores() -> None:
-    """Has every DHT node of this process charge those that store."""
+    """Makes every DHT node of this process charge the senders of stores."""
     if not hasattr(DHTProtocol.rpc_store, "__wrapped__"):
         DHTProtocol.rpc_store = charging(DHTProtocol.rpc_store)
 
@@ -126,16 +126,16 @@ MAX_VALUE_BYTES = 20_000
 MAX_RECORDS_PER_KEY = local_storage.MAX_OF_KEY
 """Of all holders together."""
 ROOM_BYTES = 256
-"""Of a record in a holder besides its value: the owner's key, the signature and the rest."""
+"""Size of a record in a holder without its value: the owner's key, the signature and so on."""
 _CALL_S = 15.0
 _LOW_BITS = 2**32 - 1
-"""Of the 160 of an id; that two nodes differ in no others is next to impossible."""
+"""Of the 160 of an id. Two nodes that differ in these bits alone are next to impossible."""
 _CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
-"""In the sentence with which hivemind's node refuses a peer of another time."""
+"""Matches hivemind's refusal of a peer whose clock differs."""
 
 
 class StoredValue(NamedTuple):
-    """A value that its owner signed, and the time (seconds since 1970) at which it expires."""
+    """A value signed by its owner, and the time (seconds since 1970) at which it expires."""
 
     value: bytes
     expiration: float
@@ -161,7 +161,7 @@ class Dht:
             DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + ROOM_BYTES for key in runs_keys()
         }
         held = local_storage.LocalStorage(me, ledger, locate, traffic.refuse, limits)
-        held.take_over(node.protocol.storage)  # since it was reached by others
+        held.take_over(node.protocol.storage)  # stored since it was reachable
         node.protocol.storage, node.protocol.cache = held, local_storage.NoCache()
         node.find_nearest_nodes = _beside(node.find_nearest_nodes)
         self._expirations: dict[str, float] = {}
@@ -173,7 +173,7 @@ class Dht:
         return frozenset(peer.to_base58() for peer in peers)
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes one's own value; its expiration strictly grows, else holders keep the old.
+        """Publishes one's own value; its expiration must grow, or holders keep the old one.
 
         Raises:
             NobodyReachable: the DHT did not answer in time.
@@ -192,7 +192,7 @@ class Dht:
         return bool(stored)
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
-        """For each key the records by the peer id of their owner; see `Node.get_many`."""
+        """For each key, its records by the peer id of their owner; see `Node.get_many`."""
         async with _answered():
             found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         return {key: self._owned(found[key].value if found[key] else None) for key in keys}
@@ -204,7 +204,7 @@ class Dht:
         chosen = list(owned)
         if len(owned) > MAX_RECORDS_PER_KEY:
             self._traffic.refuse("record_count")
-            # Neither a long life nor a peer id brings a record in.
+            # Neither a long life nor a peer id gives a record precedence.
             random.shuffle(chosen)
             chosen.sort(key=lambda owner: not self._is_member(owner))
         records: dict[str, StoredValue] = {}
@@ -215,20 +215,20 @@ class Dht:
         return records
 
     async def ping(self, peer: PeerID) -> bool:
-        """Whether the peer's DHT node answers; the two then know each other."""
+        """Whether the peer's DHT node answers; the two nodes then know each other."""
         return await self._node.protocol.call_ping(peer) is not None
 
     async def close(self) -> None:
-        """Takes the node out of service; waits for the daemon."""
+        """Ends the node; waits for the daemon."""
         await self._node.shutdown()
 
 
 def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hivemind's search for the nodes that are to store; asks for a place next to the key.
+    """Hivemind's search for the nodes that store; searches for a place next to the key.
 
-    A node that is asked for a key sends all its records along: hundreds of kB from its holders,
-    at each heartbeat. The same nodes are nearest to a place that differs in low bits alone. The
-    place is drawn by lot, so that nobody can have filled it.
+    A node that is asked for a key itself also sends all records of the key: hundreds of kB from
+    its holders, at each heartbeat. The same nodes are nearest to a place that differs in low bits
+    only. The place is random, so that nobody can have filled it.
     """
 
     async def search(
@@ -237,7 +237,7 @@ def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
         found_callback: Callable[..., Awaitable[Any]] | None = None,
         **more: Any,
     ) -> Any:
-        if found_callback is None:  # it is no store
+        if found_callback is None:  # not a search for a store
             return await find(queries, **more)
         tell, keys = found_callback, {DHTID(q ^ random.randint(1, _LOW_BITS)): q for q in queries}
 
@@ -251,7 +251,7 @@ def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
 
 @asynccontextmanager
 async def _answered() -> AsyncIterator[None]:
-    """Bounds a call to the DHT: nodes near a key may answer pings, and no question."""
+    """Limits the time of a call to the DHT: nodes near a key may answer pings and nothing else."""
     try:
         async with asyncio.timeout(_CALL_S):
             yield
@@ -260,10 +260,10 @@ async def _answered() -> AsyncIterator[None]:
 
 
 def refusal(text: str) -> NobodyReachable:
-    """Why hivemind's node does not enter by a peer that answers, with the remedy of that cause.
+    """Why hivemind's node does not enter through a peer that answers, with the remedy.
 
     Args:
-        text: hivemind's own sentence; it checks two things alone.
+        text: hivemind's own sentence; hivemind checks two things only.
     """
     if told := _CLOCKS.search(text):
         ahead_s = float(told[1]) - float(told[2])
@@ -291,11 +291,11 @@ async def open_dht(
     client_mode: bool,
     must_reach: bool,
 ) -> Dht:
-    """A DHT node on this daemon that has met its `peers`; records of members go before others'.
+    """A DHT node on this daemon that has met its `peers`; records of members have precedence.
 
     Raises:
         NobodyReachable: `must_reach`, and none of the peers answered, this machine's clock differs
-            too much from theirs, or they cannot dial back.
+            too much from theirs, or they cannot dial it.
     """
     guard_hivemind()
     guard_stores()
@@ -307,7 +307,8 @@ async def open_dht(
             client_mode=client_mode,
             ensure_bootstrap_success=must_reach,
             strict=must_reach,
-            # A cache would only answer what `latest` never asks for, and push whole keys around.
+            # A cache would serve nothing, as `latest` bypasses it, and would send whole keys
+            # around.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -317,6 +318,6 @@ async def open_dht(
         raise refusal(str(error)) from error
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
-        raise NobodyReachable(f"none of {texts} is a living peer") from error
+        raise NobodyReachable(f"none of {texts} answers as a peer") from error
     node.protocol.serializer = BoundedSerializer(traffic.refuse)
     return Dht(node, validator, traffic, ledger, locate)

@@ -1,7 +1,7 @@
-"""What this peer keeps of the DHT for others: bounded, and shared fairly by those who sign.
+"""The part of the DHT that this peer stores for others: bounded, and shared fairly by owners.
 
-hivemind's holder keeps whatever is signed, for as long as its writer says. All records of a key go
-out in one message, and all records at once to a node that it meets: more than 4 MiB reach nobody.
+hivemind's storage keeps every signed record for as long as its writer says. All records of a key
+are sent in one message, and all records at once to a newly met node: more than 4 MiB reach nobody.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from swarm.network.wire.ledger import Cost, Ledger
 from swarm.network.wire.steady_clock import dht_clock
 
 MAX_HELD_BYTES = 3 * 2**20
-"""Of all keys together, so that any answer, and the whole, fits hivemind's message of 4 MiB."""
+"""Of all keys together, so that any answer, and the whole storage, fits hivemind's 4 MiB."""
 MAX_STRANGERS_BYTES = MAX_HELD_BYTES // 4
-"""Of that, for owners that are not members of this peer's run."""
+"""The part of it for owners that are not members of this peer's run."""
 MAX_OWNER_BYTES = 64 * 1024
-"""Of one owner under all keys: more than its largest records of all kinds take together."""
+"""Of one owner under all keys: more than its largest records of all kinds together."""
 MAX_LIFE_S = 930.0
-"""The longest of our records, and room for clocks that differ. Below what readers refuse, since a
-reader drops all that a holder sends with one record that it refuses."""
+"""The life of our longest record, with a margin for clocks that differ. It is below the readers'
+limit, since a reader that refuses one record drops all others that its holder sent with it."""
 OVERHEAD_BYTES = 64
-"""Of a record in a message, besides its subkey and its value."""
+"""Size of a record in a message without its subkey and value."""
 LEAST_BYTES = 2048
-"""Least size that a record is charged for, here and with its senders. An empty record costs its
-holders and readers a signature all the same, and honest records have 1 to 20 kB."""
+"""Least size for which a record is charged, here and to its senders. Even an empty record costs its
+holders and readers a signature, and honest records have 1 to 20 kB."""
 MAX_HELD_RECORDS = MAX_HELD_BYTES // LEAST_BYTES
-"""A member may send as many in one call, since it gives all that it holds to a node that it
-meets."""
+"""A member may send as many records in one call, since it sends its whole storage to a node that
+it meets."""
 STRANGERS_RECORDS = 256
-"""The most in one call of a stranger, whose account takes any single call while it is full."""
+"""Limit for one call of a stranger, whose full account would take any single call."""
 SWEEP_S = 1.0
 
 MAX_OF_KEY = 1024
 """Records in one answer: the asking peer checks the signature of each, from five holders."""
 
 OWN = "own"
-"""Network of what this peer stores itself."""
+"""Network of this peer's own records."""
 
 Place = tuple[DHTID, bytes]
 Origin = tuple[str, str]
-"""The network from which something was stored, and its owner."""
+"""The network from which a record was stored, and its owner."""
 Name = TypeVar("Name", str, Origin)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A record, when it came in the order of all, and from which network it was stored."""
+    """A record, its place in the order of arrival, and the network from which it was stored."""
 
     owner: str
     network: str
@@ -69,7 +69,7 @@ class Held:
 
 
 class _Sums:
-    """What some owners have here: in all, by network, and by network and owner."""
+    """Bytes of some owners: in total, by network, and by network and owner."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -77,7 +77,7 @@ class _Sums:
         self.owners: dict[str, Counter[str]] = {}
 
     def add(self, held: Held, sign: int) -> None:
-        """Counts a record that came, or with a sign of -1 one that went."""
+        """Counts a record that was added, or with a sign of -1 one that was removed."""
         change, owners = sign * held.num_bytes, self.owners.setdefault(held.network, Counter())
         self.total += change
         _add(self.networks, held.network, change)
@@ -87,12 +87,12 @@ class _Sums:
 
 
 class LocalStorage(DHTLocalStorage):
-    """Takes the place of hivemind's storage.
+    """Replaces hivemind's storage.
 
-    Members of the run go first. Among strangers the network from which most was stored gives way to
-    those from which less was, and within it, as among members, the owner that has most; between
-    equals what was there first stays. So to push out or to shut out a stranger with small records
-    takes as many networks as there is room for, or as many identities of its own network.
+    Records of members have precedence. Among strangers, the network that stored most gives way to
+    those that stored less. Within a network, and among members, the owner that has most gives way.
+    Between equals, earlier records stay. So displacing or shutting out a stranger with small
+    records takes as many networks as there is room for, or as many identities of its own network.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class LocalStorage(DHTLocalStorage):
         refuse: Callable[[str], None],
         limits: Mapping[DHTID, int],
     ) -> None:
-        """Begins empty.
+        """Starts empty.
 
         Args:
             me: counts as a member.
-            ledger: says who is a member and from where, and what each sender may store.
-            locate: has it looked up from where a sender is connected.
+            ledger: knows the members and their networks, and limits what each sender may store.
+            locate: starts a lookup of a sender's network address.
             refuse: counts a refusal by its reason.
-            limits: the largest record (bytes, signed) of keys that are known.
+            limits: the largest record (bytes, signed) of each known key.
         """
         super().__init__()
         self._me, self._ledger, self._locate = me, ledger, locate
@@ -120,7 +120,7 @@ class LocalStorage(DHTLocalStorage):
         self._used: Counter[str] = Counter()
         """By owner."""
         self._members, self._sums = ledger.members, {True: _Sums(), False: _Sums()}
-        """Sums of members (True) and of strangers; `_members` are those at the time of the sums."""
+        """Sums of members (True) and of strangers (False), by the memberships in `_members`."""
         self._network = OWN
         self._arrivals = count()
         self._swept_s = 0.0
@@ -131,14 +131,14 @@ class LocalStorage(DHTLocalStorage):
         return self._sums[True].total + self._sums[False].total
 
     def most_records(self, sender: str) -> int:
-        """How many records a sender may have stored in one call."""
+        """Limit of records that a sender may store in one call."""
         return MAX_HELD_RECORDS if self._ledger.is_member(sender) else STRANGERS_RECORDS
 
     @contextmanager
     def stored_by(self, sender: str, num_bytes: int, num_records: int = 1) -> Iterator[bool]:
-        """Whether a sender may have so many bytes stored, which until the end are its doing.
+        """Whether a sender may store this many bytes; until the end, stored records count as its.
 
-        hivemind stores what came in one call without waiting for anything in between.
+        hivemind stores the records of one call without awaiting anything in between.
         """
         self._locate(sender)
         try:
@@ -156,7 +156,7 @@ class LocalStorage(DHTLocalStorage):
             self._network = OWN
 
     def take_over(self, storage: DHTLocalStorage) -> None:
-        """Takes what hivemind's own storage holds, as if it came now."""
+        """Takes the records in hivemind's own storage, as if they arrived now."""
         for key, (records, _) in list(storage.items()):
             for subkey, (value, expiration) in list(records.items()):
                 self.store_subkey(key, subkey, value, expiration)
@@ -164,7 +164,7 @@ class LocalStorage(DHTLocalStorage):
     def store(
         self, key: DHTID, value: bytes, expiration_time: float, subkey: bytes | None = None
     ) -> bool:
-        """Keeps a record if there is room for it; one without an owner never."""
+        """Keeps a record if there is room for it; a record without an owner is never kept."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: bytes, value: bytes, expiration_time: float) -> bool:
@@ -224,7 +224,7 @@ class LocalStorage(DHTLocalStorage):
         return owner == self._me or owner in self._members
 
     def _tell_apart(self) -> None:
-        """Works the sums out again once the run has other members."""
+        """Computes the sums again after the run's members have changed."""
         if self._members is self._ledger.members:
             return
         self._members, self._sums = self._ledger.members, {True: _Sums(), False: _Sums()}
@@ -233,7 +233,7 @@ class LocalStorage(DHTLocalStorage):
                 self._sums[self._is_member(owner)].add(held, 1)
 
     def _make_room(self, owner: str, growth: int) -> bool:
-        """Drops what has to give way to `growth` bytes of an owner; False if nothing has to."""
+        """Drops records in favor of `growth` bytes of an owner; False if none has to give way."""
         while self._is_full(owner, growth):
             victim = self._victim(owner, growth)
             if victim is None:
@@ -246,7 +246,7 @@ class LocalStorage(DHTLocalStorage):
         return self.num_bytes + growth > MAX_HELD_BYTES or strangers > MAX_STRANGERS_BYTES
 
     def _victim(self, owner: str, growth: int) -> Origin | None:
-        """What gives way to so much more of an owner, if anything has to."""
+        """The owner whose record gives way to this growth of another owner, if any has to."""
         mine, is_member = self._used[owner] + growth, self._is_member(owner)
         strangers, members = self._sums[False], self._sums[True]
         if is_member and not strangers.total:
@@ -293,7 +293,7 @@ class LocalStorage(DHTLocalStorage):
             del self._keys[key]
 
     def _sweep(self, now_s: float) -> None:
-        """Forgets what has expired, at most once a second."""
+        """Drops expired records, at most once a second."""
         if now_s - self._swept_s < SWEEP_S:
             return
         self._swept_s = now_s
@@ -319,15 +319,15 @@ def _add(sums: Counter[Any], name: Hashable, change: int) -> None:
 
 
 def _largest(used: Mapping[Name, int]) -> Name | None:
-    """The owner that has most; of equals the one that came last."""
+    """The owner that has most; of equal ones the last that arrived."""
     return max(reversed(list(used)), key=used.__getitem__, default=None)
 
 
 class NoCache(DHTLocalStorage):
-    """Takes the place of hivemind's cache, which any writer may fill.
+    """Replaces hivemind's cache, which any writer could fill.
 
-    A holder answers from its cache what lives longer there than in its storage: one record in it
-    would hide all others of a key.
+    A holder answers from its cache if an entry there lives longer than those in its storage: one
+    cached record would hide all others of a key.
     """
 
     def store(self, *_record: object, **_more: object) -> bool:

@@ -1,4 +1,4 @@
-"""Which DHT records a peer accepts: small, soon to expire, and signed by the peer they name."""
+"""The DHT records that a peer accepts: small, expiring soon, and signed by the peer they name."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from swarm.network.wire.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, pe
 from swarm.network.wire.steady_clock import dht_clock
 
 MAX_SIGNED_BYTES = 20 * 1024
-"""With signature: the largest of our records, and room."""
+"""With signature: the largest of our records, with a margin."""
 MAX_TTL_S = 3600.0
-"""What a reader refuses; holders keep nothing that lives nearly as long, see `local_storage.py`."""
+"""A reader's limit. Holders keep only records with far shorter lives, see `local_storage.py`."""
 _PACKED = MSGPackSerializer.dumps(bytes(KEY_BYTES))[:-KEY_BYTES]
-"""What msgpack puts before a subkey."""
+"""The prefix that msgpack puts before a subkey."""
 
 
 class SignedRecords(RecordValidatorBase):
     """Accepts a record only under the subkey that is its owner's key, and signed by that key.
 
-    A record's value ends with the signature, over the rest of the record. hivemind's own rule knows
-    RSA keys alone, and lets records without owner pass.
+    A record's value ends with the signature over the rest of the record. hivemind's own validator
+    knows only RSA keys, and accepts records without an owner.
     """
 
     def __init__(self, identity: Identity, refuse: Callable[[str], None]) -> None:
-        """Signs as `identity`, and tells `refuse` the reason of each record that it refuses."""
+        """Signs as `identity`, and calls `refuse` with the reason for each refused record."""
         self._identity, self._refuse = identity, refuse
 
     @property
@@ -53,20 +53,20 @@ class SignedRecords(RecordValidatorBase):
 
     @property
     def priority(self) -> int:
-        """Before whatever looks into a value."""
+        """Runs before validators that look into a value."""
         return 10
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Two validators of signatures are as good as one."""
+        """Two validators of signatures are equivalent."""
         return isinstance(other, SignedRecords)
 
     def _fault(self, record: DHTRecord) -> str | None:
-        # In a dictionary that came as a whole these may be anything.
+        # In a dictionary that arrived as a whole, these may have any type.
         if not (isinstance(record.value, bytes) and isinstance(record.expiration_time, float)):
             return "record_schema"
         if len(record.value) > MAX_SIGNED_BYTES:
             return "record_size"
-        # Written so that NaN is refused too; the lower bound refuses what no JSON can say.
+        # Written so that NaN is refused too; the lower bound refuses values that JSON cannot have.
         if not 0.0 <= record.expiration_time <= dht_clock()() + MAX_TTL_S:
             return "record_expiration"
         owner = _owner_of_packed(record.subkey)
@@ -79,7 +79,7 @@ class SignedRecords(RecordValidatorBase):
 
 
 def owner_of(subkey: object) -> str | None:
-    """The peer id whose key a subkey is, or None."""
+    """The peer id of the key in a subkey, or None."""
     return peer_id_of(subkey) if isinstance(subkey, bytes) else None
 
 

@@ -24,34 +24,34 @@ logger = logging.getLogger(__name__)
 
 
 YIELD_S = 6.0
-"""A stranger waits no longer for its next 64 KiB, less than it takes for no progress or for stuck:
-the member that is being served may take nothing at all."""
+"""Longest wait of a stranger for its next 64 KiB, since the served member may take nothing at all.
+It is below the limits for no progress and for a stuck fetch."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
 LOOK_S = 0.03
-"""How often who waits looks whether the line has room: less than it moves at a time."""
+"""Interval at which a waiting stream checks for room: shorter than one part takes."""
 MOST_BYTES = 2**20
-"""Strangers save up, and owe, no more than this, so that one burst is not paid for long after."""
+"""Limit of a stranger's credit and debt, so that one burst does not count for long."""
 
 
 @dataclass
 class _Network:
-    """The streams of one network that wait for its turn, and the one that has it."""
+    """The streams of one network that wait for a turn, and the lock of the turn."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_streams: int = 0
 
 
 class FairQueue:
-    """Of one server; its methods run in one event loop."""
+    """Decides when parts of answers may be sent; its methods run in one event loop."""
 
     def __init__(
         self, is_member: Callable[[str], bool], network_of: Callable[[str], str] = str
     ) -> None:
-        """Nobody is being served yet.
+        """Nobody is served yet.
 
         Args:
-            is_member: whether a peer id is of the run.
-            network_of: the network of a stranger; without it each is one of its own.
+            is_member: whether a peer id is a member of the run.
+            network_of: the network of a stranger; by default each stranger is one.
         """
         self._is_member, self._network_of = is_member, network_of
         self._networks: dict[str, _Network] = {}
@@ -62,7 +62,7 @@ class FairQueue:
 
     @contextmanager
     def serving(self, peer: str, *, may_wait: bool = False) -> Iterator[None]:
-        """While an answer is sent to a peer, which may wait for other members if it says so."""
+        """While an answer is sent to a peer. With `may_wait`, others do not wait for it."""
         if may_wait or not self._is_member(peer):
             yield
             return
@@ -76,7 +76,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def among_strangers(self, peer: str) -> AsyncIterator[None]:
-        """The turn of a stranger's network, or after `YIELD_S` none; a member needs none."""
+        """Holds the turn of a stranger's network, or none after `YIELD_S`; members need none."""
         if self._is_member(peer):
             yield
             return
@@ -104,20 +104,20 @@ class FairQueue:
         may_wait: bool = False,
         has_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Returns when a part of an answer of so many bytes may be sent to the peer.
+        """Returns when a part of an answer may be sent to the peer.
 
         Args:
-            peer: who asks.
+            peer: receives the answer.
             num_bytes: of the part.
-            may_wait: whether it may wait though the peer is a member.
-            has_room: whether the others leave some of the line unused, as where theirs are full.
+            may_wait: whether the part yields to others even if the peer is a member.
+            has_room: whether the others leave part of the link unused, as when their own are full.
         """
         if not may_wait and self._is_member(peer):
             self._allow(num_bytes * PER_MEMBER_BYTE)
             return
         loop = asyncio.get_running_loop()
         until_s = loop.time() + YIELD_S * min(1.0, num_bytes / LARGEST_PART_BYTES)
-        # Another stranger may have been faster.
+        # Another stranger may have been first.
         while not (self._free.is_set() or has_room()) and loop.time() < until_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(LOOK_S, until_s - loop.time())):
@@ -137,18 +137,19 @@ class FairQueue:
 
 
 SMALL_BYTES = 64 * 1024
-"""Up to here a blob is read and written: cheaper than a call of sendfile."""
+"""Blobs up to this size are read and written: cheaper than a call of sendfile."""
 FIRST_ASK_S = 10.0
-"""A stream on which nothing was asked is ended after this long: an honest peer asks at once."""
+"""A stream without a first ask is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
-"""So is one without another ask, whose last answer may still be on its way over a slow link, and
-one whose reader takes less than `PART_BYTES` in it: as slow as what counts as progress there."""
+"""A stream without another ask is ended after this long: its last answer may still cross a slow
+link. So is one whose reader takes less than `PART_BYTES` in this time, the least that counts as
+progress there."""
 ANSWER_S = 1800.0
-"""An answer may last so long, at whatever rate; a stream as long as its answers get on."""
+"""Limit of one answer at any rate. A stream may last as long as its answers progress."""
 ASKS_AT_ONCE = 32
-"""Asks that have come already are answered without a turn of the loop, but one after so many."""
+"""Asks that have already arrived are answered without a turn of the loop, up to this many."""
 TURNED_AWAY = 64
-"""Simultaneous streams that get the refusal "no room"; each takes up to 5 s."""
+"""Streams at once that get the refusal "no room"; each takes up to 5 s."""
 _REFUSED_S = 5.0
 
 
@@ -168,11 +169,11 @@ class BlobServer:
 
         Args:
             on_ask: called with peer id and digest of every ask, for leases.
-            ledger: the node's; says how many streams a peer may have, and who is a member, so
-                that others wait for it.
+            ledger: the node's; limits the streams of a peer, and knows the members, for which
+                others wait.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
-            is_moments: whether it is moments that are handed over, whose bytes count apart.
+            is_moments: whether a blob is offered moments, whose bytes are counted separately.
             may_wait: whether a blob yields to others that members ask for.
         """
         self._is_control = is_control or (lambda _: False)
@@ -186,11 +187,11 @@ class BlobServer:
         self._queue = FairQueue(self._ledger.is_member, self._ledger.network_of)
 
     def attach(self, store: BlobStore) -> None:
-        """Serves this store's blobs too, from now on."""
+        """Serves this store's blobs too."""
         self._stores.append(store)
 
     def detach(self, store: BlobStore) -> None:
-        """No longer serves this store."""
+        """Stops serving this store."""
         self._stores.remove(store)
 
     async def serve(
@@ -209,7 +210,7 @@ class BlobServer:
             await self._turn_away(reader, writer)
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers that there is no room; gives no answer where too many wait for this one."""
+        """Answers that there is no room, or nothing if too many streams wait for this answer."""
         if self._turned_away >= TURNED_AWAY:
             return
         self._turned_away += 1
@@ -274,9 +275,9 @@ class BlobServer:
     async def _turn(
         self, traffic: Traffic, stream: ServedStream, digest: str, num_bytes: int
     ) -> None:
-        """Returns when a part may be sent; from then on the stream waits for its peer."""
+        """Returns when a part may be sent; after that the stream waits for its peer."""
         stream.waits_since_s = None
-        if self._is_control(digest):  # those are small, and others decide by them
+        if self._is_control(digest):  # small, and decisions wait for them
             traffic.up.count(num_bytes)
         else:
             source, up = stream.source, traffic.up
@@ -304,10 +305,10 @@ async def _send_content(
     turn: Callable[[int], Awaitable[None]],
     most: int,
 ) -> AsyncIterator[int]:
-    """Sends a range of a blob, each part in its turn; yields how much after each.
+    """Sends a range of a blob, each part in its turn; yields the bytes of each.
 
     Raises:
-        ConnectionError: the blob is not whole any more; only an early end can say so now.
+        ConnectionError: the blob is no longer whole; only an early end of the stream can say so.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
     for start in span[::most]:
@@ -363,7 +364,7 @@ async def _send(data: bytes | memoryview, writer: asyncio.StreamWriter) -> None:
 async def _refuse(
     status: Status, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Says so, then waits for the other side to close, else the head itself may be lost."""
+    """Sends a refusal, then waits for the other side to close: else the head may be lost."""
     await _send(Head(status).encode(), writer)
     async with asyncio.timeout(_REFUSED_S):
         while await reader.read(PART_BYTES):

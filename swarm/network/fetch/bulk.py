@@ -1,4 +1,4 @@
-"""The bulk protocol: what an asking and a serving peer say to each other on one stream."""
+"""The bulk protocol between an asking and a serving peer on one stream."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 JOINED_AT_ONCE = 8
-"""Blobs that are queued in one go, some 20 ms for units of a 7B that 256 peers have."""
+"""Blobs queued at once, which takes some 20 ms for units of a 7B that 256 peers have."""
 ASSIGNED_AT_ONCE = 128
-"""Pieces handed out in one go, some 30 ms with 256 peers."""
+"""Pieces assigned at once, which takes some 30 ms with 256 peers."""
 YIELD_EVERY = 32
-"""Small blobs that have all arrived are read without a pause; others get a turn after so many."""
+"""Small blobs that have arrived are read in a row; after this many, others get a turn."""
 
 
 PROTOCOL = "swarm.fetch/1"
@@ -41,7 +41,7 @@ class Ask:
     with_index: bool
 
     def encode(self) -> bytes:
-        """As it goes over the wire, 49 bytes."""
+        """The wire form, 49 bytes."""
         return _ASK.pack(bytes.fromhex(self.digest), self.offset, self.length, self.with_index)
 
     @classmethod
@@ -60,7 +60,7 @@ class Head:
     index_bytes: int = 0
 
     def encode(self) -> bytes:
-        """As it goes over the wire, 13 bytes."""
+        """The wire form, 13 bytes."""
         return _HEAD.pack(self.status, self.num_bytes, self.index_bytes)
 
     @classmethod

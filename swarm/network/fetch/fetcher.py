@@ -1,4 +1,4 @@
-"""Fetches blobs from several peers at once: every piece is checked, nothing comes twice."""
+"""Fetches blobs from several peers at once: every piece is checked, and fetched once."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
 FLOWS = 64
-"""Streams open at a time, over all peers: each has a thread and a buffer of `PIECE_BYTES`."""
+"""Limit of open streams over all peers: each has a thread and a buffer of `PIECE_BYTES`."""
 PUMP_AGAIN_S = 1.0
-"""After a fault of this machine kept pieces from being handed out."""
+"""Pause after a fault of this machine kept pieces from being assigned."""
 
 
 @dataclass(frozen=True)
 class Want:
-    """A blob to get.
+    """A wanted blob.
 
     Attributes:
         digest: its name.
@@ -90,16 +90,16 @@ class Downloads:
         on_blob: OnBlob = lambda _: None,
         on_failure: OnFailure = lambda *_: None,
     ) -> None:
-        """Returns when all blobs are in the store; tries for ever, so bound it from outside.
+        """Returns when all blobs are in the store; retries forever unless the caller cancels it.
 
-        A blob that two calls want is fetched once; blobs of the store count as checked.
+        A blob that two calls want is fetched once. Blobs in the store count as checked.
 
         Args:
             wants: blobs; those that are here cost nothing.
-            check: raises BadBlob for bad content, which is not kept nor asked for again; may run in
-                another thread, and must not hold on to the buffer.
+            check: raises BadBlob for bad content, which is neither kept nor requested again; may
+                run in another thread, and must not keep the buffer.
             on_blob: called with the digest of each blob as it arrives.
-            on_failure: called with digest, peer and a short word for each failed attempt.
+            on_failure: called with digest, peer and a short reason for each failed attempt.
         """
         finished = asyncio.get_running_loop().create_future()
         caller = Caller(check, on_blob, on_failure, finished)
@@ -132,7 +132,7 @@ class Downloads:
         """One blob's content.
 
         Raises:
-            NobodyReachable: it did not come in time; names the last failure of each peer.
+            NobodyReachable: it did not arrive in time; names the last failure of each peer.
         """
         failures: dict[str, str] = {}
 
@@ -167,7 +167,7 @@ class Downloads:
         if caller not in download.callers:
             download.callers.append(caller)
         others = [peer for peer in want.sources if peer != self._node.peer_id]
-        others.sort(key=self._node.is_far)  # their bytes would take up a third peer's link as well
+        others.sort(key=self._node.is_far)  # their bytes use a third peer's link too
         download.sources += [peer for peer in others if peer not in download.sources]
         self._want_pieces(download)
 
@@ -175,7 +175,7 @@ class Downloads:
         count, numbers = max(1, num_pieces(download.num_bytes)), [0]
         if count > 1:
             arriving = self.store.writer(download.digest, download.num_bytes)
-            if arriving.complete:  # an earlier download could not keep it
+            if arriving.complete:  # an earlier download failed to keep it
                 self.store.discard(arriving)
                 arriving = self.store.writer(download.digest, download.num_bytes)
             download.partial = arriving
@@ -199,12 +199,12 @@ class Downloads:
             self._tidy(download)
 
     def _tidy(self, download: Incoming) -> None:
-        """Gives up what nobody waits for; pieces that were asked for come in all the same.
+        """Drops a download without callers; pieces already requested still arrive.
 
         So a caller that cancels and asks again at once does not fetch anything twice.
         """
         if download.callers or not download.pieces:
-            return  # somebody waits, or it is just being kept
+            return  # a caller waits, or it is being kept
         for piece in download.pieces:
             if self._sourcing.is_waiting(piece):
                 self._sourcing.forget(piece)
@@ -217,13 +217,13 @@ class Downloads:
             self.store.unpin([download.digest])
 
     def _pump_soon(self) -> None:
-        """Decides once for all that arrives in one turn of the loop."""
+        """Assigns pieces once for all arrivals in one turn of the loop."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Hands out pieces, and wakes up for the next; a fault must not leave them lying."""
+        """Assigns pieces, and schedules the next call; a fault must not leave them unassigned."""
         self._pumping = False
         loop = asyncio.get_running_loop()
         if self._timer:
@@ -237,7 +237,7 @@ class Downloads:
         self._timer = loop.call_at(next_time, self._pump) if next_time is not None else None
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Assigns pieces to peers, and opens streams where they are needed."""
+        """Assigns pieces to peers, and opens streams if needed."""
         assignments = self._sourcing.assign(loop.time(), ASSIGNED_AT_ONCE)
         if len(assignments) == ASSIGNED_AT_ONCE:
             self._pump_soon()
@@ -248,10 +248,10 @@ class Downloads:
         for peer in sorted(self._queues):
             try:
                 self._serve_queue(peer)
-            except Exception as error:  # noqa: BLE001 - it is logged, and this source's
+            except Exception as error:  # noqa: BLE001 - logged; counts against the source
                 self._fault(peer, (), error)
                 self._pump_soon()
-            if not self._queues.get(peer, True):  # peers' keys cost nothing
+            if not self._queues.get(peer, True):  # peer ids are free to create
                 del self._queues[peer]
 
     def _serve_queue(self, peer: str) -> None:
@@ -266,7 +266,7 @@ class Downloads:
             flow = Flow(
                 self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes, threads=self._threads
             )
-            task = asyncio.create_task(self._run_flow(flow))  # begins in the next turn of the loop
+            task = asyncio.create_task(self._run_flow(flow))  # starts in the next turn of the loop
             flows.append(flow)
             self._flows[peer] = flows
             room += flow.room_bytes
@@ -276,7 +276,7 @@ class Downloads:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error:  # a bug in what follows a failure: pieces may be lost, and nobody waits for ever
+        if error:  # a bug in the handling of a failure: pieces may be lost
             logger.error("a stream was not ended in order", exc_info=error)
             for download in list(self._downloads.values()):
                 self._give_up(download, error)
@@ -307,7 +307,7 @@ class Downloads:
             if is_cancelled():
                 raise
             self._fault(flow.peer, flow.asked, error)
-        except Exception as error:  # noqa: BLE001 - it is logged, and this source's
+        except Exception as error:  # noqa: BLE001 - logged; counts against the source
             self._fault(flow.peer, flow.asked, error)
         finally:
             self._flows[flow.peer].remove(flow)
@@ -316,7 +316,7 @@ class Downloads:
         self._pump_soon()
 
     def _fault(self, peer: str, asked: Iterable[Piece], error: BaseException) -> None:
-        """An exception of ours, met with one source: the others must bring its pieces."""
+        """Handles our own exception with one source: the others must bring its pieces."""
         logger.error("a stream of %s failed by a fault of this peer", peer, exc_info=error)
         self._source_failed(peer, asked, Failure.SILENT, "own_fault")
 
@@ -336,7 +336,7 @@ class Downloads:
             self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        # The size is what somebody said who named the blob, so it may not be the line's doing.
+        # The size came from the peer that named the blob, so the link may not be at fault.
         of_line = kind is Failure.WRONG and self._node.distrust(peer, for_good=reason != BAD_SIZE)
         kind = Failure.SILENT if of_line else kind
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
@@ -363,7 +363,7 @@ class Downloads:
         self._pump_soon()
 
     def taker(self, piece: Piece) -> Callable[[memoryview], Verdicts]:
-        """See `FlowOwner`; a blob of one piece is judged and kept in the same go."""
+        """See `FlowOwner`; a blob of one piece is judged and kept in the same call."""
         download, checks = piece.blob, piece.blob.checks()
 
         def take(content: memoryview) -> Verdicts:
@@ -385,7 +385,7 @@ class Downloads:
         try:
             if not download.pieces:
                 await self._finish(download, content, verdicts)
-        except Exception as error:  # noqa: BLE001 - of the disk, a check or a caller: reported
+        except Exception as error:  # noqa: BLE001 - of disk, check or caller: reported
             self._give_up(download, error)
         self._tidy(download)
         self._arrivals += 1
@@ -394,7 +394,7 @@ class Downloads:
         self._pump_soon()
 
     def piece_not_taken(self, piece: Piece, error: NotTaken, peer: str) -> None:
-        """See `FlowOwner`; what is not the source's doing fails those that want the blob."""
+        """See `FlowOwner`; a fault that is not the source's fails the callers of the blob."""
         if isinstance(error, BadBlob):
             self._piece_failed(piece, Failure.WRONG, error.reason, peer)
             return
@@ -403,10 +403,10 @@ class Downloads:
         self._pump_soon()
 
     async def _finish(self, download: Incoming, last_piece: memoryview, verdicts: Verdicts) -> None:
-        """All pieces are there: keeps the blob unless all who want it refuse its content."""
+        """All pieces have arrived: keeps the blob unless all callers refuse its content."""
         size = download.num_bytes if download.partial else len(last_piece)
         while unjudged := [check for check in download.checks() if check not in verdicts]:
-            # A blob of several pieces, or others joined while something was awaited.
+            # The blob has several pieces, or callers joined while this one waited.
             judge = partial(self._judge, download, last_piece, unjudged, verdicts)
             verdicts = await off_loop(size, judge)
         self._remove(download)
@@ -424,7 +424,7 @@ class Downloads:
         checks: Sequence[Check | None],
         known: Verdicts,
     ) -> Verdicts:
-        """The verdicts of these checks and those known before; keeps what the first accepts."""
+        """Adds the verdicts of these checks; keeps content that a first check accepts."""
         verdicts = dict(known)
         for check in dict.fromkeys(checks):
             verdicts[check] = download.fault(check, last_piece)
@@ -433,7 +433,7 @@ class Downloads:
         return verdicts
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
-        """It cannot be had here: those that wait hear of it."""
+        """The blob cannot be had here: its callers get the error."""
         for piece in download.pieces:
             self._sourcing.forget(piece)
         self._remove(download)

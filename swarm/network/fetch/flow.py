@@ -1,4 +1,4 @@
-"""One stream to one peer: asks for pieces ahead, receives them, hands them on."""
+"""One stream to one peer: requests pieces ahead, receives them, delivers them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from swarm.protocol.exchange.sourcing import Failure
 from swarm.protocol.values.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 
 FIRST_ANSWER_S = 5.0
-"""For opening a stream, and for the first answer of a peer that answers on no other stream."""
+"""Limit for opening a stream, and for the first answer of a peer that answers on no other."""
 INLINE_BYTES = 256 * 1024
-"""Larger pieces are received, verified and written in one go in a thread, not in the loop."""
+"""Larger pieces are received, verified and written by a thread in one call, not in the loop."""
 BATCH = 64
-"""With more small pieces asked for than this, the next asks wait, to go in one message."""
+"""With more small pieces requested than this, further requests wait and share one message."""
 BAD_SIZE = "blob_size"
-"""Why a stream ends whose answer announces another size than was expected."""
+"""Reason of ending a stream whose answer announces another size than expected."""
 
 
 Result = TypeVar("Result")
@@ -34,11 +34,11 @@ NotTaken: TypeAlias = "BadBlob | StateError | TakeFailed"
 
 
 class FlowFailed(Exception):
-    """The stream cannot go on.
+    """The stream cannot continue.
 
     Attributes:
-        kind: what is wrong with the oldest piece asked for; None if nothing is.
-        reason: a short word under which such failures are counted.
+        kind: the fault of the oldest requested piece; None if it has none.
+        reason: a short word by which such failures are counted.
     """
 
     def __init__(self, kind: Failure | None, reason: str) -> None:
@@ -48,45 +48,45 @@ class FlowFailed(Exception):
 
 
 class TakeFailed(Exception):
-    """A piece came, but the function that verifies and keeps it failed by itself.
+    """A piece arrived, but the function that verifies and keeps it failed.
 
-    That says nothing about the peer: its `__cause__` is the fault of a check, or of this machine.
+    The peer is not at fault: `__cause__` is the fault of a check, or of this machine.
     """
 
 
 class FlowOwner(Protocol):
-    """What a flow needs from `Downloads`."""
+    """The interface that a flow needs from `Downloads`."""
 
     def is_answering(self, peer: str) -> bool:
-        """Whether the peer has answered on a flow that is open."""
+        """Whether the peer has answered on an open flow."""
 
     def next_piece(self, peer: str) -> Piece | None:
-        """Takes the next piece that is to be asked of this peer."""
+        """Takes the next piece to request from this peer."""
 
     def piece_missing(self, piece: Piece, peer: str) -> None:
-        """The peer does not have it."""
+        """The peer does not have the piece."""
 
     def taker(self, piece: Piece) -> Callable[[memoryview], Verdicts]:
-        """What verifies the piece's content and keeps it, in any thread.
+        """A function that verifies the piece's content and keeps it, in any thread.
 
         It raises BadBlob for wrong bytes, StateError if the disk does not take them, and
         TakeFailed for anything else.
         """
 
     async def piece_taken(self, piece: Piece, content: memoryview, verdicts: Verdicts) -> None:
-        """It was right; the buffer is used again afterwards."""
+        """The piece was right; its buffer is reused afterwards."""
 
     def piece_not_taken(self, piece: Piece, error: NotTaken, peer: str) -> None:
         """The bytes were wrong, or cannot be kept here."""
 
 
 class Flow:
-    """One stream; `run` until there is nothing more to ask for.
+    """One stream; `run` until there are no more pieces to request.
 
     Attributes:
-        peer: who serves.
-        asked: pieces whose answer has not come completely, oldest first.
-        has_answer: whether anything has come.
+        peer: the serving peer.
+        asked: pieces whose answer is not yet complete, oldest first.
+        has_answer: whether any answer has arrived.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class Flow:
 
     @property
     def room_bytes(self) -> int:
-        """How much more it would ask for."""
+        """Bytes that the flow would still request."""
         return max(0, self._ahead_bytes - self._to_come_bytes)
 
     async def run(self, connection: socket.socket, progress_s: float) -> None:
-        """Asks and receives.
+        """Requests and receives.
 
         Raises:
-            FlowFailed: the fault is that of the oldest piece in `asked`, if there is one.
-            TimeoutError: nothing came within `progress_s`.
+            FlowFailed: the fault is of the oldest piece in `asked`, if there is one.
+            TimeoutError: nothing arrived within `progress_s`.
             OSError: the stream ended early.
         """
         self._connection = connection
@@ -133,7 +133,7 @@ class Flow:
             self._connection = None
 
     def ask(self) -> None:
-        """Asks for as much as there is room for; to be called whenever there may be more."""
+        """Requests as much as there is room for; called whenever there may be more."""
         if self._connection is None or len(self.asked) > BATCH:
             return
         while not self.asked or self.room_bytes:
@@ -146,10 +146,10 @@ class Flow:
             ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
             self._unsent += ask.encode()
         if self._unsent:
-            # Asks are tiny: should the socket be full all the same, the rest goes with the next.
-            # The receiver finds out that the stream has ended; all other callers continue.
+            # Requests are tiny: if the socket is full anyway, the rest goes with the next. The
+            # receiver finds that the stream has ended; all other callers continue.
             with suppress(OSError):
-                # The flag, because a thread may have made the socket a blocking one.
+                # The flag is needed because a thread may have made the socket blocking.
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
                 self._traffic.control_bytes_sent += sent
                 self._unsent = self._unsent[sent:]
@@ -185,7 +185,7 @@ class Flow:
         await self._owner.piece_taken(piece, content, verdicts)
 
     def _room_for(self, num_bytes: int) -> memoryview:
-        """A buffer, for large pieces always the same: fresh memory costs as much as hashing it."""
+        """A buffer, reused for large pieces: fresh memory costs as much as hashing it."""
         if num_bytes <= INLINE_BYTES:
             return memoryview(bytearray(num_bytes))
         if len(self._buffer) < num_bytes:
@@ -197,7 +197,7 @@ class Flow:
         self._to_come_bytes -= num_bytes
 
     async def _receive_head(self, connection: socket.socket, blob: Incoming) -> int | None:
-        """Reads and checks head and index; returns the blob's size, None if it is not there."""
+        """Reads and checks head and index; returns the blob's size, None if the peer lacks it."""
         encoded = bytearray(HEAD_BYTES)
         await receive_into(connection, memoryview(encoded))
         head = Head.decode(bytes(encoded))
@@ -251,8 +251,8 @@ class Flow:
     ) -> Verdicts:
         """Receives and takes a large piece in a thread.
 
-        All in one go, since a change of thread costs about as much as hashing 100 kB, and what
-        has just been received is in the caches. When cancelled, returns once the thread is done.
+        In one call, since a change of thread costs about as much as hashing 100 kB, and received
+        bytes are still in the caches. When cancelled, returns once the thread is done.
         """
         arrived, stop = 0, threading.Event()
 
@@ -288,7 +288,7 @@ class Flow:
 
 
 async def off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """Runs what costs time in proportion to so many bytes where it does not hold the loop."""
+    """Runs work whose time grows with this number of bytes, off the loop if it is long."""
     if num_bytes <= INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,4 +1,4 @@
-"""A blob on its way in: who waits for it, which pieces are to come, and whether it is right."""
+"""A blob that is being fetched: its callers, its missing pieces, and its checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[str, Content], None]
 Verdicts = Mapping["Check | None", str | None]
-"""Of each check that has judged a content: None, or why it refuses it, in a short word."""
+"""The verdict of each check of a content: None, or a short reason for refusing it."""
 OnBlob = Callable[[str], None]
 OnFailure = Callable[[str, str, str], None]
 
@@ -39,10 +39,10 @@ class Caller:
             self.finished.set_result(None)
 
     def failed(self, digest: str, peer: str, reason: str) -> None:
-        """One attempt failed; a caller that cannot take that is ended, and nobody else."""
+        """One attempt failed; an exception of the callback ends this call only."""
         try:
             self.on_failure(digest, peer, reason)
-        except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
+        except Exception as error:  # noqa: BLE001 - the waiting caller raises it
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -56,15 +56,15 @@ class Incoming:
     """A blob that is being downloaded.
 
     Attributes:
-        digest: that its content must have.
+        digest: of its content.
         num_bytes: its size, or the largest acceptable one.
         exact: whether `num_bytes` is the size.
-        partial: where the pieces of a blob of several go.
-        sources: who may have it, in order of preference.
-        callers: who waits for it.
-        last_check: of the caller that left last; what nobody waits for any more but has been asked
-            for is checked all the same.
-        pieces: still to come.
+        partial: the pieces of a blob of several pieces.
+        sources: peers that may have it, in order of preference.
+        callers: calls that wait for it.
+        last_check: of the caller that left last: a piece that was requested is checked even if no
+            caller waits for it.
+        pieces: still missing.
     """
 
     digest: str
@@ -78,20 +78,20 @@ class Incoming:
 
     @property
     def key(self) -> tuple[str, int, bool]:
-        """Two callers share a download if they agree on this."""
+        """Two callers share a download if they agree on this key."""
         return (self.digest, self.num_bytes, self.exact)
 
     @property
     def needs_index(self) -> bool:
-        """Whether the next ask must bring the piece index."""
+        """Whether the next request must ask for the piece index."""
         return self.partial is not None and self.partial.index is None
 
     def checks(self) -> list[Check | None]:
-        """Of all who wait for it."""
+        """The checks of all callers."""
         return [caller.check for caller in self.callers] or [self.last_check]
 
     def fault(self, check: Check | None, last_piece: memoryview) -> str | None:
-        """Why this check refuses the content, in a short word; None if it does not."""
+        """A short reason why this check refuses the content; None if it accepts."""
         if check is None:
             return None
         try:
@@ -102,14 +102,14 @@ class Incoming:
         return None
 
     def keep(self, store: BlobStore, last_piece: memoryview) -> None:
-        """Makes it one of the store's; StateError if the disk does not take it."""
+        """Adds the blob to the store; StateError if the disk does not take it."""
         if self.partial:
             store.keep(self.partial)
         else:
             store.put(last_piece, self.digest)
 
     def tell(self, verdicts: Verdicts) -> None:
-        """Tells each caller what its check said: None, or why the content is refused."""
+        """Reports its check's verdict to each caller: None, or why the content is refused."""
         for caller in list(self.callers):
             fault = verdicts[caller.check]
             if fault is None:
@@ -122,14 +122,14 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is asked for in one go; the key of all sourcing."""
+    """The unit of one request; the key of all sourcing."""
 
     blob: Incoming
     number: int
 
     @property
     def num_bytes(self) -> int:
-        """Its size, as far as the blob's is known."""
+        """Its size, as far as the blob's size is known."""
         return max(0, min(PIECE_BYTES, self.blob.num_bytes - self.number * PIECE_BYTES))
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """A peer's place in the network: libp2p's daemon, one DHT node, one thread.
 
-Everything that waits here has a deadline, because the substrate does not report that a peer
-has left: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A
-daemon that died is started again under the same identity.
+Everything that waits here has a deadline, because the substrate does not report that a peer has
+left. Calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A daemon
+that died is restarted with the same identity.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
 RENEW_ADDRESSES_S = 60.0
-"""How often this machine looks at its own addresses."""
+"""Interval at which this machine looks up its own addresses."""
 REMEMBERED_TRIED = 64
-"""Addresses from the disk that are probed at a start; all in parallel."""
+"""Addresses from the disk that are probed at a start, all in parallel."""
 RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
 """Pauses before restarts of a daemon, while starts fail or the daemon dies at once."""
 STEADY_S = 60.0
 BACK_S = 10.0
-"""Calls wait so long for a daemon that is being restarted."""
+"""How long calls wait for a daemon that is being restarted."""
 _CLOSE_S = 2.0
 
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ class Node:
         peer_id: base58, derived from the identity file.
         identity: signs certificates and records.
         entrances: peer ids at the addresses that a person gave.
-        addresses: to be handed out; loopback only if there is nothing else. Empty for a node that
+        addresses: to announce; loopback only if there is nothing else. Empty for a node that
             does not listen.
         traffic: counters.
         ledger: limits the cost of other peers.
@@ -115,7 +115,7 @@ class Node:
         self._stopping = False
         self._given_up = False
         self._forgotten = forgotten
-        """Has an identity that is stored nowhere else."""
+        """Holds an identity that is stored nowhere else."""
         self._substrate: Substrate | None = None
 
     @classmethod
@@ -135,13 +135,13 @@ class Node:
         """Starts daemon, handlers and DHT node, in this order, and returns when all are up.
 
         Args:
-            identity_path: made if missing; None takes a new identity that is forgotten at once.
+            identity_path: made if missing; None makes a temporary identity.
             network: the person's settings.
-            known_peers: addresses that a person gave to enter the swarm by; some may be dead.
-            remembered: addresses from earlier runs, the freshest first; all may be dead.
+            known_peers: addresses that a person gave to enter the swarm; some may be unreachable.
+            remembered: addresses from earlier runs, the freshest first; all may be unreachable.
             port: replaces port 0 in `network.host_maddrs`; if it is taken, a free one is used.
             handlers: may be called before this method returns.
-            deadline_s: for all of it.
+            deadline_s: for the whole start.
             must_reach: whether it is an error that no address answers; otherwise the node starts
                 alone and keeps trying.
             signer: owner of the records that it publishes, if not the node itself.
@@ -156,7 +156,7 @@ class Node:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO reports each start
         peers = [Address.parse(text) for text in known_peers]
-        # The daemon reads the identity again when it is started again.
+        # The daemon reads the identity again when it is restarted.
         folder = None if identity_path else tempfile.TemporaryDirectory(prefix="swarm-")
         path = identity_path or Path(folder.name if folder else "") / "identity.key"
         identity = load_or_create_identity(path)
@@ -176,12 +176,12 @@ class Node:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where everything of this node happens."""
+        """The event loop of this node."""
         return self._thread.loop
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon runs or is being started again; False once that was given up."""
+        """Whether the daemon runs or is being restarted; False once restarts were given up."""
         return not (self._given_up or self._stopping)
 
     @property
@@ -209,7 +209,7 @@ class Node:
         return self._thread.run(coroutine, timeout_s)
 
     def end(self, what: str, stopping: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Stops something in the node's loop; a longer stop ends with the thread."""
+        """Stops an activity in the node's loop; a longer stop ends with the thread."""
         try:
             self.run(stopping, timeout_s)
         except TimeoutError:
@@ -228,7 +228,7 @@ class Node:
     async def post(self, peer_id: str, payload: bytes, timeout_s: float = 5.0) -> None:
         """Delivers one control message (at most 256 KiB); returns when it has been handled.
 
-        A peer that cannot be dialled is reached through one that both have dialled.
+        A peer that cannot be dialed is reached through one that both have dialed.
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.
@@ -260,11 +260,11 @@ class Node:
         return await seen_at(self._living_p2p(), peer_id)
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Notes wrong bytes. True: the line may be at fault, and libp2p is used from then on."""
+        """Notes wrong bytes. True: the link may be at fault, and libp2p is used from then on."""
         return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
-        """Notes that a peer answered nothing on an open stream: the line may be cut."""
+        """Notes that a peer answered nothing on an open stream: the link may be cut."""
         self._ways.unanswered(peer_id)
 
     def is_far(self, peer_id: str) -> bool:
@@ -277,8 +277,8 @@ class Node:
         """Publishes one's own record (at most 20 KB) under a key, in place of the one before.
 
         Returns:
-            Whether any holder took it. The DHT says True also when there is no network and only
-            this node holds it: judge by seeing one's own record through others.
+            Whether any holder took it. The DHT also says True when there is no network and only
+            this node holds it: check by reading one's own record through others.
 
         Raises:
             NobodyReachable: the DHT did not answer within 15 s.
@@ -307,8 +307,8 @@ class Node:
     async def heal(self) -> int:
         """Connects to and pings the addresses that are due, at most 16; returns how many answered.
 
-        Looks by itself every 2 s; `address_book.introductions` says what is due. Without it a
-        network that was cut stays cut after the link is back (measured: 4 of 5 runs).
+        A loop calls it every 2 s; `address_book.introductions` says which addresses are due.
+        Without it, a network that was cut stays cut after the link is back (measured: 4 of 5 runs).
         """
         now = Moment(time.monotonic(), time.time())
         chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
@@ -316,8 +316,10 @@ class Node:
         found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
         answered = [each is True for each in found]
         for address, each in zip(chosen, found, strict=True):
-            if isinstance(each, BaseException):  # a fault with one address costs no other
-                logger.error("%s was not tried by a fault here", address.text, exc_info=each)
+            if isinstance(each, BaseException):  # a fault with one address affects no other
+                logger.error(
+                    "%s was not tried because of a fault here", address.text, exc_info=each
+                )
             self._book.tried(address, each is True, time.time())
         return sum(answered)
 
@@ -334,7 +336,7 @@ class Node:
 
     async def renew_addresses(self) -> None:
         """Looks up this machine's addresses: many routers give a new one each day."""
-        if not self.addresses:  # client mode: it listens nowhere, and libp2p cannot express that
+        if not self.addresses:  # client mode: it listens nowhere; libp2p cannot tell
             return
         try:
             async with asyncio.timeout(BACK_S):
@@ -358,7 +360,7 @@ class Node:
         return self._living().p2p
 
     async def _back(self) -> None:
-        """Waits a little for a daemon that is being started again."""
+        """Waits a short time for a daemon that is being restarted."""
         end_s = time.monotonic() + BACK_S
         while self.failure and self.alive and time.monotonic() < end_s:
             await asyncio.sleep(0.1)
@@ -380,7 +382,7 @@ class Node:
     async def _supervise(self) -> None:
         """Restarts a daemon that died, until restarts fail too often in a row.
 
-        It may be called again at any point: a daemon that is dead by then is started at once.
+        It may be called again at any time: a daemon that is dead by then is restarted at once.
         """
         while not self._given_up:
             if self.failure is None:
@@ -394,20 +396,20 @@ class Node:
             await self._restart()
 
     async def _restart(self) -> None:
-        """Tries again and again, each time after a longer pause; gives up in the end."""
+        """Restarts the daemon, each time after a longer pause; gives up in the end."""
         assert self._substrate is not None
         port, first = self.port, self._attempt
         try:
             await self._substrate.close(is_dead=True)
         except Exception:
-            logger.exception("the dead daemon was not tidied up")
+            logger.exception("the dead daemon could not be cleaned up")
         while self._attempt < len(RESTART_AFTER_S):
             pause_s = RESTART_AFTER_S[self._attempt]
             self._attempt += 1
             await asyncio.sleep(pause_s)
             try:
                 peers = self._book.addresses()[:HEAL_ADDRESSES]
-                # Others may still take the old daemon's connection for a living twin.
+                # Others may still take the old daemon's connection for that of a living twin.
                 substrate = await open_substrate(
                     self._opening, peers, port, must_reach=False, check_identity=False
                 )

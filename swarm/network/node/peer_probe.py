@@ -1,4 +1,4 @@
-"""Peers look at each other: who are you, where do I come from, can you dial me, how fast is this.
+"""Peers probe each other: identity, address as seen from outside, dial-back, and speed.
 
 Every peer answers these questions, within limits. A peer that wants to join can then report faults
 of its machine before it downloads anything.
@@ -48,29 +48,29 @@ _BANNER = b"/multistream/1.0.0\n"
 
 
 class Question(BaseModel):
-    """What is asked."""
+    """A question."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: Literal["about", "dial"]
     port: int = Field(default=0, ge=0, le=65_535)
-    """To dial; the host is the one that the question comes from, so no third one is probed."""
+    """To dial. The host is the sender's own, so no third host is probed."""
 
 
 class About(BaseModel):
-    """What a peer says of itself, and of the one that asks."""
+    """What a peer says about itself and about the sender of the question."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     version: str = Field(max_length=64)
     clock: float
-    """Seconds since 1970, by the clock that its records go by."""
+    """Seconds since 1970, by the clock of its records."""
     seen_at: str = Field(max_length=256)
-    """Transport address that the asking peer's connection comes from; "" if it is not known."""
+    """Transport address of the asking peer's connection; "" if it is not known."""
 
 
 class Dialled(BaseModel):
-    """What came of dialling the asking peer."""
+    """The result of dialing the asking peer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -87,14 +87,14 @@ class Prober:
     """The answering side: `answer` for questions, `serve` for the bulk protocol."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        """Answers what the ledger, which is the node's, lets others cost."""
+        """Answers within the limits of the ledger, which is the node's."""
         self._ledger = ledger or Ledger()
 
     async def answer(self, node: Node, source: str, payload: bytes) -> bytes:
         """Answers a question that begins with `QUESTION`.
 
         Raises:
-            BadMessage: not of the schema.
+            BadMessage: it does not fit the schema.
             TooCostly: too many dials.
         """
         try:
@@ -116,7 +116,7 @@ class Prober:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Sends or takes as many bytes as asked for; the asking side closes."""
+        """Sends or receives the requested number of bytes; the asking side closes."""
         held = None
         try:
             held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
@@ -137,7 +137,7 @@ class Prober:
     ) -> None:
         is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
         if num_bytes > MAX_BYTES:
-            raise BadMessage("probe_limit", "too much is to be measured")
+            raise BadMessage("probe_limit", "the measurement is too large")
         held = self._ledger.take(source, Cost.MEASURING, 1, time.monotonic())
         try:
             self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
@@ -171,13 +171,13 @@ async def _take(
 
 
 async def _dial(seen_at: str, port: int) -> str | None:
-    """Why the asking peer cannot be dialled at a port of the host it comes from; None if it can.
+    """Why the asking peer cannot be dialed at a port of its host; None if it can.
 
     Raises:
-        BadMessage: it is not known where it comes from, as when others passed the question on.
+        BadMessage: its host is not known, for example because others relayed the question.
     """
     if seen_at.count("/") < 4 or not seen_at.startswith("/ip"):
-        raise BadMessage("probe_unknown", "it is not known where you come from")
+        raise BadMessage("probe_unknown", "your address is not known")
     host = seen_at.split("/")[2]
     try:
         async with asyncio.timeout(_DIAL_S):
@@ -189,17 +189,21 @@ async def _dial(seen_at: str, port: int) -> str | None:
     except TimeoutError:
         return f"no answer from {host} port {port} within {_DIAL_S:g} s"
     except (OSError, asyncio.IncompleteReadError) as error:
-        why = connection_fault(error) if isinstance(error, OSError) else "it hung up at once"
+        why = (
+            connection_fault(error)
+            if isinstance(error, OSError)
+            else "it closed the connection at once"
+        )
         return f"{host} port {port}: {why}"
     return None if greeting[1:] == _BANNER else f"another program is at {host} port {port}"
 
 
 @asynccontextmanager
 async def greeting(hosts: Sequence[str], port: int) -> AsyncIterator[None]:
-    """Greets dialling peers as libp2p does, on a port whose owner does not listen yet.
+    """Greets dialing peers as libp2p does, on a port whose owner does not listen yet.
 
     Raises:
-        OSError: it cannot be listened on.
+        OSError: the port cannot be listened on.
     """
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -217,7 +221,7 @@ async def greeting(hosts: Sequence[str], port: int) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Look:
-    """What one peer said, and how it sounded.
+    """The answer of one peer, and its timing.
 
     Attributes:
         about: its answer.
@@ -231,10 +235,10 @@ class Look:
 
 
 async def look_at(node: Node, peer: str, questions: int = 3) -> Look:
-    """Asks a peer who it is, and takes the time.
+    """Asks a peer about itself, and measures the time.
 
     Raises:
-        Unreachable: no answer, or none that makes sense.
+        Unreachable: no answer, or none that can be understood.
     """
     looks = []
     for _ in range(questions):
@@ -255,7 +259,7 @@ async def dial_back(node: Node, peer: str, port: int) -> str | None:
 
 
 async def dial_fault(node: Node) -> str | None:
-    """Why none of a few neighbours can dial this peer; None if one can, or if nobody says."""
+    """Why none of a few neighbours can dial this peer; None if one can, or none answers."""
     port = node.port
     if port is None:
         return None
@@ -263,7 +267,7 @@ async def dial_fault(node: Node) -> str | None:
     try:
         async with asyncio.timeout(DIALLING_S):
             found = await asyncio.gather(*tries, return_exceptions=True)
-    except TimeoutError:  # who does not answer says nothing about this machine
+    except TimeoutError:  # silence says nothing about this machine
         return None
     faults = [fault for fault in found if not isinstance(fault, BaseException)]
     return faults[0] if faults and None not in faults else None
@@ -278,13 +282,13 @@ async def measure_mbit(
 
     Args:
         node: this peer's.
-        peer: whom to ask.
-        is_down: which way.
+        peer: the other end.
+        is_down: direction.
         limit_s: longest time, once there is a connection.
-        num_bytes: most that is moved; a multiple of 64 KiB, at most 8 MiB.
+        num_bytes: most bytes to move; a multiple of 64 KiB, at most 8 MiB.
 
     Raises:
-        Unreachable: no connection, or too few bytes to tell.
+        Unreachable: no connection, or too few bytes for a result.
     """
     move = _receive if is_down else _transmit
     return (await _measured(node, peer, move, limit_s=limit_s, num_bytes=num_bytes))[0]
@@ -293,10 +297,10 @@ async def measure_mbit(
 async def measure_uplink(
     node: Node, peer: str, *, limit_s: float, num_bytes: int = MAX_BYTES
 ) -> tuple[float, float | None]:
-    """The rate away from this peer as `measure_mbit` finds it, and again if the line was full then.
+    """The rate away from this peer as of `measure_mbit`, and the rate of a full uplink.
 
-    The second is None where something else was the bound, or sent meanwhile, and where the kernel
-    does not know: over libp2p, and elsewhere than on Linux.
+    The second is None if the uplink was not the limit, or if other transfers were sent meanwhile.
+    It is also None if the kernel gives no figures: over libp2p, and on other systems than Linux.
 
     Raises:
         Unreachable: as `measure_mbit`.
@@ -343,7 +347,7 @@ class _Moved:
 
 
 def rate_mbit(samples: Sequence[tuple[float, int]]) -> float:
-    """The rate in the second half of the time, of (time, bytes so far), the first being (t, 0)."""
+    """The rate in the second half of the time, from (time, bytes so far), beginning with (t, 0)."""
     (began_s, _), (ended_s, total) = samples[0], samples[-1]
     middle_s = (began_s + ended_s) / 2
     start_s, before = [sample for sample in samples if sample[0] <= middle_s][-1]
@@ -363,7 +367,7 @@ async def _receive(
 async def _transmit(
     connection: socket.socket, num_bytes: int, moved: _Moved, traffic: Traffic
 ) -> None:
-    """Counts what was acknowledged: much of what was sent may still be in this machine."""
+    """Counts acknowledged bytes: many sent bytes may still be in this machine."""
     fill(connection)
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""One life of libp2p's daemon, with the DHT node on it; a `Node` may go through several."""
+"""One life of libp2p's daemon, with a DHT node on it; a `Node` may have several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-# As X: what stands in for libp2p and the DHT in virtual time takes these names from here.
+# As X: stand-ins for libp2p and the DHT in virtual time take these names from here.
 from hivemind.dht.storage import DHTLocalStorage as DHTLocalStorage
 from hivemind.p2p import P2P as P2P
 from hivemind.p2p import PeerID as PeerID
@@ -32,26 +32,27 @@ from swarm.network.wire.upload_rate import LineBytes
 logger = logging.getLogger(__name__)
 
 ENTRANCES = 16
-"""Living addresses that a start goes in by, of all that were probed."""
+"""Limit of reachable addresses through which a start enters, of all that were probed."""
 _PROBE_S = 3.0
 TRIES = 3
-"""To get in by living addresses: somebody listens there, so the next try may well succeed."""
+"""Attempts to enter through reachable addresses: a peer listens there, so one may succeed."""
 
 Register = Callable[[P2P], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What every life of the daemon has in common.
+    """The inputs that all lives of the daemon share.
 
     Attributes:
         identity: the same in all of them.
-        network: what the person decided.
+        network: the person's settings.
         traffic: counters.
         register: makes this peer's handlers known to a new daemon, before the DHT is up.
-        ledger: what others may store in the DHT, and whose records go before those of strangers.
-        locate: has it looked up from where a peer is connected.
-        signer: whose records are published.
+        ledger: limits what others store in the DHT, and knows the members, whose records have
+            precedence over those of strangers.
+        locate: starts a lookup of a peer's network address.
+        signer: owner of the published records.
     """
 
     identity: Identity
@@ -70,8 +71,8 @@ class Substrate:
     Attributes:
         p2p: the daemon.
         dht: the node.
-        addresses: to be handed out; empty for a peer that does not listen.
-        line: counts what the daemon moves.
+        addresses: to announce; empty for a peer that does not listen.
+        line: counts the daemon's traffic.
     """
 
     p2p: P2P
@@ -85,7 +86,7 @@ class Substrate:
         return self.dht.neighbours
 
     async def ended(self) -> str:
-        """Waits until the daemon is dead, or can no longer be heard, and says which."""
+        """Waits until the daemon is dead, or its connection has broken, and says which."""
         ended = asyncio.create_task(self.p2p._child.wait())
         try:
             watched = {ended, self.p2p._client.control._read_task}
@@ -109,7 +110,7 @@ class Substrate:
             return False
 
     async def close(self, *, is_dead: bool) -> None:
-        """Leaves the DHT, if there is still a way to, and ends the daemon; bounded."""
+        """Leaves the DHT, if that is still possible, and ends the daemon, within a time limit."""
         if not is_dead:
             with suppress(TimeoutError, P2PDaemonError, OSError):
                 async with asyncio.timeout(daemon.CLOSE_S):
@@ -128,14 +129,14 @@ async def open_substrate(
     """Starts daemon, handlers and DHT node, in this order.
 
     Args:
-        opening: who and how.
-        peers: to enter by, the best first; some may be dead.
-        port: to listen on, where the configuration leaves it open.
+        opening: the shared inputs.
+        peers: entrances, the best first; some may be unreachable.
+        port: to listen on, if the configuration leaves it open.
         must_reach: whether it is an error that none of them answers.
         check_identity: whether to look for a living peer with the same identity.
 
     Raises:
-        NobodyReachable: `must_reach`, and nobody answered.
+        NobodyReachable: `must_reach`, and no peer answered.
         NetworkDown: the daemon did not start.
         StateLocked: a living peer of the swarm has this identity.
     """
@@ -160,7 +161,7 @@ async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]
     Args:
         opening: whose daemon it is.
         p2p: the daemon.
-        enter: makes the DHT node, of the daemon and what a `Dht` takes besides its node.
+        enter: makes the DHT node from the daemon and the other arguments of a `Dht`.
     """
     try:
         await opening.register(p2p)
@@ -179,18 +180,18 @@ async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]
 
 
 async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
-    """The addresses that a daemon has now, to be handed out; `says` which are left out."""
+    """The current addresses of a daemon, to announce; `says` logs which are left out."""
     try:
         texts = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-    except ValueError:  # hivemind's word for none
+    except ValueError:  # raised by hivemind for none
         texts = []
     return daemon.dialable(texts, daemon.host_of_default_route(), says=says)
 
 
 def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to be handed out from now on: those of the port that this peer listens on.
+    """The addresses to announce now: those of the port that this peer listens on.
 
-    A machine that has none for a while, as when its network is down, keeps those it had.
+    A machine without any for a while, for example with its network down, keeps its old ones.
     """
     if not before or set(now) == set(before):
         return tuple(before)
@@ -203,11 +204,13 @@ def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
 async def _enter(
     opening: Opening, peers: Sequence[daemon.Address], port: int | None, *, check_identity: bool
 ) -> P2P:
-    """`_start`, more than once: the daemon's own patience is too short for a line with losses."""
+    """`_start`, with retries: the daemon's own time limits are too short for a lossy link."""
     for _ in range(TRIES - 1):
         with suppress(NobodyReachable):
             return await _start(opening, peers, port, check_identity=check_identity)
-        logger.info("no way in yet by %s; trying again", ", ".join(peer.text for peer in peers))
+        logger.info(
+            "no entrance answers yet (%s); trying again", ", ".join(peer.text for peer in peers)
+        )
     return await _start(opening, peers, port, check_identity=check_identity)
 
 
@@ -226,7 +229,7 @@ async def _start(
             and await daemon.is_identity_taken(me.peer_id, texts, opening.traffic.line)
         ):
             raise StateLocked(
-                f"a living peer already is {me.peer_id}",
+                f"a running peer already has the identity {me.peer_id}",
                 hint="end it, or start with another state directory",
             )
         return await daemon.start_daemon(
@@ -246,7 +249,7 @@ async def _start(
 async def _answering(
     me: str, peers: Sequence[daemon.Address], must_reach: bool
 ) -> list[daemon.Address]:
-    """The peers that libp2p answers for: the daemon would wait long for the others."""
+    """The peers whose libp2p answers: the daemon would wait long for the others."""
     faults = await asyncio.gather(*(daemon.probe(address, _PROBE_S) for address in peers))
     there = [address for address, fault in zip(peers, faults, strict=True) if not fault]
     if peers and must_reach and not there:

@@ -1,7 +1,7 @@
-"""The heads that a peer shows to others, and those that it asks for, because it has lost them.
+"""Gaps in a peer's chain of heads: fills its own from members, and answers theirs.
 
-A peer whose chain file was damaged lacks links. It asks members for them in the background, one at
-a time and by lot, until it has all; nobody waits for it. See `swarm.protocol.chain.gaps`.
+A peer whose chain file was damaged lacks links. It asks members for them in the background, one
+random member at a time, until it has all. Nothing waits for it. See `swarm.protocol.chain.gaps`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 HEADS_QUESTION = b"heads "
 FIRST_S = 5.0
-"""From the start until heads are asked for, so that the peer has found the others."""
+"""Pause after the start, in which the peer finds the others."""
 NEXT_S = 1.0
-"""From one page of heads to the next."""
+"""Pause between two pages of heads."""
 AGAIN_S = 60.0
-"""From a search without result to the next."""
+"""Pause after a search without result."""
 ASK_DEADLINE_S = 30.0
-"""For a page, which has up to 1 MB."""
+"""Limit for one page, which has up to 1 MB."""
 
 
 class ChainGaps:
-    """One peer's side of it; everything runs in the node's loop."""
+    """Finds gaps, asks and answers for one peer; everything runs in the node's loop."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class ChainGaps:
         """Waits for questions.
 
         Args:
-            node: that asks, and whose ledger says what others may cost.
-            machine: whose chain it is; it alone changes it.
+            node: sends the questions; its ledger limits the cost of others.
+            machine: owns the chain, and alone changes it.
             outbound: encodes the tip.
-            deliver: takes what was found, for the machine.
+            deliver: takes links that were found, for the machine.
         """
         self._node, self._machine = node, machine
         self._outbound, self._deliver = outbound, deliver
@@ -74,19 +74,19 @@ class ChainGaps:
     # ------------------------------------------------ for others
 
     def commit_of_tip(self, trusted: Code | Digest) -> bytes:
-        """The tip as a COMMIT, proved to a stranger that trusts this, as far as can be."""
+        """The tip as a COMMIT, proved from the head that a stranger trusts, as far as possible."""
         record = self._machine.record
         tip, path = record.tip, self._machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)
         return self._outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     async def answer(self, source: PeerId, payload: bytes) -> bytes:
-        """What this peer has of the heads that a member asks for; nothing to any other question.
+        """The requested heads that this peer has, for a member; empty for any other question.
 
-        Strangers get none: a page has up to 1 MB, and a stranger has a proof from its tip on.
+        Strangers get none: a page has up to 1 MB, and a COMMIT proves the tip to them.
 
         Raises:
-            BadMessage: the question is not of the schema.
+            BadMessage: the question does not fit the schema.
             TooCostly: its sender has cost too much already.
         """
         ledger, now_s = self._node.ledger, time.monotonic()
@@ -107,7 +107,7 @@ class ChainGaps:
     # ------------------------------------------------ from others
 
     async def complete(self) -> None:
-        """Asks for heads that the chain lacks, for as long as this peer runs."""
+        """Asks for missing heads of the chain while this peer runs."""
         await asyncio.sleep(FIRST_S)
         while True:
             filling, peer = self._next_gap(), self._somebody()
@@ -115,14 +115,14 @@ class ChainGaps:
             await asyncio.sleep(NEXT_S if has_come else AGAIN_S)
 
     def _next_gap(self) -> Filling | None:
-        """A gap of the chain by lot, with what has come of it; forgets those that are closed."""
+        """A random gap of the chain, with the links found so far; forgets closed gaps."""
         found = gaps(self._machine.chain)
         begun = {gap.ends: self._begun.get(gap.ends, gap) for gap in found}
         self._begun = begun
         return random.choice(list(begun.values())) if begun else None
 
     def _somebody(self) -> PeerId | None:
-        """A member by lot."""
+        """A random member."""
         others = sorted(set(self._machine.tip.members) - {self._node.peer_id})
         return random.choice(others) if others else None
 

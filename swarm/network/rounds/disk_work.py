@@ -1,4 +1,4 @@
-"""Disk work of the rounds in other threads: a slow disk must not cost a peer its voice."""
+"""Disk work of the rounds in other threads, so that a slow disk does not silence a peer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 MEANS_AT_ONCE = 2
-"""Means of deltas: each makes its results durable, one after the other, before it reports."""
+"""Means of deltas that run at once: each syncs its results one by one before it reports."""
 
 
 class SlowWork:
-    """Runs functions in threads, again while a disk is full or memory is short."""
+    """Runs functions in threads, and repeats them while a disk is full or memory is short."""
 
     def __init__(self) -> None:
         self._means = asyncio.Semaphore(MEANS_AT_ONCE)
         self._recorder = started_pool("swarm-record", 1)
-        """Of its own: votes wait for the record, which must not wait for what helpers do."""
+        """A thread of its own: votes wait for the record, which must not wait for other work."""
 
     def stop(self) -> None:
         """Takes no new work; running work continues."""
@@ -44,16 +44,16 @@ class SlowWork:
         *arguments: Any,
         executor: Executor | None = None,
     ) -> Any:
-        """What a function returns; `what` is for the log."""
+        """The result of a function; `what` is for the log."""
         run = asyncio.get_running_loop().run_in_executor
         return await patiently_async(lambda: run(executor, partial(function, *arguments)), what)
 
     async def record(self, what: str, function: Callable[..., Any], *arguments: Any) -> None:
-        """Writes what a vote or promise waits for."""
+        """Writes a record for which a vote or promise waits."""
         await self.do(what, function, *arguments, executor=self._recorder)
 
     async def mean(self, function: Callable[..., Any], effect: Reduce, *arguments: Any) -> Any:
-        """A mean; of deltas few are made at a time, lest they take all helpers."""
+        """A mean. Few means of deltas run at once, so that other work gets threads."""
         if effect.base is None:
             return await self.do("mean", function, effect, *arguments)
         async with self._means:
@@ -61,11 +61,11 @@ class SlowWork:
 
 
 END_S = 5.0
-"""What is under way as a peer ends may take so long: a disk may not answer."""
+"""Limit for work in progress when a peer ends: a disk may not answer."""
 
 
 class Tidying:
-    """Shrinks a store in a thread of its own; only the loop's thread may call this."""
+    """Shrinks a store in a separate thread; only the loop's thread may call this."""
 
     def __init__(self, store: BlobStore, on_failure: Callable[[BaseException], None]) -> None:
         """Does nothing yet; `on_failure` is called when memory stays short."""
@@ -77,14 +77,14 @@ class Tidying:
         self._is_idle.set()
 
     def ask(self) -> None:
-        """Begins to shrink, or shrinks once more after the pass under way."""
+        """Starts to shrink the store, or repeats that after the current pass."""
         self._is_asked = True
         if self._is_idle.is_set():
             self._tasks.spawn(self._run())
             self._is_idle.clear()
 
     async def stop(self) -> None:
-        """Ends after the piece at hand; returns when it has ended, or the disk does not let it."""
+        """Ends after the current piece; returns after that, or when a slow disk exceeds `END_S`."""
         self._is_asked = False
         self._ended.set()
         try:
@@ -105,7 +105,7 @@ class Tidying:
             self._is_idle.set()
 
     def _shrink(self) -> None:
-        """A disk that is too full to be tidied is no reason to wait: the next round asks again."""
+        """Shrinks the store. A disk that is too full is logged: the next round asks again."""
         try:
             self._store.shrink(self._ended.is_set)
         except StateError as error:
@@ -113,9 +113,9 @@ class Tidying:
 
 
 def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
-    """Makes a manifest and everything that it names durable.
+    """Makes a manifest and every blob that it names durable.
 
-    Its deltas, too, where they are here: who took values in their place has none.
+    Its deltas are included if they are here: a peer that fetched values instead has none.
 
     Raises:
         MissingBlobs: some are not in the store.
@@ -126,16 +126,16 @@ def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
 
 
 def missing_of(error: StateError) -> tuple[Digest, ...]:
-    """The blobs whose absence caused it."""
+    """The blobs whose absence caused the error."""
     return error.__cause__.digests if isinstance(error.__cause__, MissingBlobs) else ()
 
 
 def lease_to_stranger(
     store: BlobStore, record: Record, peer: PeerId, digest: Digest, now: float
 ) -> None:
-    """Leases a stranger that asks for a blob the manifest that it belongs to [GC].
+    """Leases all blobs of a manifest to a stranger that asks for one of them [GC].
 
-    Members fetch only what the protocol keeps for them.
+    Members fetch only blobs that the protocol keeps for them.
     """
     if peer in record.tip.members:
         return

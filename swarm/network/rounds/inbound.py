@@ -1,6 +1,7 @@
-"""Control messages of other peers: judge, fetch what they refer to, decode, verify, hand on.
+"""Control messages of other peers: each is judged, completed, decoded, verified and delivered.
 
-The proof behind a stranger's COMMIT is judged first, and the manifest only if the proof holds [L1].
+The proof of a stranger's COMMIT is judged first; the manifest is fetched only if the proof holds
+[L1].
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class CommitProofs:
     def __init__(
         self, aside: Downloads, own: BlobStore, foothold: Callable[[], Foothold], sound: Sound
     ) -> None:
-        """Waits for them.
+        """Opens nothing yet.
 
         Args:
             aside: fetches into memory.
-            own: what this peer has already.
-            foothold: what this peer believes now.
-            sound: drops signatures that are wrong.
+            own: blobs that this peer has already.
+            foothold: the state that this peer trusts now.
+            sound: drops wrong signatures.
         """
         self._aside, self._own = aside, own
         self._foothold, self._sound = foothold, sound
@@ -56,9 +57,9 @@ class CommitProofs:
     async def open(
         self, source: PeerId, payload: bytes, claim: Claim, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """The COMMIT with all signatures checked, or a HELLO if it has nothing to prove here.
+        """The COMMIT with all signatures checked, or a HELLO if it proves nothing new here.
 
-        The HELLO says what the header does: that the sender is ahead, say, and may be asked.
+        The HELLO keeps the header, which may say that the sender is ahead and can be asked.
 
         Raises:
             HostileInput: the proof does not hold, or its sender has cost too much.
@@ -103,7 +104,7 @@ class CommitProofs:
         manifests: Sequence[tuple[Digest, int]],
         costs: Costs,
     ) -> None:
-        """Brings manifests that are known to be right from who has them: one uplink is little."""
+        """Fetches known manifests from several holders: one uplink is slow."""
         certificate = path[-1].certificate
         signers = sorted(certificate.signatures) if certificate else []
         sources = tuple(dict.fromkeys([source, *signers]))[:MAX_SOURCES]
@@ -120,7 +121,7 @@ class CommitProofs:
 
     @contextmanager
     def _pinned(self, digests: Sequence[Digest]) -> Iterator[None]:
-        """Keeps blobs, and those that this peer has, in memory meanwhile and no longer."""
+        """Keeps these blobs in memory during the block, with copies of the peer's own."""
         store = self._aside.store
         store.pin(digests)
         try:
@@ -135,26 +136,27 @@ class CommitProofs:
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""Where a message has more blobs, they are asked of other peers first. Evidence of more peers is
-checked in another thread."""
+"""With more blobs than this, a message's blobs are first requested from other peers. Evidence of
+more peers than this is checked in another thread."""
 RELAYED_S = 10.0
-"""So long a proposal is asked of its relays alone; repeated after that, of its convener too."""
+"""A proposal's blobs are requested from its relays alone for this long, then from its convener
+too."""
 MAX_SHOWN = 256
-"""Blobs for which the peers that showed them are remembered."""
+"""Limit of blobs for which the peers that showed them are remembered."""
 MAX_SHOWN_BY = 16
 
 
 class Shown:
-    """Who has sent messages with which blobs, and so can be asked for them."""
+    """Peers that sent messages with a blob, and so can be asked for it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Has seen nothing; `clock` is in seconds."""
+        """Has seen no message; `clock` is in seconds."""
         self._clock = clock
         self._peers: OrderedDict[Digest, dict[PeerId, None]] = OrderedDict()
         self._first_s: dict[Digest, float] = {}
 
     def note(self, digest: Digest, peer: PeerId) -> None:
-        """A message of this peer has named the blob."""
+        """Notes that a message of this peer named the blob."""
         self._first_s.setdefault(digest, self._clock())
         peers = self._peers.setdefault(digest, {})
         self._peers.move_to_end(digest)
@@ -165,16 +167,16 @@ class Shown:
             del self._first_s[oldest]
 
     def age_s(self, digest: Digest) -> float:
-        """Since a message named the blob first."""
+        """Seconds since a message first named the blob."""
         return self._clock() - self._first_s.get(digest, self._clock())
 
     def by(self, digest: Digest) -> tuple[PeerId, ...]:
-        """Those peers, the first to show it first."""
+        """The peers that showed a blob, the first one first."""
         return tuple(self._peers.get(digest, ()))
 
 
 class Inbound:
-    """Takes control messages off the network and hands those that are in order on as events."""
+    """Receives control messages and delivers those in order as events."""
 
     def __init__(
         self,
@@ -190,14 +192,14 @@ class Inbound:
         """Waits for messages.
 
         Args:
-            transfers: fetch what members name, and aside what strangers name.
-            ledger: says who is a member, and what each sender may cost.
+            transfers: fetches blobs named by members, and separately those named by strangers.
+            ledger: knows the members, and limits the cost of each sender.
             run: its id, which signatures bind.
             deliver: takes each message that is in order.
-            foothold: what this peer believes, and strangers may prove more from.
-            judge: works out beforehand, in another thread if it is much, what will be asked of a
-                message when it is delivered.
-            me: this peer, which others may count on to pass a proposal on.
+            foothold: the state that this peer trusts, from which strangers may prove more.
+            judge: computes ahead, in another thread if it is long, what the machine will need of a
+                message.
+            me: this peer, which others may use as a relay.
         """
         self._downloads = transfers.attached
         self._proving = CommitProofs(
@@ -214,7 +216,7 @@ class Inbound:
         self._tasks = Tasks("the inbox")
 
     def take(self, source: PeerId, payload: bytes) -> None:
-        """Takes one message, in the node's loop; what is wrong with it is counted and dropped."""
+        """Takes one message, in the node's loop; a faulty message is counted and dropped."""
         now_s = time.monotonic()
         try:
             self._ledger.take(source, Cost.SECONDS, 0, now_s)
@@ -225,7 +227,7 @@ class Inbound:
         self._tasks.spawn(self._receive(source, payload, held))
 
     async def stop(self) -> None:
-        """Drops what is on its way."""
+        """Drops messages in progress."""
         await self._tasks.stop()
 
     async def _receive(self, source: PeerId, payload: bytes, held: Held) -> None:
@@ -238,7 +240,7 @@ class Inbound:
             self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
-            level = logging.WARNING if is_member else logging.DEBUG  # a stranger fills no log
+            level = logging.WARNING if is_member else logging.DEBUG  # a stranger must not fill it
             logger.log(level, "from=%s refused=%s: %s", source[-6:], error.reason, error)
         except TimeoutError:
             self.refused["late_attachments"] += 1
@@ -270,10 +272,10 @@ class Inbound:
     async def _open_of_stranger(
         self, source: PeerId, payload: bytes, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """Opens what a stranger sent, if it may; none of it comes to the peer's own store.
+        """Opens a stranger's message, if it may send that; its blobs never enter the peer's store.
 
         Raises:
-            HostileInput: it may not, or it costs too much, or proves nothing.
+            HostileInput: it may not, it costs too much, or it proves nothing.
         """
         claim = await _require_claim(payload, Standing.STRANGER, costs)
         if claim.kind == "commit":
@@ -289,7 +291,7 @@ class Inbound:
 
 
 async def _require_claim(payload: bytes, standing: Standing, costs: Costs) -> Claim:
-    """What a message claims to be, if its sender may send that; raises BadMessage."""
+    """The kind of a message, if its sender may send that kind; raises BadMessage."""
     claim = await costs.parsing(partial(claim_of, payload))
     refusal = refusal_of(claim, standing)
     if refusal:
@@ -307,16 +309,18 @@ async def open_message(
     costs: Costs | None = None,
     me: PeerId = "",
 ) -> tuple[messages.Header, messages.Message]:
-    """Fetches what a message refers to, then what that names in turn, and decodes it.
+    """Fetches the blobs that a message names, then those that these name, and decodes it.
 
-    Its sender is asked first, then peers that hold the blob by this message or have `shown` it:
-    one uplink should not have to carry a manifest to everybody. The offers of a large roster are
-    asked of those that made them: from the convener alone 256 peers would get 2 GB in all. A
-    proposal that names relays is asked of these alone for `RELAYED_S`, but by themselves [D4].
+    The sender is asked first, then peers that hold the blob by this message or have `shown` it. One
+    uplink should not have to carry a manifest to everybody. The offers of a large roster are
+    requested from their makers, since 256 peers would get 2 GB in all from the convener alone. For
+    `RELAYED_S`, a proposal that names relays is requested only from them, except by the relays
+    themselves (blob relays).
 
     Raises:
-        BadMessage: not of the schema.
-        TooCostly: its sender has had too much fetched already; without `costs` it may have all.
+        BadMessage: it does not fit the schema.
+        TooCostly: its sender has caused too many fetches already; without `costs` there is no
+            limit.
     """
     costs = costs or Costs(source, Ledger())
     shown = shown or Shown()
@@ -333,7 +337,7 @@ async def open_message(
             if bare.relays and me not in bare.relays:
                 wants = [_relayed(want, in_turn(bare.relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
-        # As they lie in the store: 255 peers that wait for their turn may show one manifest.
+        # Not copied: 255 peers that wait for their turn may show one manifest.
         blobs.update({digest: store.get(digest) or b"" for digest, _ in wanted})
 
     await bring(bare.attachments)
@@ -343,7 +347,7 @@ async def open_message(
 
 
 def _is_much(message: messages.Message) -> bool:
-    """Whether to check a message in another thread: it shows a signature of each of many peers."""
+    """Whether to check a message in another thread, since it has signatures of many peers."""
     if isinstance(message, messages.Commit):
         certificates = (message.certificate, *(link.certificate for link in message.path))
         return sum(len(each.signatures) for each in certificates if each) > MANY
@@ -358,7 +362,7 @@ def _wants(
     holders: Mapping[Digest, tuple[PeerId, ...]],
     shown: Shown,
 ) -> list[Want]:
-    """From whom to fetch what is not here."""
+    """Missing blobs, with the peers to fetch them from."""
     wants = []
     for digest, size in absent:
         named = holders.get(digest, ())[:MAX_SHOWN_BY]
@@ -370,7 +374,7 @@ def _wants(
 
 
 def _relayed(want: Want, relays: Sequence[PeerId], shown: Shown) -> Want:
-    """Asks relays, and all others once these have had their time."""
+    """Asks relays only, and all others too once `RELAYED_S` has passed."""
     others = want.sources if shown.age_s(want.digest) >= RELAYED_S else ()
     return replace(want, sources=tuple(dict.fromkeys([*relays, *others])))
 
@@ -382,5 +386,5 @@ def _log_failure(digest: str, peer: str, reason: str) -> None:
 def verified(
     header: messages.Header, message: messages.Message, source: PeerId, run: str
 ) -> messages.Message:
-    """The message with its right signatures alone; see `swarm.protocol.messages.signatures`."""
+    """The message with its valid signatures only; see `swarm.protocol.messages.signatures`."""
     return signatures.verified(header, message, source, run, verify)

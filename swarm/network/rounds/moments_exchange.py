@@ -1,4 +1,4 @@
-"""Moments of experts between peers: put out, asked for, fetched, checked, confirmed."""
+"""Moments of experts between peers: offered, asked for, fetched, checked, confirmed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 MOMENTS_QUESTION = b"moments "
 ASK_S = 3.0
 MAX_FAILURES = 3
-"""A giver from which a blob did not come so often is not waited for."""
+"""A giver is given up after this many failed fetches of a blob."""
 
 
 class MomentsClient:
-    """What a peer wants of others; runs in the node's loop."""
+    """Asks other peers for moments and fetches them; runs in the node's loop."""
 
     def __init__(
         self, node: Node, downloads: Downloads, store: BlobStore, layout: Layout, run: str
@@ -40,7 +40,7 @@ class MomentsClient:
         self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
 
     async def fetch(self, moments: handover.Moments, giver: PeerId) -> bool:
-        """Whether a blob of another peer is here, checked and pinned once."""
+        """Fetches a blob, checked and pinned once; returns whether it is here."""
         layout = handover.layout_of_size(self._layout, moments.expert, moments.num_bytes)
         if layout is None:
             self._node.traffic.refuse("moments_size")
@@ -57,7 +57,7 @@ class MomentsClient:
         return False
 
     async def _download(self, moments: handover.Moments, layout: UnitLayout, giver: PeerId) -> bool:
-        """Brings a blob here; gives up when it is refused, late, or failed thrice."""
+        """Fetches a blob; gives up when it is refused, late, or has failed three times."""
         loop = asyncio.get_running_loop()
         is_hopeless = asyncio.Event()
         failures = 0
@@ -92,7 +92,7 @@ class MomentsClient:
             await asyncio.gather(fetching, gives_up, return_exceptions=True)
 
     async def ask_all(self, peers: Iterable[PeerId]) -> dict[PeerId, tuple[handover.Moments, ...]]:
-        """The answers of those that answer."""
+        """The answers of all peers that answer."""
         asked = list(peers)
         answers = await asyncio.gather(*(self.ask(peer) for peer in asked))
         return {p: a for p, a in zip(asked, answers, strict=True) if a is not None}
@@ -100,11 +100,11 @@ class MomentsClient:
     async def ask(
         self, peer: PeerId, settled: Collection[Digest] = ()
     ) -> tuple[handover.Moments, ...] | None:
-        """What a peer hands over to this one; None if it does not answer in time, or not in order.
+        """The moments that a peer hands over to this one; None without a valid answer in time.
 
         Args:
-            peer: an owner before.
-            settled: blobs of it that are here by now, or are needed no more.
+            peer: an earlier owner.
+            settled: its blobs that are here by now, or no longer needed.
         """
         payload = self.prefix + handover.encode_question(settled)
         try:
@@ -118,7 +118,7 @@ class MomentsClient:
 
 
 def _is_sound(layout: UnitLayout, content: Content) -> bool:
-    """Whether a blob that came here as something else may be taken for moments."""
+    """Whether a blob that came for another purpose is acceptable as moments."""
     try:
         check_moments(layout, content)
     except BadBlob:
@@ -127,7 +127,7 @@ def _is_sound(layout: UnitLayout, content: Content) -> bool:
 
 
 def _ignore(_: Digest) -> None:
-    """A single blob is waited for, so its arrival is no news."""
+    """The caller waits for this single blob, so its arrival needs no callback."""
 
 
 RETRY_S = 2.0
@@ -135,22 +135,22 @@ RETRY_S = 2.0
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came of looking for the moments of an expert that this peer took up."""
+    """The result of a search for the moments of an expert that this peer took up."""
 
     expert: int
     moments: handover.Moments | None
-    """None: there are none, or they did not come. Their blob is pinned until `taken`."""
+    """None if there are none, or they did not arrive. Their blob is pinned until `taken`."""
     reason: str
 
 
 class MomentsExchange:
-    """One peer's side of it; coroutines run in the node's loop, the rest is for the trainer."""
+    """One peer's exchange of moments; coroutines run in the node's loop, the rest anywhere."""
 
     def __init__(
         self, node: Node, store: BlobStore, downloads: Downloads, layout: Layout, *, run: str
     ) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        """Of taken-up experts, for the trainer."""
+        """Arrivals for experts that were taken up, for the trainer."""
         self._node, self._store = node, store
         self._client = MomentsClient(node, downloads, store, layout, run)
         self._lock = threading.Lock()
@@ -166,9 +166,9 @@ class MomentsExchange:
     def give(
         self, expert: int, number: int, content: Content, peers: Sequence[PeerId]
     ) -> handover.Moments:
-        """Puts this peer's moments of an expert, as of a round, where these peers can fetch them.
+        """Offers this peer's moments of an expert, as of a round, to these peers.
 
-        Holds a piece of them at a time.
+        Only a piece of them is in memory at a time.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -182,7 +182,7 @@ class MomentsExchange:
         return moments
 
     def is_waited_for(self, moments: handover.Moments) -> bool:
-        """Whether a new owner may yet fetch moments that were put out."""
+        """Whether a new owner may still fetch moments that were offered."""
         with self._lock:
             return bool(self._giving.waits_for(moments, time.monotonic()))
 
@@ -193,24 +193,24 @@ class MomentsExchange:
             return frozenset(self._giving.taken)
 
     def holds(self, digest: Digest) -> bool:
-        """Whether a blob is moments that are out."""
+        """Whether a blob is moments that this peer offers."""
         with self._lock:
             return self._giving.holds(digest)
 
     def take_up(self, experts: Iterable[int], previous: Manifest, manifest: Manifest) -> None:
-        """Looks for the moments of experts that are this peer's from `manifest` on.
+        """Searches for the moments of experts that are this peer's from `manifest` on.
 
-        An `Arrival` comes for each that stays this peer's: at the latest when its owners before
-        have given nothing for `PATIENCE_S`, and one `transfer_limit_s` for each blob that comes.
+        An `Arrival` comes for each expert that stays this peer's. The longest wait is `PATIENCE_S`
+        without a gift from earlier owners, plus one `transfer_limit_s` for each blob that comes.
         """
         self._node.loop.call_soon_threadsafe(self._take_up, tuple(experts), previous, manifest)
 
     def keep_only(self, experts: Collection[int]) -> None:
-        """Looks no longer for the moments of other experts."""
+        """Ends the searches for moments of other experts."""
         self._node.loop.call_soon_threadsafe(self._taking.keep_only, frozenset(experts))
 
     def taken(self, arrival: Arrival) -> None:
-        """The blob of an arrival is not needed any more."""
+        """Releases the blob of an arrival."""
         if arrival.moments:
             self._store.unpin([arrival.moments.digest])
 
@@ -220,7 +220,7 @@ class MomentsExchange:
         """The answer to a question of another peer; None if it is no question about moments.
 
         Raises:
-            BadMessage: it is one, but not of the schema.
+            BadMessage: it is one, and does not fit the schema.
         """
         if not payload.startswith(self._client.prefix):
             return None
@@ -229,7 +229,7 @@ class MomentsExchange:
             return handover.encode_answer(self._giving.asked(source, settled, time.monotonic()))
 
     async def _keep(self, moments: handover.Moments) -> None:
-        """Keeps a blob here until no new owner may fetch it any more, or this peer ends."""
+        """Keeps a blob here until no new owner can still fetch it, or this peer ends."""
         while self.is_waited_for(moments):
             await asyncio.sleep(RETRY_S)
         with self._lock:
@@ -246,7 +246,7 @@ class MomentsExchange:
             self._is_looking = True
 
     async def _look(self) -> None:
-        """Asks again and again while anything is looked for."""
+        """Repeats its questions while any search is open."""
         while self._taking.is_looking:
             answers = await self._client.ask_all(self._taking.whom_to_ask())
             for choice in self._taking.choose(answers, time.monotonic()):
@@ -255,7 +255,7 @@ class MomentsExchange:
         self._is_looking = False
 
     async def _bring(self, choice: handover.Choice) -> None:
-        """Delivers what was chosen, or the reason why there is nothing."""
+        """Delivers the chosen moments, or the reason why there are none."""
         expert = choice.search.expert
         if choice.found is None:
             self.arrivals.put(Arrival(expert, None, _why_none(choice)))

@@ -1,4 +1,4 @@
-"""Messages on their way out: what they refer to is put where their receivers can fetch it."""
+"""Outgoing messages: the blobs that they name are put where their receivers can fetch them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swarm.protocol.messages.messages import Header, Message, Offer
 from swarm.protocol.values.manifest import Digest
 
 HELD_S = 30.0
-"""How long what a message refers to is held for its receivers, who drop the message after 20 s: a
-certificate, say, is in no manifest, so that the next collection would take it from under them."""
+"""How long the blobs of a message are kept for its receivers, which drop the message after 20 s.
+Otherwise the next collection would remove, say, a certificate, which is in no manifest."""
 KEPT = 256
-"""Blobs of messages that are known as such, and the most that are held."""
+"""Limit of known blobs of messages, and of kept ones."""
 REPEATED = 4
-"""Messages whose bytes are kept: a convener posts the same one or two to all members."""
+"""Messages whose bytes are kept: a convener sends the same one or two to all members."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +31,35 @@ class _Encoded:
 
 
 class Outbound:
-    """Encodes messages; `digest in outbound` says whether a blob went with one lately."""
+    """Encodes messages; `digest in outbound` says whether a recent message named a blob."""
 
     def __init__(self, store: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
-        """Has sent nothing; `clock` is in seconds."""
+        """Has sent no message; `clock` is in seconds."""
         self._store, self._clock = store, clock
         self._sent: deque[Digest] = deque(maxlen=KEPT)
         """Offers, manifests and certificates."""
         self._held: OrderedDict[Digest, float] = OrderedDict()
-        """The latest of them, with when they were sent last; the oldest is first."""
+        """The latest of them, with the time of their last message; the oldest is first."""
         self._encoded: deque[_Encoded] = deque(maxlen=REPEATED)
         self._experts = frozenset[Digest]()
 
     def offered(self, offer: Offer) -> None:
-        """What this peer offers now; from any thread."""
+        """Notes this peer's current offer; from any thread."""
         experts = [u for unit, u in offer.units.items() if expert_of_unit(unit) is not None]
         self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
 
     def may_wait(self, digest: Digest) -> bool:
-        """Whether a blob is an expert that this peer offers: means of others wait for the rest."""
+        """Whether a blob is an expert that this peer offers: other blobs, for means, go first."""
         return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._sent
 
     def encode(self, header: Header, message: Message) -> bytes:
-        """The message's payload. Blobs that it refers to are put into the store and pinned there.
+        """The message's payload. The blobs that it names are put into the store and pinned there.
 
         Raises:
-            StateError: the store cannot take it.
+            StateError: the store cannot take them.
         """
         self._release()
         for known in self._encoded:
@@ -77,7 +77,7 @@ class Outbound:
         return payload
 
     def _hold(self, digests: Iterable[Digest]) -> None:
-        """Pins the blobs that are not pinned yet, before they can be collected."""
+        """Pins blobs that are not yet pinned, before they can be collected."""
         for digest in digests:
             if digest not in self._held:
                 self._store.pin([digest])
@@ -85,7 +85,7 @@ class Outbound:
             self._held.move_to_end(digest)
 
     def _release(self) -> None:
-        """Lets go of what nobody can be waiting for any more, or of the oldest of too much."""
+        """Unpins blobs that no receiver waits for any more, or the oldest if there are too many."""
         too_old = self._clock() - HELD_S
         while self._held:
             digest, sent = next(iter(self._held.items()))

@@ -28,18 +28,18 @@ from swarm.protocol.values.manifest import Digest, Head, Kind
 logger = logging.getLogger(__name__)
 
 REFORM = f'"{Kind.REFORM.value}"'.encode()
-"""Is in the line of each link whose head is a reform, and of some others."""
+"""Contained in the line of each link whose head is a reform, and in some other lines."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What was read of a chain file.
+    """The content of a chain file.
 
     Attributes:
-        links: all that are whole, as they were written.
-        torn: digests of links that are behind a damaged line.
-        has_beginning: whether the first line is whole.
-        has_end: whether the last line is.
+        links: all intact links, in the order of writing.
+        torn: digests of links behind a damaged line.
+        has_beginning: whether the first line is intact.
+        has_end: whether the last line is intact.
     """
 
     links: tuple[Link, ...] = ()
@@ -50,31 +50,32 @@ class Kept:
 
 @dataclass(frozen=True)
 class ChainFile:
-    """Where one peer's chain of one run lives; its methods may run in several threads."""
+    """The file of one peer's chain of one run; its methods may run in several threads."""
 
     path: Path
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    """While lines are added, or the file changes place: milliseconds."""
+    """Held for milliseconds while lines are added, or the file is replaced."""
     _replacing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def append(self, links: Sequence[Link]) -> None:
-        """Makes links durable, behind those that are there."""
+        """Makes links durable, after those in the file."""
         if links:
             with self._writing:
                 lines = b"".join(map(_line, links))
                 durable.append_lines(self.path, lines, sync=True)
 
     def rewrite(self, links: Callable[[], Sequence[Link]]) -> None:
-        """Puts these links in the place of those that are there, durably.
+        """Replaces the links in the file, durably.
 
-        What is appended while this writes stays behind them, and waits for no more than the change
-        of place.
+        Links that are appended during the write stay behind the new ones. An append waits only
+        while the file is replaced.
 
         Args:
-            links: asked once, for the links of now; all that are in the file by then are judged.
+            links: called once, while nothing is appended; it must account for all links in the
+                file.
 
         Raises:
-            OSError: the disk refused to write; what cannot be read is replaced.
+            OSError: the disk refused to write. Links that cannot be read are replaced.
         """
         with self._replacing:
             reforms, new = self.read(holding=REFORM), durable.beside(self.path)
@@ -91,7 +92,7 @@ class ChainFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def _since(self, size: int) -> bytes:
-        """What was appended since the file had so many bytes."""
+        """The bytes appended since the file had this size."""
         if self._size() <= size:
             return b""
         with self.path.open("rb") as file:
@@ -99,15 +100,15 @@ class ChainFile:
             return file.read()
 
     def read(self, *, holding: bytes = b"") -> tuple[Link, ...]:
-        """All links that are whole, oldest first; none if there is no file, or no reading it.
+        """All intact links, oldest first; none if there is no file, or it cannot be read.
 
         Args:
-            holding: those alone whose lines hold these bytes; at 256 members a line has 34 kB.
+            holding: limits the result to lines with these bytes; at 256 members a line has 34 kB.
         """
         return tuple(link for link in self._read(holding) if link)
 
     def read_kept(self) -> Kept:
-        """The same, and where some are lost."""
+        """All intact links, and where links are lost."""
         links, torn, is_torn = list[Link](), set[Digest](), not self.path.exists()
         has_beginning = not is_torn
         for link in self._read(b""):
@@ -116,14 +117,14 @@ class ChainFile:
                 continue
             if is_torn:
                 has_beginning = has_beginning and bool(links)
-                link = replace(link, alike=False)  # than one that is not here
+                link = replace(link, alike=False)  # like a link that is not here
                 torn.add(link.head.digest)
             links.append(link)
             is_torn = False
         return Kept(tuple(links), frozenset(torn), has_beginning and bool(links), not is_torn)
 
     def _read(self, holding: bytes) -> Iterator[Link | None]:
-        """The links; None in the place of a damaged line, or of the rest if it cannot be read."""
+        """The links; None for a damaged line, or for the rest if it cannot be read."""
         if not self.path.exists():
             return
         try:
@@ -156,23 +157,23 @@ def _line(link: Link) -> bytes:
 
 
 _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What keeps a file from being read that is whole."""
+"""Errors that prevent reading an intact file."""
 
 
 def with_digest(body: bytes) -> bytes:
-    """What a file holds that is to notice when it was torn or changed."""
+    """The bytes of a file that can tell whether it was torn or changed."""
     return blake3(body).hexdigest().encode() + b"\n" + body
 
 
 def without_digest(content: bytes) -> bytes | None:
-    """The body of such a file; None if it is not what was written."""
+    """The body of such a file; None if it was torn or changed."""
     digest, _, body = content.partition(b"\n")
     return body if blake3(body).hexdigest().encode() == digest else None
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """Where one peer's record of one run lives."""
+    """The file of one peer's record of one run."""
 
     path: Path
 
@@ -189,14 +190,14 @@ class RecordFile:
     def write(self, record: Record, links: Sequence[Link] = ()) -> None:
         """Makes the record durable: when this returns it survives a kill and a power cut.
 
-        Before it, what the chain of heads has gained: a link more than the tip's does no harm.
-        Killed at any moment, it leaves an intact record, if there was one.
+        The new links of the chain of heads are written first: a link after the tip does no harm.
+        A kill at any moment leaves an intact record, if there was one.
         """
         self.chain.append(links)
         content = with_digest(encode_record(record))
         if self._is_lost():
-            # The damaged one must not become the predecessor, nor the one before it stay there:
-            # its peer may have voted at more heights since than it would abstain from [P5].
+            # The damaged record must not become the predecessor, and the older one must not stay:
+            # its peer may have voted since at more heights than it would abstain from [P5].
             durable.write_file(self.previous, content)
             durable.write_file(self.path, content)
         else:
@@ -245,8 +246,7 @@ class RecordFile:
 
         Args:
             record: of this peer.
-            founding: manifest 0's head, with which a chain begins again that has lost its
-                beginning.
+            founding: manifest 0's head, with which a chain begins if its beginning is lost.
         """
         kept = self.chain.read_kept()
         links, torn = kept.links, kept.torn
@@ -261,9 +261,9 @@ class RecordFile:
         return chain
 
     def read_earlier(self) -> Record | None:
-        """The record before the newest, when the newest's state is lost; None if there is none.
+        """The record before the newest, if the newest's state is lost; None if there is none.
 
-        Its votes are forgotten too: they were for what was lost.
+        Its votes are forgotten: they were for values that are lost.
         """
         try:
             record = _read(self.previous)
@@ -275,7 +275,7 @@ class RecordFile:
 def _rolled_back(record: Record, problems: list[str]) -> Record:
     abstaining_record = chain_record.rolled_back(record)
     logger.warning(
-        "%s; going on from height %d without voting up to height %d",
+        "%s; continuing from height %d without voting up to height %d",
         "; ".join(problems),
         record.tip.height,
         abstaining_record.abstain_until_height,
@@ -288,7 +288,7 @@ def _read(path: Path) -> Record:
         body = without_digest(path.read_bytes())
     except FileNotFoundError:
         raise
-    except OSError as error:  # as of a sector that went bad
+    except OSError as error:  # for example, a bad sector
         if denied := no_access(error):
             raise denied from error
         if error.errno in _NO_DAMAGE:
@@ -303,7 +303,7 @@ def _read(path: Path) -> Record:
     repaired = chain_record.repaired(record)
     if repaired:
         logger.warning(
-            "%s has a ballot beyond the bound; going on without it and without voting up to "
+            "%s has a ballot beyond the bound; continuing without it and without voting up to "
             "height %d",
             path.name,
             repaired.abstain_until_height,

@@ -1,7 +1,7 @@
-"""What a peer computes for a round: means of values and of deltas, and values that deltas make.
+"""Computations of a peer for a round: means of values, means of deltas, and values from deltas.
 
-Means of deltas leave something over, which is a blob of the store while it is good
-(`swarm.protocol.exchange.deltas` says how long); nothing of that is durable.
+Means of deltas leave a remainder, a blob in the store while it is valid (how long:
+`swarm.protocol.exchange.deltas`). Remainders are not durable.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]
-"""The merged experts of a due tip, computed from its agreed values as they are asked for."""
+"""The merged experts of a due tip, computed on demand from its agreed values."""
 OpenValue = Callable[[int], Draft]
-"""Of so many bytes."""
+"""Opens a draft of this many bytes."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """What was computed for a `Reduce`.
+    """The result of a `Reduce`.
 
     Attributes:
-        result: for the round machine; its blobs are in the store, pinned until that heard of them.
-        left: what the mean of deltas left over, a blob that is pinned until somebody lets it go.
+        result: for the round machine; its blobs stay pinned in the store until the machine knows.
+        left: the remainder of a mean of deltas, a blob that is pinned until it is released.
     """
 
     result: ReducedUnit
@@ -41,20 +41,20 @@ class Mean:
 
 
 class LeftOver:
-    """What means of deltas made here left over, kept for the next ones; in the node's loop."""
+    """Remainders of means of deltas made here, kept for the next ones; in the node's loop."""
 
     def __init__(self, store: BlobStore, tip: Manifest, rules: Rules) -> None:
-        """See `Remainders`; what is due once a cycle is good for some cycles."""
+        """See `Remainders`; the remainder of a unit due once a cycle is valid for some cycles."""
         self._store, self._tip = store, tip
         self._remainders = Remainders[Digest](tip.digest, rules.silent_rounds)
         self._pinned = set[Digest]()
 
     def of(self, effect: Reduce) -> Digest | None:
-        """What is to be added to a mean."""
+        """The remainder to add to a mean."""
         return self._remainders.of(effect.unit) if effect.base else None
 
     def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
-        """A mean of deltas was made after this tip."""
+        """Notes a mean of deltas that was made after this tip."""
         if mean.left is None or mean.result.delta is None:
             return
         self._remainders.found(tip.digest, unit, mean.result.delta, mean.left)
@@ -64,20 +64,20 @@ class LeftOver:
         self._let_go()
 
     def applied(self, manifest: Manifest) -> None:
-        """There is a new tip."""
+        """Notes a new tip."""
         self._remainders.applied(manifest, self._tip)
         self._tip = manifest
         self._let_go()
 
     def _let_go(self) -> None:
-        """Pins what is good and nothing else; each came with one pin."""
+        """Pins valid remainders only; each came with one pin."""
         good = {left for _, left in self._remainders.items()}
         self._store.unpin(self._pinned - good)
         self._pinned &= good
 
 
 class Reductions:
-    """Computes in whatever thread it is called."""
+    """Computes in the caller's thread."""
 
     def __init__(
         self,
@@ -86,23 +86,23 @@ class Reductions:
         open_value: OpenValue,
         is_stored: Callable[[Digest], None],
     ) -> None:
-        """Nothing is computed yet.
+        """Has computed nothing yet.
 
         Args:
             store: of the peer.
             layout: of the run.
-            open_value: room for a value; the round machine hears when it is finished.
-            is_stored: tells the machine of a blob that is pinned for it.
+            open_value: opens a draft for a value; the round machine gets an event at its end.
+            is_stored: reports a blob that is pinned for the machine.
         """
         self.store, self.layout = store, layout
         self.open_value, self.is_stored = open_value, is_stored
 
     def mean(self, effect: Reduce, remainder: Digest | None) -> Mean | None:
-        """The mean that a `Reduce` asks for; None if a blob that it takes is no longer here.
+        """The mean for a `Reduce`; None if a blob that it needs is no longer here.
 
         Args:
             effect: with or without deltas.
-            remainder: what the mean of the unit's deltas before left over.
+            remainder: of the unit's previous mean of deltas.
         """
         wanted = [digest for _, digest in effect.inputs]
         with kept(self.store, [*wanted, *filter(None, [effect.base, remainder])]) as missing:
@@ -142,14 +142,14 @@ class Reductions:
                 value.write(run.value)
                 left.write(run.left)
             made, moved = delta.finish(), value.finish()
-            self.store.sync([made, moved])  # before anybody hears of them [W5]
+            self.store.sync([made, moved])  # before others learn of them (delta means)
             return Mean(ReducedUnit(moved, sizes[1], made), left.finish())
 
     def rebuild(self, effect: Rebuild) -> str | None:
-        """Stores the value that a delta makes of another; the machine hears of it.
+        """Computes a value from its base and its delta, stores it and reports it.
 
         Returns:
-            None, or why that is not the value: it is not here then.
+            None, or why the result is not that value, which is then not stored.
         """
         layout = self.layout.by_unit[effect.unit]
         with kept(self.store, [effect.base, effect.delta]) as missing:

@@ -43,7 +43,7 @@ CarryOut = Callable[[events.Effect], Awaitable[None]]
 class RoundObserver:
     """Callbacks of the driver of rounds; a subclass overrides those that it needs.
 
-    The driver waits for each method, so a method that blocks holds the peer up.
+    The driver waits for each method, so a method that blocks delays the peer.
     """
 
     def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
@@ -72,7 +72,7 @@ UNWATCHED = RoundObserver()
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (events.Topic.TAKEOVER, events.Topic.FORK, events.Topic.ADMISSION)
-"""Topics that are rare and explain a long round to people."""
+"""Rare topics that explain a long round to people."""
 
 
 class RoundDriver:
@@ -114,7 +114,7 @@ class RoundDriver:
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
         self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
-        self._parent = machine.record.parent  # of the tip that is recorded
+        self._parent = machine.record.parent  # of the recorded tip
         self._applied = [Applied(machine.tip, time.monotonic(), "start", self._parent)]
         self._left: str | None = None
         self._failure: BaseException | None = None
@@ -129,12 +129,12 @@ class RoundDriver:
 
     @property
     def newest(self) -> Applied:
-        """The same, with its parent and when it was applied, by `time.monotonic`."""
+        """The newest tip, its parent, and when it was applied by `time.monotonic`."""
         return self._applied[-1]
 
     @property
     def last_reason(self) -> str:
-        """Reason of the protocol's last action, for people."""
+        """Reason of the protocol's last action, in a sentence."""
         return self.reasons[-1].text if self.reasons else ""
 
     @property
@@ -151,22 +151,22 @@ class RoundDriver:
         self._send_in(events.Unobtainable(digest, self.node.peer_id, why))
 
     def open_value(self, num_bytes: int) -> Draft:
-        """The same for a value that is written piece by piece; the machine hears of its end."""
+        """Opens a draft for a value in pieces; its end is reported to the machine."""
         return self.store.draft(num_bytes, self._has)
 
     def _has(self, digest: Digest) -> None:
         self._send_in(events.Stored(digest))
 
     def offer(self, offer: Offer) -> None:
-        """Puts finished local steps into the round; private state must be durable by now [P6]."""
+        """Puts finished local steps into the round; private state must already be durable [P6]."""
         self.observer.before_offer()
         self.outbound.offered(offer)
         self._send_in(events.Offered(offer))
 
     def expect(self, tip: Digest, remaining_s: float) -> None:
-        """Says when the local steps on a tip will be done; more often than twice a second is lost.
+        """Says when the local steps on a tip will be done; at most two calls a second take effect.
 
-        The convener waits for members that are worth the wait.
+        The convener waits for members whose work is worth the delay.
         """
         now = time.monotonic()
         if now - self._expected_at >= EXPECT_EVERY_S:
@@ -174,7 +174,7 @@ class RoundDriver:
             self._send_in(events.Expected(tip, remaining_s))
 
     def discovered(self, peers: Sequence[PeerId]) -> None:
-        """Gives the machine the run's peers by the DHT, on any chain."""
+        """Reports the run's peers in the DHT, on any chain, to the machine."""
         self._send_in(events.Discovered(tuple(peers)))
 
     def leave(self) -> None:
@@ -221,7 +221,7 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        """The actor and its ticks are not supervised: a failure may leave their work half done."""
+        """Starts the actor and its ticks, unsupervised: a failure may leave work half done."""
         try:
             self._actor.spawn(self._run())
             self._actor.spawn(self._tick())
@@ -251,7 +251,7 @@ class RoundDriver:
             await self._carry_out(effects)
 
     def _work_failed(self, error: BaseException) -> None:
-        """Costs a round at worst; but without memory nothing would get better."""
+        """Ends the driver if memory is short; any other failure costs at most a round."""
         if isinstance(error, OutOfMemory):
             self._fail(error)
 
@@ -287,7 +287,7 @@ class RoundDriver:
     async def _send(self, effect: events.Send) -> None:
         try:
             payload = self.outbound.encode(effect.header, effect.message)
-        except StateError as error:  # as good as lost on the way
+        except StateError as error:  # treated as lost in transit
             logger.error("a message was not sent: %s", error)
             return
         self._work.spawn(self._post(effect.destination, payload))

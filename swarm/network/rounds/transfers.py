@@ -1,4 +1,4 @@
-"""Carries out the round machine's `Fetch` effects: one running fetch for each purpose."""
+"""Executes the round machine's `Fetch` effects: one running fetch for each purpose."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class Transfers:
-    """Brings blobs here and reports each as an event; runs in the node's loop.
+    """Fetches blobs and reports each as an event; runs in the node's loop.
 
     Attributes:
         downloads: fetch into the peer's own store.
-        experts: fetch experts there, on streams of their own: these may yield to what is averaged,
-            which would else wait behind them.
-        attached: fetch there what messages name, on streams of their own: it does not wait for
-            values that were asked for before.
-        aside: fetch into one in memory, for what strangers send.
-        pace: how fast that went.
+        experts: fetches experts there, on separate streams: on shared ones, values for means would
+            wait behind experts, which may yield to them.
+        attached: fetches blobs named by messages there, on separate streams, so that these do not
+            wait for values requested before.
+        aside: fetches into memory, for messages of strangers.
+        pace: the measured speed of fetches.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class Transfers:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """At which this peer receives; 0: not known."""
+        """The rate at which this peer receives; 0 if unknown."""
         return self.pace.rate_bytes_per_s(self._clock())
 
     def measured(self, due: Mapping[Unit, int]) -> Measured:
-        """What timers are computed from; see `Pace.measured`."""
+        """The figures from which timers are computed; see `Pace.measured`."""
         return self.pace.measured(due, self._clock())
 
     async def start(self, effect: Fetch) -> None:
-        """Starts a fetch in place of the running one of its purpose."""
+        """Starts a fetch, in place of the one running for its purpose."""
         await self.cancel(effect.purpose)
         units = {want.digest: want for want in effect.wants}
         pinned = set(units)
         self._store.pin(pinned)
         task = asyncio.create_task(self._fetch(effect, units, pinned))
-        # What never arrived has no event that would take its pin back. A task that is cancelled
-        # before its first step cannot do that itself.
+        # A blob that never arrived has no event that would unpin it. A task that is cancelled
+        # before its first step cannot unpin it either.
         task.add_done_callback(lambda _: self._store.unpin(pinned))
         self._running[effect.purpose] = task
 
@@ -97,8 +97,8 @@ class Transfers:
         self, effect: Fetch, units: dict[Digest, BlobWanted], pinned: set[Digest]
     ) -> None:
         def stored(digest: Digest) -> None:
-            if digest in pinned:  # a try that the disk ended has not reported it
-                pinned.discard(digest)  # from here on the event holds the pin
+            if digest in pinned:  # not if a failed attempt has reported it
+                pinned.discard(digest)  # the event now holds the pin
                 self._deliver(Stored(digest))
 
         try:
@@ -137,7 +137,10 @@ class Transfers:
             await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
-        """Leaves out updates that are here already, for whatever reason, and are refused [U1]."""
+        """Leaves out updates that are already here, for another reason, and are refused.
+
+        Policy: update bounds.
+        """
         return tuple([want for want in wants if await self._is_sound(want)])
 
     async def _is_sound(self, want: BlobWanted) -> bool:

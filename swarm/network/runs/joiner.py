@@ -1,4 +1,4 @@
-"""How a peer takes over the state of a run that is under way, and discovers its other peers."""
+"""How a peer takes over the state of an active run, and discovers its other peers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 STUCK_S = 10.0
 """After this long without progress, a state may have been collected everywhere."""
 LONGEST_REST_S = 60.0
-"""Pause between two attempts: each asks a peer for a proof, which may cost that peer seconds."""
+"""Longest pause between two attempts: each asks a peer for a proof, which may cost it seconds."""
 
 
 async def present_peers(
@@ -50,7 +50,7 @@ async def present_peers(
     """Records of a run's present peers.
 
     Args:
-        node: that asks.
+        node: sends the request.
         run: its id.
         shards: parts of the record keys to read; all together cost megabytes in a large run.
 
@@ -86,13 +86,13 @@ async def fetch_newest_state(
 ) -> Shown:
     """Fetches the state of a tip, or of a newer one once the tip's blobs are no longer available.
 
-    A slow line has all the time it needs. A state without any progress is given up in the end.
+    A slow link has all the time it needs. A state without any progress is given up in the end.
 
     Args:
         node: its peers are asked.
-        store: where blobs go.
+        store: gets the blobs.
         downloads: fetches into it.
-        layout: what a value must look like.
+        layout: sizes that the values must have.
         run: as announced.
         shown: with the tip to begin with.
         trust: start of the proof of a newer tip.
@@ -102,10 +102,10 @@ async def fetch_newest_state(
         sleep: waits between attempts.
 
     Returns:
-        The tip whose state is here, whole and durable.
+        The tip whose state is here, complete and durable.
 
     Raises:
-        NobodyReachable: nothing of the tip came for an hour, and nobody showed a newer one.
+        NobodyReachable: nothing of the tip arrived for an hour, and nobody showed a newer one.
         StateError: the disk failed, or stayed full for longer than the retries last.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
@@ -145,7 +145,7 @@ async def _newer_than(tip: Manifest, asking: Awaitable[Shown]) -> Shown | None:
 
 
 def _attempts_for(store: BlobStore, tip: Manifest, now_s: float) -> FetchAttempts:
-    """Before the first attempt to fetch a tip, which may take days."""
+    """The attempts to fetch a tip, before the first; fetching may take days."""
     return FetchAttempts.begun(
         now_s, _bytes_here(store, tip), whole_s=math.inf, longest_rest_s=LONGEST_REST_S
     )
@@ -155,14 +155,14 @@ def _lost(store: BlobStore, tip: Manifest, why: str) -> NobodyReachable:
     missing = sum(not store.has(digest) for digest in tip.sizes)
     return NobodyReachable(
         f"no peer that answers has {missing} values of round {tip.round}: {why}",
-        hint="start again once more peers of the run are there; what came is kept",
+        hint="start again once more peers of the run are present; received values are kept",
     )
 
 
 async def _comes(
     fetch: Coroutine[Any, Any, None], node: Node, store: BlobStore, manifest: Manifest
 ) -> bool:
-    """Fetches a state; returns False, and gives it up, when nothing of it came for `STUCK_S`."""
+    """Fetches a state; returns False, and gives up, when nothing of it arrived for `STUCK_S`."""
     fetching = asyncio.create_task(fetch)
     try:
         while not fetching.done():
@@ -193,14 +193,14 @@ async def fetch_state(
 
     Args:
         downloads: fetches.
-        store: where blobs go.
-        layout: what a value must look like.
+        store: gets the blobs.
+        layout: sizes that the values must have.
         manifest: the state to take over.
         sources: members that may have it.
         on_blob: called with bytes here and bytes in all.
 
     Raises:
-        BadManifest: its blobs are not those of this layout.
+        BadManifest: its blobs do not fit this layout.
         StateError: the disk failed.
     """
     check_state(manifest, layout)
@@ -270,8 +270,8 @@ class _Keeping:
             digests, self._new, self._num_bytes = self._new, [], 0
             try:
                 await loop.run_in_executor(None, self._store.sync, digests)
-            except StateError as error:  # the sync of everything says it if it does not pass
-                logger.warning("what has come is not durable yet: %s", error)
+            except StateError as error:  # the last sync reports it if it lasts
+                logger.warning("received values are not durable yet: %s", error)
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:
@@ -284,7 +284,7 @@ def _rotated(sources: Sequence[PeerId], by: int) -> tuple[PeerId, ...]:
 
 
 class PeerDiscovery:
-    """The looks of one peer; it begins with all keys, then goes round from one by lot."""
+    """Reads presence keys for one peer: first all, then one after the other from a random one."""
 
     def __init__(self, node: Node, run: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads nothing yet.
@@ -301,11 +301,11 @@ class PeerDiscovery:
         self._has_failed = False
 
     async def look(self) -> dict[PeerId, PeerRecord]:
-        """Records of the shards that are due; none before the next look.
+        """Records of the shards that are due; none before the next due time.
 
         Raises:
-            NobodyReachable: the DHT did not answer; from then on keys are read one by one, since
-                one that is not to be read must not hide the others, until one was read.
+            NobodyReachable: the DHT did not answer. After that, keys are read one by one until one
+                succeeds: an unreadable key must not hide the others.
             NetworkDown: the daemon is dead.
         """
         if self._clock() < self._next_s:

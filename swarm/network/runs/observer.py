@@ -1,7 +1,7 @@
-"""A guest who only reads: finds a run, looks at its records, fetches its newest model.
+"""An observer that only reads: finds a run, looks at its records, fetches its newest model.
 
-It dials out and forgets its identity, so it disturbs nobody. It publishes nothing but scores, and
-those only on request, under the key of the person who measured them.
+It only dials out and does not keep its identity, so it disturbs nobody. It publishes nothing but
+scores, and those only on request, under the key of the person who measured them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 GRACE_S = 1.0
 """An observer waits less for a newer tip than a joiner, because an observer looks again."""
 RENEW_S = records.EVENT_TTL_S / 3
-"""Scores are repeated so often; they outlive two attempts that fail."""
+"""Interval of repeating scores; they outlive two failed attempts."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Seen:
     """Records of one run that have not expired, by the peer that signed them.
 
     Attributes:
-        published: when a peer published its presence: seconds since 1970 by its own clock.
-        at: when all this was read, likewise by the clock here.
+        published: when a peer published its presence, in seconds since 1970 by its own clock.
+        at: when all this was read, in seconds since 1970 by the clock here.
     """
 
     peers: Mapping[PeerId, records.PeerRecord]
@@ -81,13 +81,13 @@ class Observer:
         vouched: Digest | None = None,
         signer: Identity | None = None,
     ) -> Observer:
-        """Enters the network by any of these addresses; fetched blobs go into the store.
+        """Enters the network through any of these addresses; fetched blobs go into the store.
 
-        Tips are proved from the head that is `vouched` for, or from manifest 0. Scores are those of
-        `signer`, else of an identity that is forgotten.
+        Tips are proved from the `vouched` head, or from manifest 0. Scores are signed by `signer`,
+        or by a temporary identity.
 
         Raises:
-            NobodyReachable: none of them answers.
+            NobodyReachable: none of the addresses answers.
             NetworkDown: libp2p's daemon did not start.
             ConfigError: an address is malformed.
         """
@@ -101,16 +101,16 @@ class Observer:
         return cls(node, store, vouched, signer)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Leaves."""
+        """Leaves the network."""
         self._node.stop(timeout_s)
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
         """The run with this id, or the only one.
 
         Raises:
-            NobodyReachable: no such run is announced, maybe since its founder still prepares it, or
-                the network does not answer.
-            RunMismatch: several are, and none was named.
+            NobodyReachable: no such run is announced, perhaps because its founder still prepares
+                it, or the network does not answer.
+            RunMismatch: several runs are announced, and none was named.
         """
         node, none = self._node, f"no peer announces {wanted or 'a run'}"
 
@@ -130,7 +130,7 @@ class Observer:
         return self._within(deadline_s, "runs", found)
 
     async def _founder(self, within_s: float) -> PeerId | None:
-        """Who at the given addresses says in time that it prepares a run."""
+        """A peer at the given addresses that answers in time that it prepares a run."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 told = await answers_of(self._node, self._node.entrances)
@@ -152,7 +152,7 @@ class Observer:
                 fetch_records(node, records.ValidationRecord, records.validation_keys(run)),
                 fetch_records(node, records.ScoreRecord, records.scores_keys(run)),
             )
-            # The given ones may end, and libp2p forgets how it reached a peer by another.
+            # The given peers may end, and libp2p forgets how it reached a peer through another.
             node.remember([a for _, record in peers.values() for a in record.addresses])
             return Seen(
                 {peer: record for peer, (_, record) in peers.items()},
@@ -168,10 +168,10 @@ class Observer:
     def tip(
         self, announced: Announced, peers: Mapping[PeerId, records.PeerRecord], deadline_s: float
     ) -> Manifest:
-        """The newest manifest that a member proves, from manifest 0 or the head that is trusted.
+        """The newest manifest that a member proves, from manifest 0 or the trusted head.
 
         Raises:
-            NobodyReachable: nobody showed one in time.
+            NobodyReachable: no member proved one in time.
         """
         asked = whom_to_ask(self._node, announced, peers)
 
@@ -192,8 +192,8 @@ class Observer:
         """The run's configuration.
 
         Raises:
-            NobodyReachable: no member gave it in time.
-            RunMismatch: what came is not what was announced.
+            NobodyReachable: no member sent it in time.
+            RunMismatch: the received one differs from the announced one.
         """
         return self._within(
             deadline_s, "the run configuration", lambda: fetch_config(announced, self._downloads)
@@ -208,17 +208,17 @@ class Observer:
         on_blob: Callable[[int, int], None],
         deadline_s: float,
     ) -> None:
-        """Brings every blob of a manifest into the store, checked.
+        """Fetches every blob of a manifest into the store, checked.
 
         Args:
             manifest: the state to fetch.
-            layout: what its values must look like.
+            layout: sizes that its values must have.
             sources: peers that may have it.
             on_blob: called with bytes here and bytes in all, in the node's thread.
-            deadline_s: for all of it.
+            deadline_s: for the whole model.
 
         Raises:
-            NobodyReachable: not all was here in time.
+            NobodyReachable: not all arrived in time.
         """
         self._within(
             deadline_s,
@@ -234,9 +234,9 @@ class Observer:
         )
 
     def publish_scores(self, run: str, record: records.ScoreRecord, deadline_s: float) -> None:
-        """Shows scores to everybody who watches the run, in place of those published before.
+        """Publishes scores to all observers of the run, in place of those published before.
 
-        They are repeated until the observer stops, and expire `EVENT_TTL_S` later.
+        They are repeated until this observer stops, and expire `EVENT_TTL_S` later.
 
         Raises:
             NobodyReachable: no peer keeps them.
@@ -249,7 +249,7 @@ class Observer:
             return await publish(self._node, key, record)
 
         if not self._within(deadline_s, "a place for scores", store):
-            raise NobodyReachable("no peer keeps the scores", hint="is the run still going on?")
+            raise NobodyReachable("no peer keeps the scores", hint="is the run still active?")
 
     async def _renew(self, key: str, record: records.ScoreRecord) -> None:
         while True:
@@ -257,7 +257,7 @@ class Observer:
             try:
                 await publish(self._node, key, record)
             except (NobodyReachable, NetworkDown) as error:
-                logger.warning("the scores were not repeated, which is tried again: %s", error)
+                logger.warning("the scores were not repeated; trying again: %s", error)
 
     def _within(
         self, deadline_s: float, what: str, work: Callable[[], Awaitable[Result]]

@@ -26,15 +26,15 @@ from swarm.protocol.values.layout import Layout
 logger = logging.getLogger(__name__)
 
 FOUNDER_SILENT_S = 60.0
-"""A gathering run whose founder is not announced for so long will not begin."""
+"""A gathering run whose founder is not announced for this long will not begin."""
 SAY_AGAIN_S = 60.0
-"""How often a peer that is not counted says so."""
+"""Interval at which an uncounted peer logs that."""
 NOT_COUNTED = (
     "the run gathers {} peers and counts only those with its founder's invitation, which this peer "
     "lacks: start this peer with the founder's whole line, --invitation included, or wait until "
     "the run has begun"
 )
-"""What a peer without the invitation logs, and says in its record."""
+"""Logged by a peer without the invitation, and in its record."""
 
 
 def founding_manifest(
@@ -49,12 +49,12 @@ def founding_manifest(
     """Manifest 0: the seeded initial state, with the peers that are present as its electorate.
 
     Args:
-        founding: who founds, the configuration and the held-out tokens.
+        founding: the founder, the configuration and the held-out tokens.
         run: the run configuration.
         layout: units of the run.
         initial: digest and size of every unit's initial value.
         present: capacity of each member.
-        rooms: how many experts fit the machine of each; all of them where it is not said.
+        rooms: experts that fit the machine of each member; all of them where none is given.
     """
     members = {
         peer: manifest.Member(0, present[peer], room=rooms.get(peer, manifest.ALL_EXPERTS))
@@ -101,7 +101,7 @@ async def gather(
     announcement: RunRecord,
     mine: Callable[[], PeerRecord],
 ) -> dict[manifest.PeerId, PeerRecord]:
-    """Announces a run that is about to begin and waits for its peers; returns what they say."""
+    """Announces a gathering run and waits for its peers; returns their records."""
     said_s = 0.0
     while True:
         await heard(_announce(node, announcement, mine), None)
@@ -126,7 +126,7 @@ async def gather(
 
 
 def _is_counted(peer: manifest.PeerId, said: PeerRecord, announcement: RunRecord) -> bool:
-    """Whether a peer counts at the founding: it was given the invitation, or that is open."""
+    """Whether a peer counts at the founding: it has the invitation, or gathering is open."""
     key, run = announcement.key, announcement.run
     return not key or (said.possession != "" and proves(said.possession, key, run, peer))
 
@@ -152,7 +152,7 @@ async def await_founding(
 ) -> Announced:
     """Waits in a gathering run until its founder announces manifest 0, and returns that.
 
-    A founder that was killed and started again gathers under another name: it is followed there.
+    A founder that was killed and restarted gathers under another name, and this peer follows it.
     A peer that the founder does not count says why in its record, and in its log once a minute.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Publishes and reads the DHT's records, and checks what a stranger announces and serves."""
+"""Publishes and reads the DHT's records, and checks announcements and blobs of strangers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Answer = TypeVar("Answer")
 
 
 async def heard(call: Awaitable[Answer], otherwise: Answer) -> Answer:
-    """What the DHT answers, or something else if it does not, or while the daemon is dead.
+    """The DHT's answer, or a default if it does not answer or the daemon is dead.
 
-    It is for those who look again, or can do without: nothing may end because liars, or nodes that
-    do not answer, are nearest to a key.
+    It is for callers that ask again, or can do without an answer. Liars, or nodes that do not
+    answer, may be the nearest to a key, and must not end anything.
 
     Args:
         call: such as `publish` or `fetch_records`.
-        otherwise: what is returned where nothing was heard.
+        otherwise: returned without an answer.
     """
     try:
         return await call
@@ -44,7 +44,7 @@ async def publish(node: Node, key: str, record: records.DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the one before; see `Node.store`.
 
     Raises:
-        BadRecord: every reader would refuse it, and say so where nobody looks.
+        BadRecord: every reader would refuse it, and only log that on its own machine.
         NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
@@ -102,13 +102,13 @@ def _decoded(kind: type[records.AnyRecord], value: bytes, peer: str) -> records.
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HELD_OUT_BYTES = 8 * 1_000_000
-"""A text of the largest size as tokens of 4 bytes; some normalisers make more of it."""
+"""The largest text as tokens of 4 bytes; some normalizers make it longer."""
 MAX_TOKENIZER_BYTES = 64 * 2**20
-"""The largest in wide use, that of Gemma 3, has 33 MB."""
+"""The largest tokenizer in wide use, that of Gemma 3, has 33 MB."""
 
 
 def check_announcement(record: records.RunRecord) -> None:
-    """Refuses sizes that would take memory before a digest could tell that they are a lie.
+    """Refuses sizes that would take memory before a digest could prove them false.
 
     Raises:
         BadRecord: reason `record_size`.
@@ -127,7 +127,7 @@ def decode_config(blob: Buffer, record: records.RunRecord) -> RunConfig:
     """The configuration of an announced run.
 
     Raises:
-        BadBlob: it is none, or one beyond the bounds of `swarm.config.run_settings`.
+        BadBlob: it is no configuration, or outside the bounds of `swarm.config.run_settings`.
         RunMismatch: it is not the announced one.
     """
     try:
@@ -141,7 +141,7 @@ def decode_config(blob: Buffer, record: records.RunRecord) -> RunConfig:
 
 
 def check_state(manifest: Manifest, layout: Layout) -> None:
-    """Refuses a manifest whose blobs are not those of the run, before any is fetched.
+    """Refuses a manifest whose blobs do not fit the run's layout, before any is fetched.
 
     Raises:
         BadManifest: reason `manifest_units` or `manifest_size`.

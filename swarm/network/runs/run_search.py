@@ -1,4 +1,4 @@
-"""How a peer or an observer finds the run that was meant, and how a founder announces one."""
+"""How a peer or an observer finds the wanted run, and how a founder announces one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def encode_preparing(fingerprint: str) -> bytes:
 
 
 def decode_preparing(answer: Buffer) -> str | None:
-    """The fingerprint in such an answer of a stranger; None of all other bytes."""
+    """The fingerprint in such an answer of a stranger; None for any other bytes."""
     match = _IS_PREPARING.fullmatch(answer)
     return match[1].decode() if match else None
 
@@ -45,17 +45,17 @@ def is_forestalled(
     announced: Iterable[str],
     is_beside: bool,
 ) -> bool:
-    """Whether a peer that prepares a run is to leave founding to others, or must not found.
+    """Whether a peer that prepares a run must leave founding to others, or must not found.
 
-    Where peers prepare at the same time and ask each other, the one with the smallest id continues
+    If peers prepare at the same time and ask each other, the one with the smallest id continues
     and the others wait for it. So they neither all found nor all wait.
 
     Args:
         me: this peer.
         fingerprint: of the run that it prepares.
-        preparing: who else does at the addresses that it was given, and the run's fingerprint.
-        announced: fingerprints of the runs that those there are in.
-        is_beside: whether the run may exist next to others, so that only equal ones count.
+        preparing: peers at its given addresses that prepare a run too, with its fingerprint.
+        announced: fingerprints of the runs that peers there are in.
+        is_beside: whether the run may coexist with others, so that only equal ones count.
     """
     there = {of for peer, of in preparing.items() if peer < me}.union(announced)
     return fingerprint in there if is_beside else bool(there)
@@ -66,13 +66,13 @@ RUN_QUESTION = b"run"
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
-"""For so long only the answers of those who were asked directly are waited for."""
+"""How long only the answers of directly asked peers are awaited."""
 OPEN_S = 20.0
-"""For configuration and manifest 0 of one candidate."""
+"""Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
-"""A candidate that has not been opened by then does not keep the next one waiting."""
+"""The next candidate is tried after this long, even if the one before is not open."""
 OTHERS_S = 4.0
-"""Where other runs than the named one are announced, it is looked for no longer."""
+"""If only other runs than the named one are announced, the search ends after this long."""
 MAX_CANDIDATES = 32
 MAX_ASKED = 8
 LookOn = Callable[[], Awaitable[float]]
@@ -80,7 +80,7 @@ LookOn = Callable[[], Awaitable[float]]
 
 @dataclass(frozen=True)
 class Announced:
-    """A run that somebody announced, and who did."""
+    """An announced run, and the peers that announced it."""
 
     record: RunRecord
     publishers: tuple[PeerId, ...]
@@ -88,10 +88,10 @@ class Announced:
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose announcement was found true.
+    """A run whose announcement proved true.
 
     Attributes:
-        announced: bound by the run id and manifest 0; by the founder's word while it gathers.
+        announced: bound by the run id and manifest 0; while it gathers, only the founder's word.
         run: its configuration.
         founding: manifest 0; None while its founder gathers peers.
     """
@@ -103,11 +103,11 @@ class Opened:
 
 @dataclass(frozen=True)
 class Answers:
-    """What peers say when they are asked for their run.
+    """Answers of peers that were asked for their run.
 
     Attributes:
-        runs: that they are in.
-        preparing: those that found a run which cannot be announced yet, with its fingerprint.
+        runs: runs that they are in.
+        preparing: peers that found a run which cannot be announced yet, with its fingerprint.
     """
 
     runs: list[Announced]
@@ -115,7 +115,7 @@ class Answers:
 
 
 async def answers_of(node: Node, peers: Iterable[PeerId]) -> Answers:
-    """What these peers say about their run; many are not all asked."""
+    """The answers of these peers about their run; at most `MAX_ASKED` are asked."""
     asked = [peer for peer in dict.fromkeys(peers) if peer != node.peer_id][:MAX_ASKED]
     answers = await asyncio.gather(*(_run_of(node, peer) for peer in asked))
     said = dict(zip(asked, answers, strict=True))
@@ -125,17 +125,17 @@ async def answers_of(node: Node, peers: Iterable[PeerId]) -> Answers:
 
 
 async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
-    """The runs that these peers are in, as each of them says."""
+    """The runs that these peers are in, by their answers."""
     return (await answers_of(node, peers)).runs
 
 
 async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answers:
-    """What these peers say, as soon as one of them says anything; empty if none does in time.
+    """The answers of these peers once any of them has one; empty if none has in time.
 
     Args:
-        node: which keeps connecting to the addresses that it was given.
-        peers: who is asked.
-        within_s: for so long they are asked again and again; once in any case.
+        node: keeps connecting to its given addresses.
+        peers: whom to ask.
+        within_s: how long the question is repeated; it is asked at least once.
     """
     end_s = time.monotonic() + within_s
     while True:
@@ -169,7 +169,7 @@ async def announced_runs(node: Node) -> list[Announced]:
 
 
 def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
-    """Equal announcements together, without those that need no look to be known as false."""
+    """Equal announcements together, without those whose record alone proves them false."""
     publishers: dict[RunRecord, list[PeerId]] = {}
     for peer, record in sorted(records.items()):
         try:
@@ -199,7 +199,7 @@ def check_run_id(record: RunRecord) -> None:
 
 
 async def no_longer() -> float:
-    """Nobody is waited for: 0 s."""
+    """No more waiting: 0 s."""
     return 0.0
 
 
@@ -213,20 +213,21 @@ async def find_run(
     deadline_s: float,
     look_on: LookOn = no_longer,
 ) -> Opened | None:
-    """The run to join, or None when none shows up before the deadline.
+    """The run to join, or None if none appears before the deadline.
 
     Args:
         node: connected to the DHT.
         downloads: fetches manifest 0 and the configuration.
-        fingerprint: of the configuration that was asked for, if one was.
+        fingerprint: of the wanted configuration, if one is known.
         wanted: run id that was asked for, or that this peer was in.
-        preferred: the run that is taken if it is among several of one configuration.
-        deadline_s: how long to look; a run that is found by then is still opened.
-        look_on: asked when that is over: for how many more seconds to look.
+        preferred: the run to take if several have one configuration.
+        deadline_s: how long to search; a run that is found by then is still opened.
+        look_on: called after the deadline; returns how many more seconds to search.
 
     Raises:
-        RunMismatch: several runs are announced and none was asked for, or others than that one.
-        NobodyReachable: a peer whose address was given is in the run, and it cannot be opened.
+        RunMismatch: several runs are announced and none was named, or only others than the named
+            one.
+        NobodyReachable: a peer at a given address is in the run, and its run cannot be opened.
     """
     begin_s = time.monotonic()
     end_s = begin_s + deadline_s
@@ -262,16 +263,16 @@ async def find_run(
 async def _heard_of(
     node: Node, meant: Callable[[list[Announced]], list[Announced]], *, is_named: bool
 ) -> tuple[list[Announced], list[Announced]]:
-    """The runs of the peers at the given addresses that may be meant, and those of all others."""
+    """The possible runs of the peers at the given addresses, and those of all others."""
     asking = asyncio.create_task(answers_of(node, node.entrances))
     try:
         await asyncio.wait([asking], timeout=ALONE_S)
         told = meant(asking.result().runs) if asking.done() else []
         if not is_named and asking.done() and asking.result().preparing and not told:
-            return [], []  # the run in preparation is meant
+            return [], []  # the run in preparation is the wanted one
         rumours = [] if told else meant(await heard(announced_runs(node), []))
         several = len({run.record.run for run in rumours}) > 1
-        # Of several runs that of the given addresses is meant, unless another was named.
+        # Of several runs, that of the given addresses is the wanted one, unless another was named.
         if not rumours or asking.done() or (several and not is_named):
             told = meant((await asking).runs)
     finally:
@@ -293,7 +294,7 @@ async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConf
 async def _open(
     node: Node, downloads: Downloads, candidates: Sequence[Announced], *, is_named: bool
 ) -> Opened | None:
-    """The run among the candidates; where none was named there must be only one that is true."""
+    """The run among the candidates; if none was named, only one may prove true."""
     if is_named:
         return await _open_first(node, downloads, candidates)
     opened = await _open_each(node, downloads, candidates)
@@ -319,7 +320,7 @@ async def _open_each(
 async def _open_first(
     node: Node, downloads: Downloads, candidates: Sequence[Announced]
 ) -> Opened | None:
-    """The first candidate that proves true; each gets a moment before the next one is tried too."""
+    """The first candidate that proves true; each gets a moment before the next one is tried."""
     waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
     try:
         while waiting or running:
@@ -358,14 +359,14 @@ async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: flo
     """Fetches the blobs that an announcement names, and checks them against it.
 
     Args:
-        announced: with a run id that binds it, unless it gathers.
+        announced: its run id must bind it, unless it gathers.
         downloads: fetches from its publishers.
-        timeout_s: for each of manifest 0 and the configuration, which come at the same time.
+        timeout_s: for each of manifest 0 and the configuration, which are fetched together.
 
     Raises:
-        NobodyReachable: no publisher gave them in time.
-        HostileInput: one of them is none.
-        RunMismatch: the id, manifest 0 or the configuration is not what was announced.
+        NobodyReachable: no publisher sent them in time.
+        HostileInput: a blob is no manifest or no configuration.
+        RunMismatch: the id, manifest 0 or the configuration differs from the announced one.
     """
     record = announced.record
     if record.state is RunState.GATHERING:
@@ -390,9 +391,9 @@ async def fetch_config(
     """The run's configuration, checked against the announced fingerprint.
 
     Raises:
-        NobodyReachable: no publisher gave it in time.
+        NobodyReachable: no publisher sent it in time.
         BadBlob: it is no configuration.
-        RunMismatch: what came is not what was announced.
+        RunMismatch: it differs from the announced one.
     """
     record = announced.record
     wanted = Want(record.config, record.config_bytes, announced.publishers)
@@ -400,9 +401,9 @@ async def fetch_config(
 
 
 def whom_to_ask(node: Node, announced: Announced, present: Collection[PeerId]) -> list[PeerId]:
-    """Peers to ask for the newest tip: those of the given addresses, then others by lot.
+    """Peers to ask for the newest tip: those of the given addresses, then random others.
 
-    No figure in a record puts anybody first, and no number of records crowds out the entrances.
+    No figure in a record gives precedence, and no number of records displaces the entrances.
     """
     others = sorted({*announced.publishers, *present})
     random.shuffle(others)

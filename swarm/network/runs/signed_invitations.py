@@ -1,4 +1,4 @@
-"""Signs invitations, reads those that somebody was sent, and proves possession of them."""
+"""Signs invitations, reads received ones, and proves their possession."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def invite(
     Args:
         identity: the inviter's.
         run: id of the run.
-        uses: how many peers may come with it.
-        last_round: of the manifests that it may take somebody in.
+        uses: how many peers may join with it.
+        last_round: of the manifests in which it may admit somebody.
         invites: how many peers each of them may invite.
-        guest: the one peer that it is for, known by its key; None for any that is given the line.
+        guest: the one peer that it is for, known by its key; None for any peer that gets it.
         secret: private key of the invitation in hex digits; None for a new one.
-        weight: with how many ordinary members' work each of them is trusted.
+        weight: the trust in each of them, as a number of ordinary members' work.
     """
     if guest:
         secret, key = "", guest
@@ -56,7 +56,7 @@ def invite(
 
 
 def credential_for(private: PrivateInvitation, identity: Identity) -> Credential:
-    """What a peer shows of an invitation: with this the private key is not needed any more.
+    """What a peer shows of an invitation: the private key is no longer needed after this.
 
     Raises:
         InvitationError: it is for another peer.
@@ -72,7 +72,7 @@ def require_guest(private: PrivateInvitation, peer: PeerId) -> None:
     """Refuses an invitation that is for another peer.
 
     Raises:
-        InvitationError: it is.
+        InvitationError: it is for another peer.
     """
     if not private.secret and private.invitation.key != peer:
         raise InvitationError(
@@ -87,18 +87,18 @@ def is_of(credential: Credential, peer: PeerId) -> bool:
 
 
 def proves(possession: str, key: PeerId, run: str, guest: PeerId) -> bool:
-    """Whether a possession is by the invitation's key, for this run and guest."""
+    """Whether a possession was signed by the invitation's key, for this run and guest."""
     return signatures.is_possession(possession, key, run, guest, verify)
 
 
 def read_invitation(text: str) -> PrivateInvitation:
-    """The invitation of a line that swarm-invite printed.
+    """The invitation in a line that swarm-invite printed.
 
     Args:
         text: the word that begins with `swarm-invitation-`.
 
     Raises:
-        InvitationError: it is none, or was damaged.
+        InvitationError: the text is none, or was damaged.
     """
     private = from_text(text)
     is_whole = signatures.is_signed(private.invitation, verify)

@@ -1,4 +1,4 @@
-"""The newest tip of a run, as its members prove it to somebody who has none, or an old one."""
+"""The newest tip of a run, proved by members to a peer that has none, or an old one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 ASK_DEADLINE_S = 5.0
 BLOB_DEADLINE_S = 60.0
 GRACE_S = 5.0
-"""After the first tip that is proved others may still show a newer one; a member that names a blob
-which nobody serves holds nobody up for longer."""
+"""After the first proved tip, others may still show a newer one. A member that names a blob which
+nobody serves delays nobody for longer."""
 MAX_ASKED = 8
-"""Members asked for their tip; the newest that is proved counts."""
+"""Number of members asked for their tip; the newest proved one counts."""
 TIP_QUESTION = b"tip "
 
 Answer = TypeVar("Answer")
@@ -49,12 +49,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Trust:
-    """What a peer believes before it is shown a tip.
+    """The beliefs of a peer before it sees a tip.
 
     Attributes:
-        begin: head from which others are asked to prove theirs.
-        chain: of a peer that has a tip of its own. Others need not have its head any more, and
-            prove their tip from its place [L3].
+        begin: head from which others must prove their tip.
+        chain: of a peer that has a tip of its own. Others may have dropped its head, and prove
+            their tip from its position (chain pruning).
         is_new: whether the peer has no tip of its own, see `swarm.protocol.chain.trust`.
     """
 
@@ -64,28 +64,28 @@ class Trust:
 
     @staticmethod
     def own(chain: Chain) -> Trust:
-        """Of a peer with a tip of its own."""
+        """The trust of a peer with a tip of its own."""
         return Trust(chain.tip.digest, chain, is_new=False)
 
     def question(self, run: str) -> bytes:
-        """What to ask members of a run for."""
+        """The question for members of a run."""
         place = canonical(self.chain.tip.code).decode() if self.chain else self.begin
         return TIP_QUESTION + f"{run} {place}".encode()
 
     def rooted(self, path: Sequence[Link]) -> tuple[Link, ...]:
-        """A proof from what this peer trusts, see `Chain.rooted`."""
+        """A proof from the trusted head, see `Chain.rooted`."""
         return tuple(self.chain.rooted(path) if self.chain else path)
 
     def problem(self, commit: Commit) -> str | None:
-        """Why a tip is not believed, whose proof is rooted; None when it is."""
+        """Why a tip with a rooted proof is not believed; None when it is."""
         heads = {self.begin, *(self.chain.trusted if self.chain else ())}
         return proof_problem(commit.path, commit.manifest.head, heads, is_new=self.is_new)
 
 
 def asked_tip(payload: bytes, run: str) -> Code | Digest | None:
-    """What a stranger trusts, if this asks for the tip of the run.
+    """The head that a stranger trusts, if this is its question for the tip of the run.
 
-    The digest of a head, as a newcomer asks, or the place of its own tip.
+    A newcomer names the digest of a head, and a peer with a tip names its position.
     """
     question, _, trusted = payload.rpartition(b" ")
     if question != TIP_QUESTION + run.encode():
@@ -107,15 +107,15 @@ async def newest_tip(
     *,
     grace_s: float = GRACE_S,
 ) -> Shown:
-    """The best tip that members prove, of those that came in time.
+    """The best tip that members proved in time.
 
     Args:
-        node: that asks.
+        node: sends the questions.
         downloads: fetches manifests and proofs.
         run: as announced; its id binds manifest 0.
         peers: whom to ask.
         trust: where proofs begin; None for manifest 0.
-        grace_s: for how long others are waited for once one tip is proved.
+        grace_s: how long to wait for others once one tip is proved.
 
     Raises:
         NobodyReachable: no member proved a tip.
@@ -140,12 +140,12 @@ async def newest_tip(
 async def first_and_soon(
     questions: Sequence[Awaitable[Answer]], is_good: Callable[[Answer], bool], grace_s: float
 ) -> list[Answer]:
-    """The answers that came until some time after the first good one; the others are given up.
+    """The answers until some time after the first good one; the others are cancelled.
 
     Args:
         questions: all asked at once.
-        is_good: whether an answer is worth that others are waited for no longer than `grace_s`.
-        grace_s: that time.
+        is_good: whether an answer limits the wait for others to `grace_s`.
+        grace_s: seconds.
     """
     tasks = [asyncio.ensure_future(question) for question in questions]
     loop, pending, end_s = asyncio.get_running_loop(), set(tasks), float("inf")
@@ -199,7 +199,7 @@ async def _ask_tip(
 def _proved_tip(
     header: Header, message: Message, peer: PeerId, run: RunRecord, trust: Trust
 ) -> Shown:
-    """The tip that a COMMIT proves, whose signatures are verified only if it were one with them."""
+    """The tip that a COMMIT proves. Signatures are verified only if it could be a tip with them."""
     _checked_tip(message, run, trust)
     return _checked_tip(verified(header, message, peer, run.run), run, trust)
 

@@ -1,7 +1,7 @@
-"""Which addresses of other peers are worth trying, and when: kept on disk by the caller.
+"""Addresses of other peers: which to try, and when. The caller keeps them on disk.
 
-DHTs that were cut apart, or formed apart, become one as soon as one peer of the one pings one peer
-of the other (measured); so each peer keeps trying every peer it ever met, members first.
+DHTs that were separated, or formed separately, merge as soon as a peer of one pings a peer of the
+other (measured). So each peer keeps trying every peer that it has ever met, members first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from swarm.protocol.timing.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0
-"""A peer that answered within this is tried as often as one that has just left. A peer that was off
-for a week finds back, although all others seem to have been silent for as long."""
+"""A peer that answered within this time is tried as often as one that has just left. So a peer that
+was off for a week returns, although all others seem to have been silent for as long."""
 ALONE_EVERY_S = 2.0
-"""Nobody is in the routing table: after all peers were killed, they start one by one."""
+"""Interval while the routing table is empty: peers that were all killed start one by one."""
 MISSING_EVERY_S = 30.0
 CONNECTED_EVERY_S = 60.0
 LONGEST_S = 600.0
 
 
 class Remembered(NamedTuple):
-    """An address, and when somebody last answered there (seconds since 1970; 0 if never)."""
+    """An address, and when a peer last answered there (seconds since 1970; 0 if never)."""
 
     text: str
     answered_at: float = 0.0
@@ -34,14 +34,14 @@ class Remembered(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known about one address.
+    """The known facts of one address.
 
     Attributes:
-        address: where.
+        address: to try.
         answered_at: see `Remembered`.
-        is_given: a person named it, so it is never forgotten.
-        failures: tries since somebody last answered.
-        tried_s: when it was last tried, by a clock of this process; None: not yet.
+        is_given: whether a person named it, so that it is never forgotten.
+        failures: tries since a peer last answered.
+        tried_s: time of the last try, by a clock of this process; None if there was none.
     """
 
     address: Address
@@ -52,13 +52,13 @@ class Entry:
 
     @property
     def remembered(self) -> Remembered:
-        """What goes to disk."""
+        """The part that goes to disk."""
         return Remembered(self.address.text, self.answered_at)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Now, by the clock of the process and by that of the wall."""
+    """The present, by the clock of the process and by the wall clock."""
 
     clock_s: float
     wall: float
@@ -75,13 +75,13 @@ class Introduction:
 def introductions(
     entries: Iterable[Entry], neighbours: Collection[str], now: Moment, count: int
 ) -> list[Introduction]:
-    """The addresses to try now, those of peers that are missing first, longest untried first.
+    """The addresses to try now, those of missing peers first, longest untried first.
 
     Args:
-        entries: all that are known.
+        entries: all known addresses.
         neighbours: peer ids in the routing table.
         now: the time.
-        count: at most so many.
+        count: limit of the result.
     """
     due = []
     for entry in entries:
@@ -101,7 +101,7 @@ def introductions(
 
 
 def _every_s(entry: Entry, is_missing: bool, is_alone: bool, wall: float) -> float:
-    """How often an address is tried; for ever, since the other half may come back at any time."""
+    """Interval between tries; they never end, since the other half may return at any time."""
     if is_alone:
         return ALONE_EVERY_S
     if not is_missing:
@@ -121,18 +121,18 @@ def freshest(*lists: Iterable[Remembered], limit: int) -> tuple[Remembered, ...]
 
 
 class AddressBook:
-    """The entries of one peer; decisions about them are in `introductions`."""
+    """The addresses known to one peer; `introductions` decides about them."""
 
     def __init__(self, own_peer_id: str) -> None:
         self._own = own_peer_id
         self._entries: dict[Address, Entry] = {}
 
     def add(self, texts: Iterable[str], *, are_given: bool = False) -> None:
-        """Remembers addresses; malformed ones and one's own are left out, the worst make room."""
+        """Adds addresses, without malformed ones and one's own; the worst are dropped for room."""
         self.recall((Remembered(text) for text in texts), are_given=are_given)
 
     def recall(self, remembered: Iterable[Remembered], *, are_given: bool = False) -> None:
-        """The same with what is known of them from before."""
+        """Adds addresses with what is known of them from before."""
         for text, answered_at in remembered:
             try:
                 address = Address.parse(text)
@@ -150,14 +150,14 @@ class AddressBook:
             del self._entries[entry.address]
 
     def next(self, neighbours: Collection[str], now: Moment, count: int) -> list[Introduction]:
-        """The addresses to try now, which count as tried from now on."""
+        """The addresses to try now, which count as tried."""
         chosen = introductions(self._entries.values(), neighbours, now, count)
         for address in (one.address for one in chosen):
             self._entries[address] = replace(self._entries[address], tried_s=now.clock_s)
         return chosen
 
     def tried(self, address: Address, answered: bool, wall: float) -> None:
-        """Notes what came of a try."""
+        """Notes the result of a try."""
         entry = self._entries.get(address)
         if entry is None:
             return
@@ -168,7 +168,7 @@ class AddressBook:
         )
 
     def addresses(self) -> list[Address]:
-        """All of them, the most reliable first."""
+        """All addresses, the most reliable first."""
         return [entry.address for entry in self._best()]
 
     def known(self) -> tuple[Remembered, ...]:

@@ -1,4 +1,4 @@
-"""What is known of other peers, in dictionaries that do not grow: their keys cost nothing."""
+"""Bounded LRU dictionaries keyed by peer id. Ids are free to create, so these must not grow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def recalled(
     *,
     is_in_use: Callable[[Known], bool] = lambda _: False,
 ) -> Known:
-    """What is known of a peer, which then counts as the one that was used last.
+    """The value of a peer, which then counts as the most recently used.
 
-    Beyond `most` peers those are let go that were used longest ago.
+    Beyond `most` peers, the least recently used are dropped.
 
     Args:
-        known: the dictionary; in the order of use.
-        peer: whose.
-        new: makes what is known of a peer at first.
-        most: how many peers are kept, not counting those in use.
-        is_in_use: whether a peer must not be let go.
+        known: the dictionary, in the order of use.
+        peer: its key.
+        new: makes the first value of a peer.
+        most: limit of peers, not counting those in use.
+        is_in_use: whether a peer must not be dropped.
     """
     found = known.pop(peer, None) or new()
     known[peer] = found

@@ -1,4 +1,4 @@
-"""Control messages: small, answered at once, never the place for bulk (unary calls of libp2p)."""
+"""Control messages: small, answered at once, never for bulk data (unary calls of libp2p)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from swarm.network.wire.traffic import Traffic
 
 MAX_CALL_BYTES = 256 * 1024
 MAX_ANSWER_BYTES = 1_000_000
-"""An answer over 4 MiB would make the caller hang for ever (measured)."""
+"""An answer over 4 MiB would make the caller wait forever (measured)."""
 HANDLER_S = 60.0
 LOCATE_EVERY_S = 2.0
-"""How often at most the daemon is asked from where strangers are connected."""
+"""Least interval between questions to the daemon for the addresses of strangers."""
 _MESSAGE = "swarm.message"
 _REQUEST = "swarm.request"
 
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Payload:
-    """Bytes that pass where hivemind expects a protobuf message."""
+    """Bytes in place of the protobuf message that hivemind expects."""
 
     data: bytes
 
@@ -61,7 +61,7 @@ async def seen_at(p2p: P2P, peer_id: str) -> str:
 class Control:
     """Sends and receives control messages over one daemon.
 
-    Who sent a message is what libp2p proved, never what the payload says.
+    The sender of a message is the one that libp2p has proved, never the one named in the payload.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Control:
         self._located_s = 0.0
 
     async def register(self, p2p: P2P) -> None:
-        """Lets the daemon deliver to the handlers that there are."""
+        """Registers this peer's handlers with the daemon."""
         if self._message_handler:
             await self.serve(p2p, _MESSAGE, self._on_message)
         if self._request_handler:
@@ -93,7 +93,7 @@ class Control:
     ) -> None:
         """Lets `answer(source, payload)` answer the calls of this name, at most 1 MB each.
 
-        A call that its sender cannot pay for is refused before anybody looks at it.
+        A call that its sender cannot pay for is refused before it is read.
         """
 
         async def paid(source: str, payload: bytes) -> bytes:
@@ -119,7 +119,7 @@ class Control:
         self.ledger.take(source, cost, 1, time.monotonic())
 
     def locate(self, p2p: P2P, source: str) -> None:
-        """Has the networks of connected peers looked up, where that of this one is not known."""
+        """Starts a lookup of connected peers' networks, if this peer's is not known."""
         now_s = time.monotonic()
         if self.ledger.is_located(source):
             return
@@ -132,16 +132,16 @@ class Control:
             async with asyncio.timeout(HANDLER_S):
                 peers = await p2p.list_peers()
         except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError):
-            return  # the daemon is going
+            return  # the daemon is ending
         for peer in peers:
             for address in peer.addrs[:1]:
                 self.ledger.locate(str(peer.peer_id.to_base58()), str(address))
 
     async def handle(self, source: str, payload: bytes, *, is_request: bool) -> bytes:
-        """Handles what a third peer passed on as if it had come straight.
+        """Handles a message that a third peer relayed as if it had arrived directly.
 
         Raises:
-            BadMessage: this peer takes none of the kind.
+            BadMessage: this peer has no handler for it.
         """
         if is_request and self._request_handler:
             return await self._on_request(source, payload)
@@ -163,7 +163,7 @@ class Control:
         """Calls a peer's handler.
 
         Raises:
-            NoRoute: the peer cannot be dialled.
+            NoRoute: the peer cannot be dialed.
             Refused: its handler did not take the call.
             Unreachable: no answer in time.
         """
@@ -196,7 +196,7 @@ class Control:
 
     def _count_sent(self, num_bytes: int) -> None:
         self.traffic.control_bytes_sent += num_bytes
-        self.traffic.up.count(num_bytes)  # it waits for nobody, and blobs wait for it
+        self.traffic.up.count(num_bytes)  # messages do not wait, and blobs wait for them
 
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
         self.traffic.control_messages_received += 1

@@ -1,4 +1,4 @@
-"""libp2p's daemon (p2pd): how it is started, and the addresses it listens on and dials."""
+"""libp2p's daemon (p2pd): how it is started, and the addresses where it listens and dials."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)
 GREETING_S = 3.0
-"""For libp2p's first words on a line that was accepted, which it says unasked."""
+"""Limit for libp2p's greeting on an accepted connection, which it sends first."""
 CONNECT_S = 5.0
 CLOSE_S = 2.0
 P2PD = "p2pd"
@@ -47,21 +47,21 @@ _GREETING = b"\x13/multistream/1.0.0\n"
 _IS_LATE = "failed to start in"
 """hivemind's words for a daemon that was not ready within `STARTUP_S`."""
 _SECURITY = ("-noise=false",)
-"""TLS 1.3 alone, which every p2pd speaks. Where AES is in hardware, as nearly everywhere, it costs
-p2pd a fifth less user CPU time than Noise's ChaCha20 (measured,
+"""TLS 1.3 only, which every p2pd speaks. With AES in hardware, as nearly everywhere, it costs p2pd
+a fifth less user CPU time than Noise's ChaCha20 (measured,
 scripts/benchmarks/bench_averaging.py)."""
 
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """A multiaddress that can be dialled.
+    """A multiaddress that can be dialed.
 
     Attributes:
-        text: all of it.
-        transport: without /p2p/ID: all that p2pd's `connect` understands (measured).
+        text: the whole address.
+        transport: without /p2p/ID, the only part that p2pd's `connect` understands (measured).
         host: name or number.
         port: of TCP.
-        peer_id: who should answer there.
+        peer_id: of the peer that should answer there.
     """
 
     text: str
@@ -92,8 +92,8 @@ class Address:
 async def probe(address: Address, timeout_s: float) -> str | None:
     """Why no libp2p host answers at this address; None if one does.
 
-    A port that is open is not enough: the kernel accepts for a process that stands still, and some
-    firewalls do for nobody, and p2pd would wait for a word from there until its start is given up.
+    An open port is not enough: the kernel accepts connections for a stopped process, and some
+    firewalls accept them for none. p2pd would wait there until its start is given up.
 
     Args:
         address: to connect to.
@@ -119,13 +119,13 @@ async def probe(address: Address, timeout_s: float) -> str | None:
 
 
 def is_unanswered(error: P2PDaemonError) -> bool:
-    """Whether a daemon that was to enter by peers did not start for want of their answers."""
+    """Whether a daemon with entrances did not start because none of them answered."""
     return "bootstrap peers" in str(error) or _IS_LATE in str(error)
 
 
 def connection_fault(error: OSError) -> str:
     """Why a connection could not be opened, in the system's words."""
-    if isinstance(error, socket.gaierror):  # its numbers are not those of the system
+    if isinstance(error, socket.gaierror):  # its error numbers are not the system's
         return f"the name cannot be resolved: {error.strerror}"
     return os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
 
@@ -133,17 +133,16 @@ def connection_fault(error: OSError) -> str:
 def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ...]:
     """The addresses to listen on: those of the configuration, port 0 replaced by `port`.
 
-    Of the two, a port that was used before and that somebody holds by now is given up for a free
-    one, with a warning.
+    A remembered port that is in use by now is replaced by a free one, with a warning.
 
     Raises:
-        NetworkDown: a port of the configuration is in use, or cannot be listened on.
+        NetworkDown: a configured port is in use, or cannot be listened on.
     """
     return tuple(_with_port(text, port) for text in network.host_maddrs)
 
 
 def hosts_of(network: NetworkSection) -> tuple[str, ...]:
-    """The hosts of the addresses to listen on that are numbers, not names."""
+    """The hosts of the listening addresses that are numbers, not names."""
     parts = [text.split("/") for text in network.host_maddrs]
     return tuple(host for _, protocol, host, *_ in parts if protocol in ("ip4", "ip6"))
 
@@ -182,9 +181,9 @@ def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
 
 
 def _listening_fault(protocol: str, host: str, port: int) -> OSError | None:
-    """Why nobody can listen there; p2pd itself would share the port with another p2pd silently.
+    """Why the port cannot be listened on; p2pd would silently share it with another p2pd.
 
-    Both ask the system to (SO_REUSEPORT), and then either may get a call. Names are left to p2pd.
+    Both set SO_REUSEPORT, and then either may get a connection. Names are left to p2pd.
     """
     if protocol not in ("ip4", "ip6"):
         return None
@@ -201,7 +200,7 @@ def _listening_fault(protocol: str, host: str, port: int) -> OSError | None:
 def host_of_default_route() -> str | None:
     """This machine's address on the network that leads to the internet; None if there is none.
 
-    Asks the system for the way to an address that is reserved for documents; nothing is sent.
+    Asks the system for the route to an address reserved for documentation; nothing is sent.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -214,13 +213,14 @@ def host_of_default_route() -> str | None:
 def dialable(
     visible: Sequence[str], preferred: str | None = None, *, says: bool = True
 ) -> tuple[str, ...]:
-    """The addresses to hand out, in the order in which joiners should try them.
+    """The addresses to announce, in the order in which joiners should try them.
 
     Public ones come first, then the preferred host, then the others in their order: a machine with
     containers has addresses that nobody outside can dial.
 
-    Loopback only if there is nothing else. Of more than a record may have, as of a machine with
-    many container networks, the last private ones are left out, and it `says` so.
+    Loopback addresses are used only if there is nothing else. If there are more than a record may
+    have, as on a machine with many container networks, the last private ones are left out; `says`
+    logs that.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
@@ -233,7 +233,7 @@ def dialable(
 
 
 def _is_private(text: str) -> bool:
-    """Whether the address is a number that means nothing on the internet."""
+    """Whether the address is a number that is not routable on the internet."""
     _, protocol, host, *_ = text.split("/")
     return protocol in ("ip4", "ip6") and not ip_address(host).is_global
 
@@ -251,7 +251,7 @@ async def start_daemon(
     initial_peers: Sequence[str],
     line: LineBytes,
 ) -> P2P:
-    """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
+    """Starts p2pd, which dies with the calling thread and ignores this terminal's Ctrl+C.
 
     Its bytes count on `line` until `end_daemon`.
 
@@ -278,11 +278,11 @@ async def start_daemon(
 async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: LineBytes) -> bool:
     """Whether a peer of this identity answers; a second one would take its connections.
 
-    Asks several times: hivemind's own check asks once, the moment its daemon is up, and overlooked
-    a peer that had come just before.
+    Asks several times: hivemind's own check asks once, when its daemon has just started, and missed
+    a peer that had started just before.
 
     Raises:
-        P2PDaemonError: the daemon that asks did not start, or reached none of the peers.
+        P2PDaemonError: the asking daemon did not start, or reached none of the peers.
     """
     wanted = PeerID.from_base58(peer_id)
     asking = await _create(
@@ -300,7 +300,7 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: Li
 
 
 async def end_daemon(p2p: P2P, line: LineBytes) -> None:
-    """Ends p2pd, by force if it does not stop, and counts the bytes that it has moved."""
+    """Ends p2pd, by force if it does not stop, and counts the bytes that it moved."""
     line.daemon_ends(p2p._child.pid)
     try:
         async with asyncio.timeout(CLOSE_S):
@@ -326,11 +326,11 @@ async def _create(line: LineBytes, **options: Any) -> P2P:
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """hivemind's unanswered calls; it sees only those that still wait for an answer.
+    """hivemind's unanswered calls, limited to those that still wait for an answer.
 
-    An answer that comes in the same turn of the loop as its call's time-out would raise in the
-    task that reads all answers, and this node would never hear one again (measured, after a pause
-    of the process).
+    If an answer arrives in the same turn of the loop as its call's timeout, it would raise in the
+    task that reads all answers. This node would never receive an answer again (measured, after a
+    pause of the process).
     """
 
     def __contains__(self, call_id: object) -> bool:
@@ -339,7 +339,7 @@ class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
 
 
 async def _end(children: Sequence[asyncio.subprocess.Process]) -> None:
-    """Hivemind forgets the daemon of a start that failed."""
+    """Ends the daemon of a failed start, which hivemind forgets."""
     for child in children:
         with suppress(ProcessLookupError):
             child.kill()

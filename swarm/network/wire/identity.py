@@ -1,6 +1,6 @@
-"""Who a peer is: one Ed25519 key, which its libp2p peer id spells out.
+"""A peer's identity: one Ed25519 key, which its libp2p peer id contains.
 
-The key lies in the identity file that libp2p's daemon reads, so "the owner of this record", "the
+The key lies in the identity file that libp2p's daemon reads. So "the owner of this record", "the
 peer that signed this vote" and "the peer that I dial" are the same fact. The public key follows
 from the peer id, so no signature has to carry it.
 
@@ -23,13 +23,13 @@ from swarm import durable
 from swarm.errors import CorruptState, StateError
 
 KEY_BYTES = 32
-"""Of a public key, and of a private one."""
+"""Size of a public key, and of a private one."""
 SIGNATURE_BYTES = 64
 _ID_PREFIX = bytes.fromhex("002408011220")
-"""Of every such peer id: identity multihash, 36 bytes; kind Ed25519; key of 32 bytes."""
+"""Prefix of every such peer id: identity multihash, 36 bytes; kind Ed25519; key of 32 bytes."""
 _IS_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _DOMAIN = b"swarm/1\0"
-"""Put before whatever we sign, so that no signature of ours can pass for libp2p's."""
+"""Prefix of everything that we sign, so that our signatures cannot pass for libp2p's."""
 _FIELD = 2**255 - 19
 _LOW_ORDER = frozenset(
     {
@@ -40,7 +40,7 @@ _LOW_ORDER = frozenset(
         55188659117513257062467267217118295137698188065244968500265048394206261417927,
     }
 )
-"""The y of the eight points of low order: under such a key anybody can sign whatever it likes."""
+"""The y of the eight points of low order: under such a key anybody can sign anything."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Identity:
         peer_id: base58.
         public_key: 32 bytes.
         private_key: Ed25519.
-        is_new: made just now, so that nobody else can have it.
+        is_new: whether it was made just now, so that nobody else can have it.
     """
 
     path: Path
@@ -70,7 +70,7 @@ def load_or_create_identity(path: Path) -> Identity:
     """Reads the identity file, or makes a new key and writes it, readable by its owner only.
 
     Raises:
-        CorruptState: the file holds no Ed25519 key.
+        CorruptState: the file has no Ed25519 key.
         StateError: the file cannot be read or written.
     """
     try:
@@ -107,7 +107,7 @@ _NEW_IDENTITY = "put a copy back, or move it away to start as a new peer with a 
 
 def _create(path: Path) -> None:
     key = Ed25519PrivateKey.generate()
-    # The daemon wants both halves of the key; hivemind's own helpers would write an RSA key.
+    # The daemon needs both halves of the key; hivemind's own helpers would write an RSA key.
     data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
     content = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=data).SerializeToString()
     durable.make_folder(path.parent)
@@ -128,7 +128,7 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def public_key_of(peer_id: str) -> Ed25519PublicKey | None:
-    """The key that a peer id spells out; None if it is no id of an Ed25519 key."""
+    """The key contained in a peer id; None if it is no id of an Ed25519 key."""
     if not _IS_ID.fullmatch(peer_id):
         return None
     try:
@@ -143,14 +143,14 @@ def public_key_of(peer_id: str) -> Ed25519PublicKey | None:
 
 @lru_cache(maxsize=4096)
 def peer_id_of(public_key: bytes) -> str | None:
-    """The libp2p peer id (base58) of a public key of 32 bytes; None if it is none."""
+    """The libp2p peer id (base58) of a public key of 32 bytes; None if the key is invalid."""
     if not _is_sound(public_key):
         return None
     return str(PeerID(_ID_PREFIX + public_key).to_base58())
 
 
 def _is_sound(public_key: bytes) -> bool:
-    """Whether a key has its size, one form only, and a secret that its owner alone can know."""
+    """Whether a key has its size, a unique encoding, and a secret that only its owner can know."""
     if len(public_key) != KEY_BYTES:
         return False
     y = int.from_bytes(public_key, "little") % 2**255

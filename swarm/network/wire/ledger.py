@@ -1,4 +1,4 @@
-"""What a peer may cost: one account per origin, one per network, and one for all strangers."""
+"""Limits of the cost of other peers: accounts per peer, per network, and for all strangers."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from swarm.protocol.values.manifest import PeerId
 STRANGERS_SHARE = 1 / 4
 """Of everything that is shared; the rest is reserved for members of the current tip."""
 PREFIX_SHARE = 1 / 2
-"""Of what strangers have, for one /24 of IPv4 or /48 of IPv6: the smallest networks that people are
-given as a whole. A half, because many honest peers may stand behind one address."""
+"""The part of the strangers' share for one /24 of IPv4 or /48 of IPv6, the smallest networks that
+are assigned as a whole. It is a half, since many honest peers may be behind one address."""
 MAX_KNOWN = 4096
-"""Accounts and addresses that are remembered. A forgotten peer begins with a full account, but
-draws from the strangers' shared account as before."""
+"""Limit of remembered accounts and addresses. A forgotten peer starts with a full account, but
+still draws from the strangers' shared account."""
 
 
 class Cost(StrEnum):
-    """What is counted; the word stands in the reasons of refusals."""
+    """Kinds of cost; refusals name these words."""
 
     MESSAGES = "messages"  # calls over the control path
-    LETTERS = "letters"  # calls that bring what another peer has sealed
-    BYTES = "bytes"  # attachments that are to be fetched
-    PROOFS = "proofs"  # proofs of strangers that are to be fetched
+    LETTERS = "letters"  # calls with an envelope of another peer
+    BYTES = "bytes"  # attachments to fetch
+    PROOFS = "proofs"  # proofs of strangers to fetch
     MANIFESTS = "manifests"  # bytes of manifests that a stranger has proved
     SECONDS = "seconds"  # processor time for parsing and decoding
-    PENDING = "pending"  # messages that are being worked on
-    STREAMS = "streams"  # streams that are served
-    ASKS = "asks"  # asks on them, whether or not the blob is here
-    OPENING = "opening"  # streams passed on to this peer whose letter has not come
-    ADMITTING = "admitting"  # direct connections whose peer is not known yet
-    FORWARDS = "forwards"  # messages that are being passed on for others
-    RELAYED = "relayed"  # streams that are being passed on for others
-    MEASURING = "measuring"  # measurements under way
+    PENDING = "pending"  # messages in progress
+    STREAMS = "streams"  # streams being served
+    ASKS = "asks"  # requests on them, whether or not the blob is here
+    OPENING = "opening"  # streams relayed to this peer without an envelope so far
+    ADMITTING = "admitting"  # direct connections of peers not yet known
+    FORWARDS = "forwards"  # messages being relayed for others
+    RELAYED = "relayed"  # streams being relayed for others
+    MEASURING = "measuring"  # running measurements
     MEASURED = "measured"  # bytes that only measure a link
-    RECORDS = "records"  # bytes of records that are to be stored in this peer's part of the DHT
-    DIALS = "dials"  # connections tried at somebody's wish
+    RECORDS = "records"  # bytes of records to store in this peer's part of the DHT
+    DIALS = "dials"  # connections tried at a peer's request
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How much at once, and how much comes back in a second; 0: what is given back only."""
+    """An amount, and how much of it returns per second; 0: only when it is given back."""
 
     most: float
     per_s: float = 0.0
 
     def part(self, share: float) -> Rate:
-        """The same share of both."""
+        """A share of both."""
         return Rate(self.most * share, self.per_s * share)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Of one cost: what all peers share, and what one member and one stranger may draw from it."""
+    """Limits of one cost: for all peers together, for one member, and for one stranger."""
 
     shared: Rate
     member: Rate
@@ -76,38 +76,38 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
     # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
-    # However small, a proof takes a stream and 7 ms of a processor: strangers get a tenth of one in
-    # all. One COMMIT brings a peer that was away up to date, and all others bring the same.
+    # However small, a proof takes a stream and 7 ms of CPU time: strangers together get a tenth of
+    # a core. One COMMIT brings an absent peer up to date, and all others bring the same.
     Cost.PROOFS: Limit(Rate(256, 64), Rate(64, 16), Rate(8, 1)),
-    # Two manifests of 8 MiB each go with a COMMIT; nobody proves one that this peer does not want.
+    # Two manifests of 8 MiB each come with a COMMIT; unwanted ones are never proved.
     Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
-    # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.
+    # A roster of 256 peers takes a second. Strangers get a tenth of a core.
     Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
     Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
     # An honest peer fetches over two streams, and measures over one.
     Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
-    # Each takes up to 50 us of a processor, so all together a fifth of one. Who fetches 1,000 units
-    # that are not here yet asks for each five times in the first 15 s, and then every 15 s.
+    # Each takes up to 50 us of CPU time, so all together a fifth of a core. A peer that fetches
+    # 1,000 units not yet here asks for each five times in the first 15 s, and then every 15 s.
     Cost.ASKS: Limit(Rate(65_536, 4096), Rate(16_384, 1024), Rate(4096, 256)),
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
-    # Charged to the network, since nobody has said who it is; a letter is there in a round trip.
+    # Charged to the network, since the peer is not yet known; an envelope takes one round trip.
     Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
-    # More at a time would only measure each other. An honest peer makes one, and the one before may
-    # not have ended here; those that gather for a run in one network are strangers to each other.
+    # More at once would only measure each other. An honest peer makes one, and the previous one may
+    # not have ended here. Peers that gather for a run in one network are strangers to each other.
     Cost.MEASURING: Limit(Rate(16), Rate(4), Rate(2)),
-    # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
+    # One measurement moves 8 MiB, one per direction. A starting peer asks three peers to dial it.
     Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
-    # A peer has 52 kB of records at most and renews them every 8 s. Who meets another node gives it
-    # all that it holds, 3 MiB. A record counts as 2 KiB at least, see
+    # A peer has 52 kB of records at most and renews them every 8 s. A peer that meets another node
+    # sends it all that it stores, 3 MiB. A record counts as 2 KiB at least, see
     # `network/dht/local_storage.py`.
     Cost.RECORDS: Limit(Rate(32 * MIB, MIB), Rate(8 * MIB, 128 * KIB), Rate(256 * KIB, 16 * KIB)),
     Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
 }
 
 Account = tuple[Cost, str, str]
-"""Cost; whose: `member`, `trainees`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
+"""Cost; owner: `member`, `trainees`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Place:
-    """From where a peer is connected."""
+    """The network address of a peer's connection."""
 
     host: str
     prefix: str
@@ -133,10 +133,10 @@ class _Balance:
 
 
 class Ledger:
-    """The accounts of one peer; all its methods run in one thread, `admit` in any."""
+    """The accounts of one peer; all methods run in one thread, but `admit` may run in any."""
 
     def __init__(self, limits: Mapping[Cost, Limit] = LIMITS) -> None:
-        """Knows no member yet, so everybody is a stranger."""
+        """Knows no member yet, so every peer is a stranger."""
         self._rates = {
             (cost, whose): rate
             for cost, limit in limits.items()
@@ -148,16 +148,16 @@ class Ledger:
         self._balances: OrderedDict[Account, _Balance] = OrderedDict()
 
     def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
-        """Takes these for members from now on, and nobody else; some of them are trainees."""
+        """Sets the members, trainees included; all other peers are strangers."""
         self._members, self._trainees = frozenset(members), frozenset(trainees)
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """Who draws from the members' part; the same object until somebody else does."""
+        """Peers that draw from the members' part; the same object until they change."""
         return self._members
 
     def is_trainee(self, peer: PeerId) -> bool:
-        """Whether a peer is a member that has no vote yet."""
+        """Whether a peer is a member without a vote."""
         return peer in self._trainees
 
     def is_member(self, peer: PeerId) -> bool:
@@ -165,17 +165,17 @@ class Ledger:
         return peer in self._members
 
     def standing_of(self, peer: PeerId) -> str:
-        """With whom a peer shares what all of them have: members, trainees or strangers."""
+        """The group that a peer shares limits with: members, trainees or strangers."""
         if not self.is_member(peer):
             return "strangers"
         return "trainees" if self.is_trainee(peer) else "members"
 
     def most_of_all(self, peer: PeerId, cost: Cost) -> float:
-        """The most that those of a peer's standing may take together."""
+        """The limit of a peer's group as a whole."""
         return self._rates[cost, self.standing_of(peer)].most
 
     def locate(self, peer: PeerId, address: str) -> None:
-        """Notes from where a peer is connected, as libp2p writes it; names count for nothing."""
+        """Notes the address of a peer's connection in libp2p's form; names are ignored."""
         prefix = prefix_of(address)
         if prefix is None:
             return
@@ -189,37 +189,37 @@ class Ledger:
         return peer in self._places
 
     def member_at(self, address: str) -> PeerId | None:
-        """A member that is connected from the host of an address; None where none is known."""
+        """A member connected from the host of an address; None if none is known."""
         host, places = host_of(address), self._places
         at = (peer for peer in self._members if peer in places and places[peer].host == host)
         return next(at, None)
 
     def network_of(self, peer: PeerId) -> str:
-        """The network of a stranger, empty where it is not known; a member is one of its own."""
+        """The network of a stranger, empty if it is unknown; each member counts as one network."""
         if self.is_member(peer):
             return peer
         place = self._places.get(peer)
         return place.prefix if place else ""
 
     def public_network_of(self, peer: PeerId) -> str | None:
-        """The network of any peer, if it is one of the internet and known."""
+        """The network of any peer, if it is known and on the internet."""
         place = self._places.get(peer)
         return place.prefix if place and ipaddress.ip_network(place.prefix).is_global else None
 
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
-        """Takes something out of a peer's accounts, or nothing out of any.
+        """Takes an amount out of all of a peer's accounts, or out of none.
 
         More than an account can ever hold is taken from a full one, which is then in debt: an
-        honest peer must not wait for ever.
+        honest peer must not wait forever.
 
         Args:
-            peer: whose doing it is.
-            cost: what is taken.
-            amount: how much; 0 asks only whether anything is left.
+            peer: to charge.
+            cost: its kind.
+            amount: how much; 0 only asks whether anything is left.
             now_s: seconds of a clock that never goes back.
 
         Raises:
-            TooCostly: one of them has too little left; reason `COST_of_ACCOUNT`.
+            TooCostly: an account has too little left; reason `COST_of_ACCOUNT`.
         """
         accounts = self._accounts(peer, cost)
         for account in accounts:
@@ -234,22 +234,22 @@ class Ledger:
         return Held(accounts, amount)
 
     def give_back(self, held: Held, now_s: float) -> None:
-        """Puts back what was taken for a time, into the same accounts."""
+        """Returns an amount that was taken for a time to the same accounts."""
         self._add(held.accounts, held.amount, now_s)
 
     def charge(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> None:
-        """Takes what was spent already; the accounts may end in debt."""
+        """Takes an amount that was already spent; the accounts may end in debt."""
         self._add(self._accounts(peer, cost), -amount, now_s)
 
     def left(self, peer: PeerId, cost: Cost, now_s: float) -> float:
-        """How much a peer could take now; below 0 in debt."""
+        """The amount that a peer could take now; below 0 in debt."""
         return min(self._left(account, now_s) for account in self._accounts(peer, cost))
 
     def _accounts(self, peer: PeerId, cost: Cost) -> tuple[Account, ...]:
         if self.is_member(peer):
             together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
             return ((cost, "member", peer), *together, (cost, "members", ""))
-        # Those whose network is not known share one: before they are located, or through a relay.
+        # Strangers of unknown network share one: before they are located, or through a relay.
         network = (cost, "prefix", self.network_of(peer))
         return ((cost, "stranger", peer), network, (cost, "strangers", ""))
 
@@ -266,17 +266,17 @@ class Ledger:
         for account in accounts:
             left = self._left(account, now_s) + amount
             if left >= self._rate(account).most:
-                self._balances.pop(account, None)  # as one that was never used
+                self._balances.pop(account, None)  # like an unused one
             else:
                 self._balances[account] = _Balance(left, now_s)
                 self._balances.move_to_end(account)
         self._forget(now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Lets go what has filled up again and the oldest, never what is still held."""
+        """Drops accounts that are full again, and the oldest, but none with an amount taken out."""
         if len(self._balances) <= MAX_KNOWN:
             return
-        kept = MAX_KNOWN * 3 // 4  # many at once, since it takes a look at all of them
+        kept = MAX_KNOWN * 3 // 4  # many at once, since it looks at all of them
         rates = [account for account in self._balances if self._rate(account).per_s]
         rates.sort(key=lambda a: self._left(a, now_s) < self._rate(a).most)
         for account in rates[: len(self._balances) - kept]:
@@ -288,7 +288,7 @@ def _rates(limit: Limit) -> dict[str, Rate]:
     return {
         "member": limit.member,
         "members": limit.shared.part(1 - STRANGERS_SHARE),
-        # A third of what members have: any key may become a trainee, and voters keep the rest.
+        # A third of the members' share: any key may become a trainee, and voters keep the rest.
         "trainees": strangers,
         "stranger": limit.stranger,
         "prefix": strangers.part(PREFIX_SHARE),
@@ -304,7 +304,7 @@ def host_of(address: str) -> str:
 def prefix_of(address: str) -> str | None:
     """The network of a libp2p address such as `/ip4/192.0.2.7/tcp/4001`; None for a name.
 
-    A mapped IPv4 address counts as the IPv4 address that it is.
+    A mapped IPv4 address counts as its IPv4 address.
     """
     kind, host = [*address.strip("/").split("/"), ""][:2]
     if kind not in ("ip4", "ip6"):
@@ -320,7 +320,7 @@ def prefix_of(address: str) -> str | None:
 
 
 LARGE_BYTES = 2**18
-"""More is decoded in another thread: a roster of 256 peers takes a second."""
+"""Larger messages are decoded in another thread: a roster of 256 peers takes a second."""
 
 Result = TypeVar("Result")
 
@@ -329,14 +329,14 @@ class Costs:
     """Charges the sender of one message."""
 
     def __init__(self, source: PeerId, ledger: Ledger, turn: asyncio.Lock | None = None) -> None:
-        """Begins with nothing spent.
+        """Has charged nothing yet.
 
         Args:
-            source: who is charged.
+            source: the peer to charge.
             ledger: its account.
-            turn: shared by messages, so that other threads work on one message at a time. Content
-                that many peers show alike is then worked out and charged for once, and the second
-                message finds it known.
+            turn: a lock shared by messages, so that other threads work on one message at a time. If
+                many peers show equal content, the first message computes it and is charged for it;
+                the next ones find it known.
         """
         self._source, self._ledger, self._turn = source, ledger, turn or asyncio.Lock()
 
@@ -345,7 +345,7 @@ class Costs:
         self._ledger.take(self._source, cost, amount, time.monotonic())
 
     async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
-        """Does some work, in another thread if it is much, and charges its processor time."""
+        """Runs `work`, in another thread with `off_loop`, and charges its CPU time."""
         spent_s: list[float] = []
         try:
             if off_loop:

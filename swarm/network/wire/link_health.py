@@ -1,6 +1,6 @@
-"""How a peer's messages to others fare: who does not answer, and how long answers take.
+"""Health of the links to other peers: which do not answer, and how long answers take.
 
-Nothing is sent for it: it looks at the control messages that there are anyway.
+Nothing is sent for it: it observes the control messages that are sent anyway.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from swarm.protocol.records.records import MAX_UNREACHED, Silence
 from swarm.protocol.timing.pace import DAY_S, Dated, Recent
 
 LOST_IN_A_ROW = 2
-"""One message may be lost on any line."""
+"""A single message may be lost on any link."""
 SILENT_S = 6.0
-"""But if a message waits for so long, and nothing came from there since it was sent, there is no
-line: an answer on a living one takes less than the 5 s that are left for it."""
+"""If a message waits for this long, and nothing arrived from its receiver since it was sent, the
+link is cut. An answer on a working link takes less than the 5 s that are left for it."""
 FORGOTTEN_S = 60.0
-"""A peer to which nothing was sent for so long is no longer talked to."""
+"""A peer to which nothing was sent for this long no longer counts."""
 KEPT = 16
 MAX_LINES = 4096
-"""Not counting those with a message under way; about 1 kB each. Strangers make at most 256 new ones
-a second, and members are talked to every few seconds, so those of members stay."""
+"""Limit without those with a message in progress; about 1 kB each. Strangers make at most 256 new
+ones a second, and members are sent to every few seconds, so members' entries stay."""
 
 
 @dataclass
 class _Line:
     at_s: float = 0.0
-    """When a message was sent last."""
+    """Time of the last sent message."""
     heard_s: float = -math.inf
-    """When a message or an answer came last."""
+    """Time of the last message or answer received."""
     under_way: int = 0
-    """Messages that have not been answered."""
+    """Messages without an answer so far."""
     lost: int = 0
     is_silent: bool = False
     silence: Silence = Silence.SILENT
@@ -55,23 +55,23 @@ class _Line:
 
 
 TESTS = 3
-"""Tests of the uplink whose median counts: a test during other transfers shows too little."""
+"""Number of uplink tests whose median counts: a test during other transfers reads too low."""
 ALIKE = 1.5
-"""Two tests that differ by more do not show the same line."""
+"""Two tests that differ by more than this factor show different links."""
 SETTLED_S = 3600.0
-"""What was seen before two tests, and before so long, is not the line of now."""
+"""Rates seen before the last two tests, and longer ago than this, no longer count."""
 MAX_FULL = 16
-"""Receivers at which the uplink was full, of late."""
+"""Limit of receivers towards which the uplink was recently full."""
 BEFORE = "before"
-"""Stands for a receiver that was measured twice."""
+"""Stands for the earlier reading of a receiver that was measured twice."""
 
 
 class LinkHealth:
-    """The lines to all peers; written in the node's loop, read by anyone.
+    """The links to all peers; written in the node's loop, read by any thread.
 
     Attributes:
         down_mbit: measured before this peer joined; None if it was not.
-        when_cut: called when a line turns out to be cut.
+        when_cut: called when a link proves to be cut.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,18 +86,18 @@ class LinkHealth:
 
     @property
     def up_mbit(self) -> float | None:
-        """What tests of the last day have shown of the uplink; None if there were none."""
+        """The uplink's rate by tests of the last day; None if there were none."""
         values = self._tests.of_late(self._clock())
         return values[len(values) // 2] if values else None
 
     @property
     def tested_mbit(self) -> float | None:
-        """The same; before the first test, the rate from an earlier life of this peer."""
+        """The same; before the first test, the rate from an earlier start of this peer."""
         return self.up_mbit or next(iter(self._recalled.of_late(self._clock())), None)
 
     @property
     def is_recalled(self) -> bool:
-        """Whether nothing but an earlier life is known of the uplink."""
+        """Whether the uplink's rate is known only from an earlier start."""
         return self.up_mbit is None and self.tested_mbit is not None
 
     @property
@@ -112,41 +112,41 @@ class LinkHealth:
 
     @property
     def settled_s(self) -> float:
-        """What sending showed before this moment was not confirmed by tests; -inf: all counts."""
+        """Rates seen before this time are not confirmed by tests; -inf if all count."""
         if len(self._tests.newest) < 2:
             return -math.inf
         return min(self._tests.newest[-2].at_s, self._clock() - SETTLED_S)
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the newest test shows the line that counts."""
+        """Whether the newest test agrees with the rate that counts."""
         if not self._tests.newest or (known := self.up_mbit) is None:
             return False
         newest = self._tests.newest[-1].value
         return max(newest, known) <= ALIKE * min(newest, known)
 
     def tested(self, mbit: float) -> None:
-        """A test of the uplink ended now: it carries so much at least."""
+        """Adds the rate of a test of the uplink that has just ended; it is a lower bound."""
         self._tests.add(mbit, self._clock())
 
     def recall(self, mbit: float, age_s: float) -> None:
-        """In an earlier life of this peer, so long ago, the uplink carried so much."""
+        """Adds the uplink's rate of an earlier start of this peer, with its age."""
         self._recalled.add(mbit, self._clock() - age_s)
 
     def full(self, receiver: str, mbit: float) -> None:
-        """The uplink was full towards a receiver, and carried so much."""
+        """Adds the uplink's rate towards a receiver while the uplink was full."""
         self._full.pop(receiver, None)
         self._full[receiver] = Dated(mbit, self._clock())
         if len(self._full) > MAX_FULL:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """With no other receiver, its earlier reading may agree with its next one."""
+        """Without other receivers, lets its earlier reading agree with its next one."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 
     def forget_full(self) -> None:
-        """Two have agreed; the next time two new ones have to."""
+        """Two readings have agreed; the next time, two new ones have to."""
         self._full.clear()
 
     @property
@@ -159,7 +159,7 @@ class LinkHealth:
 
     @contextmanager
     def post(self, peer: str) -> Iterator[None]:
-        """Around the sending of one message, which returns once it was handled."""
+        """Surrounds the sending of one message, which returns when it has been handled."""
         line = recalled(
             self._lines, peer, _Line, MAX_LINES, is_in_use=lambda line: line.under_way > 0
         )
@@ -190,13 +190,13 @@ class LinkHealth:
                 timer.cancel()
 
     def _waits(self, line: _Line, since_s: float) -> None:
-        """A message has waited for SILENT_S, and was sent at `since_s`."""
+        """Handles a message, sent at `since_s`, that has waited for SILENT_S."""
         if line.heard_s < since_s and not line.is_cut:
             line.at_s, line.is_silent, line.silence = self._clock(), True, Silence.SILENT
             self.when_cut()
 
     def hearing(self, handler: OnMessage | None) -> OnMessage | None:
-        """The same handler of messages, which notes from whom they come."""
+        """The same handler of messages, which also notes their senders."""
         if handler is None:
             return None
 
@@ -209,12 +209,12 @@ class LinkHealth:
         return heard
 
     def rtt_ms(self) -> float | None:
-        """The shortest of the last messages to each peer that is talked to; median over peers."""
+        """The shortest time of the last messages to each current peer; the median over peers."""
         shortest = [min(line.took_s) for line in self._talked_to().values() if line.took_s]
         return round(1e3 * statistics.median(shortest), 3) if shortest else None
 
     def unreached(self) -> dict[str, Silence]:
-        """Peers to which the last messages were lost, those that were lost most first."""
+        """Peers to which the last messages were lost, the most lost first."""
         lost = [(peer, line) for peer, line in self._talked_to().items() if line.is_cut]
         lost.sort(key=lambda item: (-item[1].lost, item[0]))
         return {peer: line.silence for peer, line in lost[:MAX_UNREACHED]}
@@ -225,7 +225,7 @@ class LinkHealth:
 
 
 def _later(seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle | None:
-    """Has something done in the node's loop; outside of it nothing."""
+    """Schedules a call in the node's loop; does nothing outside of it."""
     try:
         return asyncio.get_running_loop().call_later(seconds, action)
     except RuntimeError:

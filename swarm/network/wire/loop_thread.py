@@ -24,7 +24,7 @@ HELPERS = 6
 class LoopThread:
     """Runs coroutines for other threads.
 
-    p2pd is tied to the thread that starts it, so this thread must outlive it: where the loop itself
+    p2pd is tied to the thread that starts it, so this thread must outlive p2pd. If the loop itself
     fails, as a selector does without memory, the same thread runs the same loop again.
     """
 
@@ -41,8 +41,8 @@ class LoopThread:
         """Runs a coroutine in the loop and returns its result, from any other thread.
 
         Args:
-            coroutine: what is run.
-            timeout_s: seconds that it may take; None for one that bounds itself.
+            coroutine: to run.
+            timeout_s: limit in seconds; None for a coroutine with its own limit.
 
         Raises:
             TimeoutError: not done in time; the coroutine is cancelled.
@@ -60,7 +60,7 @@ class LoopThread:
             raise TimeoutError("the network thread stopped meanwhile") from None
 
     def stop(self, timeout_s: float) -> None:
-        """Cancels what still runs, ends the loop and joins the thread; bounded."""
+        """Cancels running tasks, ends the loop and joins the thread, within a time limit."""
         if self.loop.is_closed():
             return
         try:
@@ -78,10 +78,10 @@ class LoopThread:
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What asyncio does with what goes wrong where nobody sees it, but for one thing.
+    """Asyncio's handling of errors that no code awaits, with one exception.
 
-    hivemind 1.1.12 drops a task that waits for the end of a search with each question that it asks
-    (`dht/traverse.py`, `await_finished_task`): nothing is lost with it.
+    With each of its questions hivemind 1.1.12 drops a task that waits for the end of a search
+    (`dht/traverse.py`, `await_finished_task`). Nothing is lost with it.
     """
     task = context.get("task")
     name = getattr(task.get_coro(), "__qualname__", "") if task else ""
@@ -92,16 +92,16 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def started_pool(name: str, helpers: int) -> Helpers:
-    """Helpers that run already.
+    """Helpers that are already running.
 
-    A helper that cannot be started when memory is short would leave its work in the queue. The work
-    would be done later, after it was reported as failed: an old record could follow a new one.
+    If memory is short, a helper that cannot be started would leave its work in the queue. The work
+    would run after it was reported as failed: an old record could follow a new one.
     """
     return Helpers(name, helpers, are_started=True)
 
 
 async def _cancel_others() -> None:
-    """Until none is left: hivemind starts new tasks while its old ones end."""
+    """Repeats until no task is left: hivemind starts new tasks while its old ones end."""
     for _ in range(10):
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if not others:
@@ -114,6 +114,6 @@ async def _cancel_others() -> None:
     # hivemind leaves connections to its daemon open when a call over them is cancelled.
     for transport in list(getattr(loop, "_transports", {}).values()):
         transport.abort()
-    # Closed transports let go of their sockets one turn of the loop later.
+    # Closed transports release their sockets one turn of the loop later.
     await asyncio.sleep(0)
     await asyncio.sleep(0)

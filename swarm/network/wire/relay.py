@@ -1,10 +1,10 @@
-"""Passes messages and streams on between peers that cannot dial each other.
+"""Relays messages and streams between peers that cannot dial each other.
 
-libp2p's own circuit relay needs minutes until a slot is there (measured: none after 40 s), so any
-willing peer that listens does it here. Messages are signed, so a relay cannot change them; each
-counts once, so it can delay one by seconds or drop it, and no more (`relayed_messages.py`). Blobs
-are named by their digests. A stream begins with a signed letter, so it costs the peer that asked
-for it, at the relay and at the destination, and never the relay itself.
+libp2p's own circuit relay takes minutes to provide a slot (measured: none after 40 s), so any
+willing peer that listens relays here. Messages are signed, so a relay cannot change them. Each
+counts once, so a relay can only delay one by seconds or drop it (`relayed_messages.py`). Blobs are
+named by their digests. A stream begins with a signed envelope. It is charged to the peer that asked
+for it, at the relay and at the destination, and never to the relay.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "swarm.relay/1"
 FORWARD_S = 10.0
-"""A relay gives up on a message after this."""
+"""A relay gives up on a message after this time."""
 FIRST_BYTES_S = 10.0
-"""A stream that is passed on and on which nothing came is ended after this long."""
+"""A relayed stream without a first byte is ended after this long."""
 IDLE_S = 60.0
-"""So is one on which nothing moves any more, either way."""
+"""A relayed stream is ended when nothing has moved for this long in either direction."""
 STALLED_S = 1.0
-"""One on which nothing has moved for so long makes room for others, where there is none."""
+"""If there is no room, a stream on which nothing has moved for this long makes room."""
 STREAM_S = 1800.0
 MAX_LETTER_BYTES = 4096
 DELIVER_PROTOCOL = "swarm.relayed/1"
@@ -51,12 +51,12 @@ _PART_BYTES = 256 * 1024
 _CLOSE_S = 5.0
 _CONNECTED = b"\x01"
 _WORDS = 2
-"""Of the letter of a stream: protocol and relay."""
+"""Words in the envelope of a stream: protocol and relay."""
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """The letter of a stream: who asked whom to pass it on, and for which protocol."""
+    """The envelope that opens a stream: its origin, its relay and its protocol."""
 
     letter: bytes
     origin: str
@@ -67,13 +67,13 @@ class _Opening:
 
 @dataclass
 class Relay:
-    """Both sides: asks others to pass on, and passes on for others if it is willing.
+    """Both sides: asks others to relay, and relays for others if it is willing.
 
     Attributes:
-        identity: seals what this peer sends.
-        control: takes what others had passed on to this peer; has counters and ledger.
-        streams: who serves which protocol, to others straight and through relays.
-        is_willing: whether to pass on for others.
+        identity: signs this peer's envelopes.
+        control: handles messages that others relayed to this peer; has counters and ledger.
+        streams: handlers by protocol, for streams that arrive directly and through relays.
+        is_willing: whether to relay for others.
         p2p: the living daemon; raises NetworkDown when there is none.
     """
 
@@ -84,13 +84,13 @@ class Relay:
     p2p: Callable[[], P2P]
 
     def __post_init__(self) -> None:
-        """Nobody is being served yet, and no letter was seen."""
+        """Serves nobody yet, and has seen no envelope."""
         self.traffic, self.ledger = self.control.traffic, self.control.ledger
         self._letters = relayed_messages.RelayedMessages()
         self._relayed = ServedStreams(self.ledger, Cost.RELAYED, stalled_s=STALLED_S)
 
     async def register(self, p2p: P2P) -> None:
-        """Lets the daemon deliver streams and what others pass on, and ask this peer to do so."""
+        """Registers relayed streams and messages, and requests to relay, with the daemon."""
         await self.control.serve(p2p, _DELIVER, self._on_delivered, Cost.LETTERS)
         await self._serve(p2p, DELIVER_PROTOCOL, self._on_delivered_stream)
         if self.is_willing:
@@ -114,10 +114,10 @@ class Relay:
         kind: relayed_messages.EnvelopeKind,
         timeout_s: float,
     ) -> bytes:
-        """Has a message or request delivered; returns the signed answer's content.
+        """Sends a message or request through a relay; returns the signed answer's content.
 
         Raises:
-            NoRoute: this relay does not reach the destination, or passes nothing on.
+            NoRoute: this relay does not reach the destination, or does not relay.
             Unreachable: no answer in time, or the destination refused it.
         """
         sealed = self._sealed(kind, destination, payload)
@@ -192,7 +192,7 @@ class Relay:
         ):
             raise BadMessage("envelope_letter", "the envelope holds no message")
         stamp, content = relayed_messages.split(opened.payload)
-        self._letters.take(opened.source, stamp, dht_clock()())  # a second one costs it nothing
+        self._letters.take(opened.source, stamp, dht_clock()())  # a repeat costs it nothing
         self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
             opened.source, content, is_request=opened.kind is relayed_messages.EnvelopeKind.REQUEST
@@ -214,7 +214,7 @@ class Relay:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Passes a stream on for its source, as many as the ledger lets it have."""
+        """Relays a stream for its source, within the ledger's limits."""
         with self._ending(source), self._relayed.opened(source, writer) as stream:
             self._relayed.begin(stream, inf)
             async with asyncio.timeout(STREAM_S):
@@ -227,13 +227,13 @@ class Relay:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Serves a stream that a relay passes on as if its origin had opened it."""
+        """Serves a relayed stream as if its origin had opened it."""
         with self._ending(relay):
             with self._costing(relay, Cost.OPENING):
                 async with asyncio.timeout(FORWARD_S):
                     opened = await self._read_letter(reader, self.identity.peer_id)
                 if opened.relay != relay:
-                    raise BadMessage("relay_letter", "the letter was for another relay")
+                    raise BadMessage("relay_letter", "the envelope is for another relay")
                 self._letters.take(opened.origin, opened.stamp, dht_clock()())
             await self.streams[opened.protocol](traffic, opened.origin, reader, writer)
 
@@ -249,22 +249,22 @@ class Relay:
             logger.debug("stream passed on for %s ended: %s", peer, why)
 
     async def _read_letter(self, reader: asyncio.StreamReader, destination: str) -> _Opening:
-        """The letter that a stream begins with.
+        """The envelope at the beginning of a stream.
 
         Raises:
-            BadMessage: it is none, or for somebody else or a stream that is not passed on.
+            BadMessage: it is invalid, for another peer, or for a stream that is not relayed.
         """
         (size,) = relayed_messages.LENGTH.unpack(
             await reader.readexactly(relayed_messages.LENGTH.size)
         )
         if size > MAX_LETTER_BYTES:
-            raise BadMessage("relay_letter", f"a letter of {size} bytes")
+            raise BadMessage("relay_letter", f"an envelope of {size} bytes")
         letter = await reader.readexactly(size)
         envelope = relayed_messages.open_sealed(letter, destination)
         stamp, content = relayed_messages.split(envelope.payload)
         words = content.decode("ascii", "replace").split(" ")
         if envelope.kind is not relayed_messages.EnvelopeKind.STREAM or len(words) != _WORDS:
-            raise BadMessage("relay_letter", "no letter for a stream")
+            raise BadMessage("relay_letter", "no envelope for a stream")
         if words[0] not in self.streams:
             raise BadMessage("relay_protocol", f"{words[0]!r} is not passed on")
         return _Opening(letter, envelope.source, words[0], words[1], stamp)
@@ -277,7 +277,7 @@ class Relay:
             destination = (await reader.readexactly(size)).decode("ascii", "replace")
             opened = await self._read_letter(reader, destination)
         if opened.origin != stream.source:
-            raise BadMessage("relay_letter", "the letter is signed by somebody else")
+            raise BadMessage("relay_letter", "another peer signed the envelope")
         path = self.p2p().daemon_listen_maddr["unix"]
         connection = await open_stream(path, peer_of(destination), DELIVER_PROTOCOL, FORWARD_S)
         try:
@@ -295,7 +295,7 @@ class Relay:
         writer: asyncio.StreamWriter,
         connection: socket.socket,
     ) -> None:
-        """Until the asking side closes: a tail is lost if the serving side closes first."""
+        """Runs until the asking side closes: the tail is lost if the serving side closes first."""
         loop, up, down = asyncio.get_running_loop(), self.traffic.up, self.traffic.down
         most = up.part_bytes(down.part_bytes(_PART_BYTES))
         async with asyncio.timeout(FIRST_BYTES_S) as idle:
@@ -330,7 +330,7 @@ class Relay:
 
 
 def _addressed(ask: bytes) -> tuple[str, bytes]:
-    """Destination and sealed envelope of what is to be passed on."""
+    """Destination and envelope of a message to relay."""
     end = 1 + (ask[0] if ask else 0)
     if not ask or len(ask) < end:
         raise BadMessage("envelope_schema", "no destination")

@@ -1,6 +1,6 @@
-"""Signed messages that a third peer relays.
+"""Signed envelopes for messages that a third peer relays.
 
-The signature proves the sender, and each message counts once.
+The signature proves the sender, and each envelope counts once.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _HEAD = struct.Struct(f">B{KEY_BYTES}s{SIGNATURE_BYTES}sB")
 """Kind, the sender's key, its signature, the length of the destination."""
 
 LENGTH = struct.Struct(">H")
-"""Before an envelope on a stream."""
+"""Precedes an envelope on a stream."""
 
 
 class EnvelopeKind(IntEnum):
-    """What an envelope holds."""
+    """The kind of an envelope's content."""
 
-    MESSAGE = 1  # wants no answer but that it was handled
+    MESSAGE = 1  # its answer only says that it was handled
     REQUEST = 2  # a question
-    ANSWER = 3  # to an envelope, whose digest it is bound to
+    ANSWER = 3  # bound to the digest of the envelope that it answers
     STREAM = 4  # opens a stream through a relay
     DIRECT = 5  # opens a connection outside libp2p
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """An opened envelope: its content is from `source` and was meant for the opener."""
+    """An opened envelope: its content is from `source`, and was meant for the opener."""
 
     kind: EnvelopeKind
     source: str
@@ -43,7 +43,7 @@ class Envelope:
 
 
 def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
-    """Signs a payload for one destination: a peer id, or for an answer the question's digest.
+    """Signs a payload for one destination: a peer id, or the question's digest for an answer.
 
     Costs about 0.1 ms and 150 bytes.
     """
@@ -53,15 +53,15 @@ def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: byte
 
 
 def with_length(sealed: bytes) -> bytes:
-    """An envelope as a stream carries it, where `LENGTH` comes first."""
+    """An envelope in the form for a stream, after its `LENGTH`."""
     return LENGTH.pack(len(sealed)) + sealed
 
 
 def open_sealed(sealed: bytes, destination: str) -> Envelope:
-    """The content of an envelope that was sealed for this destination; about 0.3 ms.
+    """The content of an envelope sealed for this destination; about 0.3 ms.
 
     Raises:
-        BadMessage: malformed, for somebody else, or not signed by its sender.
+        BadMessage: it is malformed, for another peer, or not signed by its sender.
     """
     try:
         number, key, signature, to_bytes = _HEAD.unpack_from(sealed)
@@ -71,7 +71,7 @@ def open_sealed(sealed: bytes, destination: str) -> Envelope:
     body = memoryview(sealed)[_HEAD.size :]
     to, payload = bytes(body[:to_bytes]), bytes(body[to_bytes:])
     if to != destination.encode():
-        raise BadMessage("envelope_destination", "the envelope is for somebody else")
+        raise BadMessage("envelope_destination", "the envelope is for another peer")
     source = peer_id_of(key)
     if source is None or not verify(source, _statement(kind, destination, payload), signature):
         raise BadMessage("envelope_signature", "the envelope is not signed by its sender")
@@ -83,23 +83,23 @@ def _statement(kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
 
 
 FRESH_S = 30.0
-"""A letter counts for so long: one is passed on within 10 s, and clocks agree within 3 s."""
+"""How long an envelope counts: relays take up to 10 s, and clocks agree within 3 s."""
 FRESH_MS = int(FRESH_S * 1e3)
 WINDOW = 128
-"""Letters of one peer may overtake each other by fewer than so many."""
+"""Envelopes of one peer may overtake each other by fewer than this number."""
 MAX_PEERS = 4096
-"""So many are remembered. Of one that is forgotten a letter may count again while it is fresh."""
+"""Limit of remembered peers. A forgotten peer's fresh envelope may count again."""
 _STAMP = struct.Struct(">QQ")
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells a letter from all others of its sender to one destination.
+    """Distinguishes an envelope from all others of its sender to one destination.
 
     Attributes:
         sealed_ms: when it was sealed, by the DHT's clock, in milliseconds since 1970.
-        number: one more than that of the letter before. The first one after a start is the time in
-            microseconds, so that numbers of a later start are higher.
+        number: one more than that of the previous envelope. The first one after a start is the time
+            in microseconds, so that numbers of a later start are higher.
     """
 
     sealed_ms: int
@@ -108,19 +108,19 @@ class Stamp:
 
 @dataclass
 class Window:
-    """The numbers of one sender's letters that were seen, and of when the latest letter is."""
+    """Numbers of one sender's envelopes that were seen, and the time of the latest one."""
 
     newest: int = 0
     seen: int = 0
-    """Bit i says that the number `newest - i` was seen."""
+    """Bit i is set if the number `newest - i` was seen."""
     sealed_ms: int = 0
 
     def takes(self, stamp: Stamp, now_ms: int) -> bool:
-        """Whether a fresh letter was not seen before; from then on it was.
+        """Whether a fresh envelope is new; it then counts as seen.
 
-        One whose number is too far behind the newest, as are all of an older start, is refused.
-        Once all that were seen are too old to count nothing of them is needed any more, and a peer
-        that has set its clock back between two starts is heard again.
+        An envelope whose number is too far behind the newest is refused, as are all of an older
+        start. Once all seen envelopes are too old to count, their numbers are dropped. So a peer
+        that has set its clock back between two starts is accepted again.
         """
         if self.sealed_ms < now_ms - FRESH_MS:
             self.newest = self.seen = 0
@@ -136,46 +136,46 @@ class Window:
 
 
 class RelayedMessages:
-    """What one peer remembers of the letters that it seals and gets; times are by the DHT's clock.
+    """Envelopes that one peer has sealed and received; times are by the DHT's clock.
 
-    Nothing of it outlives the process: after a restart a letter counts again while it is fresh.
+    Nothing of it outlives the process: after a restart an envelope counts again while it is fresh.
     """
 
     def __init__(self) -> None:
-        """Nothing was sealed or seen yet."""
+        """Has sealed and seen nothing yet."""
         self._numbers: dict[str, Iterator[int]] = {}
         self._windows: dict[str, Window] = {}
 
     def stamped(self, destination: str, content: bytes, now_s: float) -> bytes:
-        """What is to be sealed: 16 bytes that no other letter to this destination has, content."""
+        """Bytes to seal: 16 that no other envelope to this destination has, then `content`."""
         numbers = recalled(self._numbers, destination, lambda: count(int(now_s * 1e6)), MAX_PEERS)
         return _STAMP.pack(int(now_s * 1e3), next(numbers)) + content
 
     def take(self, source: str, stamp: Stamp, now_s: float) -> None:
-        """Notes that a letter to this peer has come.
+        """Notes an envelope that has arrived for this peer.
 
         Args:
-            source: who has signed it; to be verified before.
-            stamp: the letter's.
+            source: its signer; to be verified before.
+            stamp: the envelope's.
             now_s: seconds since 1970.
 
         Raises:
-            BadMessage: it was sealed too long ago, or after now, or has come before.
+            BadMessage: it was sealed too long ago, is from the future, or has arrived before.
         """
         now_ms = int(now_s * 1e3)
         late_ms = now_ms - stamp.sealed_ms
         if abs(late_ms) > FRESH_MS:
             raise BadMessage("envelope_age", f"sealed {late_ms / 1e3:.1f} s ago by this clock")
         if not recalled(self._windows, source, Window, MAX_PEERS).takes(stamp, now_ms):
-            raise BadMessage("envelope_seen", "the letter has come before, or others overtook it")
+            raise BadMessage("envelope_seen", "the envelope came before, or later ones overtook it")
 
 
 def split(payload: bytes) -> tuple[Stamp, bytes]:
-    """Stamp and content of a letter.
+    """Stamp and content of an envelope.
 
     Raises:
         BadMessage: it has no stamp.
     """
     if len(payload) < _STAMP.size:
-        raise BadMessage("envelope_schema", "the letter has no stamp")
+        raise BadMessage("envelope_schema", "the envelope has no stamp")
     return Stamp(*_STAMP.unpack_from(payload)), payload[_STAMP.size :]

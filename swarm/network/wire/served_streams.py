@@ -1,9 +1,9 @@
-"""Streams that others have opened to this peer: those that wait for their peer make room.
+"""Streams that others have opened to this peer; those that wait for their peer make room.
 
-A stream costs its peer's account only while it is answered. Between two asks it is *idle*: it costs
-the account nothing, and of each standing (members, trainees, strangers) so many may be idle as may
-be served. One more ends the longest idle stream of the network that has most of them. A stream that
-is answered and whose peer takes nothing gives way likewise, after a while, to one that asks.
+A stream is charged to its peer's account only while it is answered. Between two requests it is
+*idle* and free. In each group (members, trainees, strangers), as many streams may be idle as may be
+served. One more ends the longest idle stream of the network that has most of them. A stream whose
+peer takes nothing of its answer also gives way, after a while, to one with a request.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from swarm.errors import TooCostly
 from swarm.network.wire.ledger import Cost, Held, Ledger
 
 STALLED_S = 5.0
-"""A peer that takes no part of its answer for so long may lose its place; it may ask again."""
+"""A peer that takes nothing of its answer for this long may lose its place; it may ask again."""
 
 
 @dataclass(eq=False)
 class ServedStream:
-    """One of them.
+    """One served stream.
 
     Attributes:
-        source: whose it is.
-        waits_since_s: since when it has waited for its peer, to ask or to take what is sent; None
-            while its peer waits for us.
+        source: its peer.
+        waits_since_s: since when it has waited for its peer, to ask or to take bytes; None while
+            its peer waits for us.
     """
 
     source: str
@@ -45,7 +45,7 @@ class ServedStream:
             raise ConnectionError("it made room for another stream")
 
     def end(self) -> None:
-        """Ends the stream; its server gets an error of the stream."""
+        """Ends the stream; its server gets an error from it."""
         self._made_room = True
         connection = self._writer.get_extra_info("socket")
         with suppress(OSError):
@@ -63,12 +63,12 @@ class ServedStreams:
         stalled_s: float = STALLED_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Has none.
+        """Has no streams.
 
         Args:
-            ledger: the node's; says who is a member, and how many streams each may have.
-            cost: as which they are counted.
-            stalled_s: how long a stream that is answered may wait for its peer.
+            ledger: the node's; knows the members, and limits the streams of each peer.
+            cost: the kind of cost that they are charged as.
+            stalled_s: how long an answered stream may wait for its peer.
             clock: in seconds, never goes back.
         """
         self._ledger, self._cost = ledger, cost
@@ -79,17 +79,17 @@ class ServedStreams:
 
     @property
     def num_asking(self) -> int:
-        """How many are being answered."""
+        """Number of streams that are being answered."""
         return len(self._asking)
 
     @property
     def num_idle(self) -> int:
-        """How many wait for an ask."""
+        """Number of streams that wait for a request."""
         return len(self._idle)
 
     @contextmanager
     def opened(self, source: str, writer: asyncio.StreamWriter) -> Iterator[ServedStream]:
-        """A stream of this peer for as long as it lasts; idle at first."""
+        """Registers a stream of this peer while the context lasts; idle at first."""
         stream = ServedStream(source, writer)
         self.rest(stream)
         try:
@@ -99,7 +99,7 @@ class ServedStreams:
             self._give_back(stream)
 
     def rest(self, stream: ServedStream) -> None:
-        """The stream is answered, and waits for an ask; raises ConnectionError if it was ended."""
+        """Marks a stream as answered and idle; raises ConnectionError if it was ended."""
         stream.require_open()
         self._give_back(stream)
         stream.waits_since_s = self._clock()
@@ -109,15 +109,15 @@ class ServedStreams:
             self._end_one([one for one in self._idle if self._is_like(one, stream)], most)
 
     def begin(self, stream: ServedStream, most: float) -> None:
-        """An ask has come on the stream, which costs its peer's account until it rests.
+        """A request has arrived on the stream, which is charged to its peer until it rests.
 
         Args:
-            stream: on which it came.
-            most: streams that may be answered at a time.
+            stream: with the request.
+            most: limit of streams that are answered at a time.
 
         Raises:
-            TooCostly: too many are answered, and none gives way.
-            ConnectionError: it was ended before the ask was read.
+            TooCostly: too many are being answered, and none gives way.
+            ConnectionError: the stream was ended before the request was read.
         """
         stream.require_open()
         del self._idle[stream]
@@ -144,7 +144,7 @@ class ServedStreams:
             stream._held = None
 
     def _makes_room(self, stream: ServedStream, account: str) -> bool:
-        """Ends a stream that its peer has let wait for long, out of the account that is empty."""
+        """Ends a stream whose peer has stalled for long, of the account that is exhausted."""
         now_s, network = self._clock(), self._ledger.network_of(stream.source)
         stalled = [
             one
@@ -155,14 +155,14 @@ class ServedStreams:
             stalled = [one for one in stalled if self._network(one) == network]
         elif account in ("strangers", "trainees", "members"):
             stalled = [one for one in stalled if self._is_like(one, stream)]
-        elif account == "cap":  # a member's own line may be as slow
+        elif account == "cap":  # a member's own link may be as slow
             stalled = [one for one in stalled if not self._ledger.is_member(one.source)]
-        else:  # its own: it may end one itself
+        else:  # its own account: the peer may end one itself
             return False
         return self._end_one(sorted(stalled, key=lambda one: one.waits_since_s or 0.0), 0)
 
     def _end_one(self, streams: list[ServedStream], most: float) -> bool:
-        """Ends one, where there are more: the first of the network that has most."""
+        """Ends a stream if there are more than `most`: the first of the network that has most."""
         if len(streams) <= most:
             return False
         counts = Counter(map(self._network, streams))
@@ -176,6 +176,6 @@ class ServedStreams:
         return self._ledger.network_of(stream.source)
 
     def _is_like(self, one: ServedStream, other: ServedStream) -> bool:
-        """Whether two draw from what their standing shares."""
+        """Whether two streams draw from the limits of the same group."""
         standing = self._ledger.standing_of
         return standing(one.source) == standing(other.source)

@@ -1,10 +1,10 @@
-"""The DHT's time: it grows evenly, follows the wall clock's corrections, and none of its jumps.
+"""The DHT's clock: steady, follows the wall clock's small corrections, and ignores its jumps.
 
-Records expire by wall time everywhere, and hivemind asks the wall clock each time: after a jump of
-minutes a peer would take all records of others for expired, or its own would be for them. But a
-machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and 3 s are allowed.
-So this clock runs a little faster or slower until it is where it should be: at the wall clock, as
-long as that moves by small steps only, or where other members say that they are.
+Records expire by wall time everywhere, and hivemind reads the wall clock each time. After a jump of
+minutes, a peer would treat all records of others as expired, or others would treat its own so. But
+a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and 3 s are allowed.
+So this clock runs slightly faster or slower until it has the right time. That is the wall clock's,
+while the wall clock moves only in small steps, and otherwise the time of the other members.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from hivemind.utils import timed_storage
 logger = logging.getLogger(__name__)
 
 LIMIT_S = float(timed_storage.MAX_DHT_TIME_DISCREPANCY_SECONDS)
-"""So far the clocks of two peers may differ."""
+"""Limit of the difference between the clocks of two peers."""
 JUMP_S = 2.0
-"""A wall clock that moves so far between two looks has jumped; smaller steps correct a drift."""
+"""A wall clock that moves by this much between two looks has jumped; smaller steps fix drift."""
 NEAR_S = 1.0
 """Clocks that differ by less count as the same."""
 SLEW = 500e-6
-"""Seconds that this clock gains or loses a second while it follows: more than any drift."""
+"""Seconds per second that this clock gains or loses while it follows: more than any drift."""
 FAST_SLEW = 0.1
-"""The same where the wall clock jumped and another member has the time that it has since then."""
+"""The same after a jump of the wall clock, if another member has the wall clock's new time."""
 HIVEMIND = (timed_storage, protocol, routing, node)
-"""Its modules that ask for the time; each holds the function under the name `get_dht_time`."""
+"""Its modules that read the time; each holds the function as `get_dht_time`."""
 
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Offset:
-    """This clock less the machine's count of time: moves evenly from a value to another."""
+    """This clock less the machine's count of time; moves evenly from one value to another."""
 
     begin_s: float
     value_s: float
@@ -47,18 +47,18 @@ class _Offset:
     slew: float = SLEW
 
     def at(self, passed_s: float) -> float:
-        """The offset once so much has passed; never so steep that the clock goes back."""
+        """The offset after this much time; never so steep that the clock goes back."""
         most_s = self.slew * max(passed_s - self.begin_s, 0.0)
         return self.value_s + min(max(self.goal_s - self.value_s, -most_s), most_s)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison with other members showed.
+    """The result of a comparison with other members.
 
     Attributes:
-        ahead_s: how far their clocks are ahead of this one, which is the goal from now on; None:
-            the goal stays.
+        ahead_s: how far their clocks are ahead of this one, which is the new goal; None keeps the
+            goal.
         by_wall: whether this machine's wall clock has their time.
     """
 
@@ -67,16 +67,16 @@ class Comparison:
 
 
 def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
-    """The correction that the other members' times call for; pure.
+    """The correction that follows from the other members' times; pure.
 
-    One of them that has this clock's time is enough for it to stay. Else the wall clock counts
-    where it jumped and one has its time, then the others where they are agreed. Of two peers each
-    goes half the way, or they would change places.
+    If one of them has this clock's time, it stays. Otherwise, after a jump of the wall clock, the
+    wall clock counts if one member has its time. Otherwise the others count if they agree. Of two
+    peers, each moves half the way, or they would swap their times.
 
     Args:
-        told: how far the clock of each member that answered is ahead of this one, in seconds.
-        wall_ahead_s: likewise of this machine's wall clock.
-        has_jumped: whether the wall clock did, and is not followed since.
+        told: seconds by which the clock of each member that answered is ahead of this one.
+        wall_ahead_s: the same of this machine's wall clock.
+        has_jumped: whether the wall clock has jumped, and is not followed since.
     """
     if not told or min(map(abs, told)) <= NEAR_S:
         return Comparison(None)
@@ -90,14 +90,14 @@ def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) ->
 
 
 class SteadyClock:
-    """Seconds since 1970 that do not follow jumps of the wall clock, but count suspended time."""
+    """Seconds since 1970. Ignores jumps of the wall clock, but counts suspended time."""
 
     def __init__(
         self,
         passed: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
     ) -> None:
-        """Has the wall clock's time now.
+        """Starts with the wall clock's time.
 
         Args:
             passed: the machine's count of time, in seconds; monotonic.
@@ -121,11 +121,11 @@ class SteadyClock:
         """How far the wall clock is ahead of this one; to be called every few seconds.
 
         Small steps of the wall clock correct this machine's count of time, and are followed. A
-        jump is said, with its size, and is not.
+        jump is logged with its size, and not followed.
         """
         with self._guard:
             begin_s, wall_s, passed = self._passed(), self._wall(), self._passed()
-            if passed - begin_s > NEAR_S:  # this thread was held up in between
+            if passed - begin_s > NEAR_S:  # this thread was delayed in between
                 return self._seen_s - self._offset.at(passed)
             wall_s -= passed
             step_s, self._seen_s = wall_s - self._seen_s, wall_s
@@ -146,7 +146,7 @@ class SteadyClock:
         """Follows the times of other members, see `compared`; logs a change of the goal.
 
         Args:
-            told: how far the clock of each that answered is ahead of this one, in seconds.
+            told: seconds by which the clock of each that answered is ahead of this one.
         """
         with self._guard:
             passed = self._passed()
@@ -201,7 +201,7 @@ class SteadyClock:
 
 
 def passed_s() -> float:
-    """Seconds since the machine was started, those included that it was suspended."""
+    """Seconds since the machine was started, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -209,7 +209,7 @@ _clock: SteadyClock | None = None
 
 
 def dht_clock() -> SteadyClock:
-    """The clock of this process, which hivemind's DHT goes by from the first call on."""
+    """The clock of this process, which hivemind's DHT uses from the first call on."""
     global _clock
     with _lock:
         if _clock is None:

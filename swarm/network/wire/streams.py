@@ -21,17 +21,17 @@ from swarm.network.wire.traffic import Traffic
 logger = logging.getLogger(__name__)
 
 Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves one stream: the node's counters, the asking peer's id, reader and writer."""
+"""Serves one stream; gets the node's counters, the asking peer's id, reader and writer."""
 _MAX_RESPONSE_BYTES = 65_536
 _PART_BYTES = 256 * 1024
 PROGRESS_BYTES = 64 * 1024
-"""What must arrive within one progress deadline: a byte now and then is no progress."""
+"""Bytes that must arrive within one progress deadline: a byte now and then is no progress."""
 
 
 def stream_handler(
     serve: Serve, traffic: Traffic, ledger: Ledger
 ) -> Callable[..., Awaitable[None]]:
-    """What the daemon's bindings call for each stream that others open; ends in their log only."""
+    """The function that the daemon's bindings call for each incoming stream."""
 
     async def handle(
         info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -55,7 +55,7 @@ async def open_stream(
 
     Raises:
         Unreachable: no connection in time.
-        NoRoute: the peer cannot be dialled, or does not serve this protocol.
+        NoRoute: the peer cannot be dialed, or does not serve this protocol.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -98,7 +98,7 @@ async def receive_into(
     """Fills a small buffer from the stream; `arrived` is called for each portion.
 
     Raises:
-        ConnectionError: the stream ended before.
+        ConnectionError: the stream ended early.
     """
     loop = asyncio.get_running_loop()
     start = 0
@@ -121,20 +121,20 @@ def receive_blocking(
 ) -> None:
     """Fills a large buffer, in a thread of its own; `shutdown` of the socket ends it early.
 
-    The daemon hands bytes over in small portions. Waiting for them in the kernel costs a fraction
-    of what waking the loop for each would, and leaves Python's lock to the trainer.
+    The daemon delivers bytes in small portions. Waiting for them in the kernel costs a fraction
+    of waking the loop for each, and leaves Python's lock to the trainer.
 
     Args:
         connection: the stream.
         view: the buffer.
-        progress_s: `PROGRESS_BYTES` have to come within this time.
+        progress_s: `PROGRESS_BYTES` must arrive within this time.
         arrived: called for each portion.
-        turn: waits until a portion of at most so many bytes may be read; returns of how many. That
+        turn: waits until a portion of at most this many bytes may be read; returns its size. That
             time is not counted against the other side.
 
     Raises:
-        TimeoutError: fewer than `PROGRESS_BYTES` came within `progress_s`.
-        ConnectionError: the stream ended before.
+        TimeoutError: fewer than `PROGRESS_BYTES` arrived within `progress_s`.
+        ConnectionError: the stream ended early.
     """
     whole_s, part_s = divmod(progress_s, 1.0)
     limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
@@ -177,7 +177,7 @@ def _varint(number: int) -> bytes:
 
 
 async def _read_varint(connection: socket.socket) -> int:
-    """Byte by byte, since what follows belongs to the stream."""
+    """Reads byte by byte, since the following bytes belong to the stream."""
     number, byte = 0, bytearray(1)
     for group in range(5):
         await receive_into(connection, memoryview(byte))
@@ -193,13 +193,12 @@ OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Handlers:
-    """What the node calls for others, always in its own loop; so none of them may block.
+    """The node's callbacks for other peers, called in its loop; they must not block.
 
     Attributes:
-        on_message: gets the sender's peer id, as libp2p (or its signature) proved it, and the
-            payload.
+        on_message: gets the payload, and the sender's peer id as libp2p or a signature proved it.
         on_request: the same, and returns the answer, at most 1 MB.
-        streams: who serves which bulk protocol.
+        streams: handlers of the bulk protocols.
         ledger: limits the cost of other peers; the caller sets its members.
     """
 

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 KEPT_S = 20.0
-"""The other side ends a stream that is idle for a minute."""
+"""Limit for an idle stream: the other side ends it after a minute."""
 MOST_OF_A_PEER = 2
 MOST = 32
-"""In all: where each of N peers fetches from all, each has as many idle ones of others on average,
-and there are bounds on those (`served_streams.py`)."""
+"""Limit of the pool. If each of N peers fetches from all, each has on average as many idle streams
+of others, and those are limited (`served_streams.py`)."""
 
 
 class _Kept(NamedTuple):
@@ -55,7 +55,7 @@ class StreamPool:
         return len(self._streams)
 
     def keep(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
-        """Takes a stream on which nothing is awaited; ends it if it is not wanted in time."""
+        """Keeps a stream on which no answer is due; ends it if it is not used in time."""
         connection.setblocking(False)  # a thread may have read from it
         kept, same = _Kept(peer_id, protocol, connection), self._of(peer_id, protocol)
         if len(same) == MOST_OF_A_PEER:
@@ -75,7 +75,7 @@ class StreamPool:
         return None
 
     def drop(self, peer_id: str) -> None:
-        """Ends those of a peer: what became of one is likely true of all."""
+        """Ends the streams of a peer: if one failed, likely all have."""
         for kept in [each for each in self._streams if each.peer_id == peer_id]:
             self._end(kept)
 
@@ -88,7 +88,7 @@ class StreamPool:
         return [e for e in self._streams if (e.peer_id, e.protocol) == (peer_id, protocol)]
 
     def _end(self, kept: _Kept) -> None:
-        with suppress(ValueError):  # it was taken, or ended before
+        with suppress(ValueError):  # it was taken, or has ended
             self._streams.remove(kept)
             kept.connection.close()
 
@@ -100,89 +100,89 @@ def _is_open(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
-    return False  # it was ended, or says what nobody asked for
+    return False  # it has ended, or has unrequested bytes
 
 
 OPEN_S = 4.0
-"""A stream that takes longer to open comes over libp2p, whose connection is there already."""
+"""Limit for opening a stream; after it libp2p is used, whose connection is open already."""
 DIAL_S = 2.5
-"""Of it for dialling, three round trips, and the rest for being called."""
+"""The part of it for dialing, three round trips; the rest is for being called back."""
 UNACKED_S = 3.0
-"""An ask that is not even acknowledged for so long, though sent several times, is on a line that is
-cut. A stream of libp2p shows that after `FIRST_ANSWER_S`, by the answer that does not come."""
+"""If a request is not even acknowledged for this long, though sent several times, the link is cut.
+A stream of libp2p shows that after `FIRST_ANSWER_S`, by the missing answer."""
 LOOK_S = 15.0
-"""The search for a way may outlast the opening: libp2p takes five round trips to connect. Where
-links are full, each takes half a second or more."""
+"""Limit of the search for a direct route, which may outlast the opening of a stream. libp2p takes
+five round trips to connect, and on full links each takes half a second or more."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
-"""After a failure a way is not looked for: at first a short while, and twice as long each time."""
+"""Pause before a direct route is searched again after a failure, doubled each time."""
 MAX_WAYS = 1024
-"""The least recently used ways are forgotten: to look for one again takes a round trip."""
+"""The least recently used routes are dropped: a new search takes a round trip."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
 _TOKEN_BYTES = 16
 _NO = b"\x00"
-"""The answer to a stranger that wants to be called; others get none, but the call."""
+"""The answer to a stranger that asks to be called; members get the call instead."""
 _FAILURES = (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown)
 
 
 @dataclass
 class _Way:
-    """What is known of the way to one peer."""
+    """The direct route to one peer."""
 
     host: str = ""
     port: int = 0
-    """Of its door; 0: it is asked to call."""
+    """Of its listener; 0: the peer is asked to call back."""
     is_known: bool = False
     search: asyncio.Task[None] | None = None
     failures: int = 0
     """In a row."""
     not_before_s: float = 0.0
-    """When to look for a way, if there is none."""
+    """When to search for a route, if none is known."""
 
     def failed(self, now_s: float) -> None:
-        """There is none for now."""
+        """No route is available for now."""
         self.is_known = False
         self.failures += 1
         self.not_before_s = now_s + backoff_s(self.failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
 
 class TcpDialer:
-    """The asking side, and what a peer answers others over the control path for it.
+    """The asking side, and the answers to other peers' questions about direct connections.
 
     Attributes:
-        door: takes connections of others, those that this peer asked for too.
-        kept: streams to others that are idle.
+        door: accepts connections of others, including those that this peer asked for.
+        kept: idle streams to others.
     """
 
     def __init__(
         self, identity: Identity, control: Control, p2p: Callable[[], P2P], door: TcpListener
     ) -> None:
-        """Knows no way yet.
+        """Knows no route yet.
 
         Args:
-            identity: signs letters.
-            control: asks others for their ports, and to call.
+            identity: signs envelopes.
+            control: asks others for their ports, and to call back.
             p2p: the living daemon; raises NetworkDown when there is none.
-            door: takes connections of others, those that this peer asked for too.
+            door: accepts connections of others, including those that this peer asked for.
         """
         self._identity, self._control, self._p2p, self.door = identity, control, p2p, door
         self._ways: dict[str, _Way] = {}
         self.kept = StreamPool()
 
     async def register(self, p2p: P2P) -> None:
-        """Lets the daemon deliver what others ask about this peer's door."""
+        """Registers the answers to questions about this peer's listener with the daemon."""
         await self._control.serve(p2p, _PORT, self._on_port)
         await self._control.serve(p2p, _CALL, self._on_call)
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
 
-        With no time to wait, the search for an unknown way runs in the background.
+        With no time to wait, the search for an unknown route runs in the background.
 
         Raises:
-            NoRoute: there is no such way, or not within `OPEN_S`.
+            NoRoute: there is no direct route, or none within `OPEN_S`.
         """
         if kept := self.kept.take(peer_id, protocol):
             return kept
@@ -195,26 +195,26 @@ class TcpDialer:
                     await self._looked_for(way, peer_id)
                 connection = impatient(await self._open(way, peer_id, protocol))
         except _FAILURES as error:
-            if way.is_known:  # else it is still being looked for, or is not for a while
+            if way.is_known:  # else the search still runs, or pauses
                 self._failed(way, peer_id, error)
             raise NoRoute(f"{peer_id}: {error}") from error
         way.failures = 0
         return connection
 
     async def close(self) -> None:
-        """Ends all that is open."""
+        """Ends all open streams."""
         self.kept.close()
         await self.door.close()
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Gives up a way on which wrong bytes came; False if there was none.
+        """Drops a route on which wrong bytes arrived; False if there was none.
 
         Somebody on the path may have changed them, so they prove nothing about the peer.
 
         Args:
-            peer_id: from whom they came.
-            for_good: whether the way is never looked for again; False, where what was expected may
-                have been wrong, pauses as after a failure.
+            peer_id: the peer at its other end.
+            for_good: whether the route is never searched again. False pauses as after a failure, if
+                the expected value may have been wrong.
         """
         self.kept.drop(peer_id)
         way = self._ways.get(peer_id)
@@ -226,20 +226,20 @@ class TcpDialer:
         return True
 
     def doubt(self, peer_id: str) -> None:
-        """Uses a way that may be cut only after the peer has named its port again."""
+        """Uses a route that may be cut only after the peer has named its port again."""
         self.kept.drop(peer_id)
         if way := self._ways.get(peer_id):
             way.is_known = False
 
     def is_known(self, peer_id: str) -> bool:
-        """Whether this peer knows a way that seems to work."""
+        """Whether this peer knows a route that seems to work."""
         way = self._ways.get(peer_id)
         return way is not None and way.is_known
 
     # ------------------------------------------------ ways
 
     async def _looked_for(self, way: _Way, peer_id: str) -> None:
-        """Returns once the way is known; who does not wait for so long finds it the next time.
+        """Returns once the route is known; a caller that gives up may find it at the next call.
 
         Raises:
             NoRoute: there is none for now.
@@ -249,7 +249,7 @@ class TcpDialer:
                 raise NoRoute("no direct way was found a short while ago")
             way.search = asyncio.create_task(self._look(way, peer_id))
             self.door.tasks.add(way.search)
-        await asyncio.wait([way.search])  # its failure is this way's, and it may be cancelled
+        await asyncio.wait([way.search])  # it may fail, or be cancelled
         if not way.is_known:
             raise NoRoute("no direct way found")
 
@@ -262,7 +262,7 @@ class TcpDialer:
             way.is_known = True
         except _FAILURES as error:
             self._failed(way, peer_id, error)
-        except Exception:  # a fault here: without a pause each stream would meet it again
+        except Exception:  # a fault here; without a pause it would repeat
             logger.exception("a way to %s could not be looked for", peer_id)
             way.failed(time.monotonic())
         finally:
@@ -306,7 +306,7 @@ class TcpDialer:
         """The host at which libp2p is connected to a peer.
 
         Raises:
-            NoRoute: it is connected to none, or through others.
+            NoRoute: it is not connected, or only through others.
         """
         try:
             address = await seen_at(self._p2p(), peer_id)
@@ -348,18 +348,18 @@ class TcpDialer:
 
 
 def impatient(connection: socket.socket) -> socket.socket:
-    """The same socket, which raises TimeoutError once a line shows to be cut."""
-    with suppress(OSError, AttributeError):  # Linux alone has it
+    """The same socket, which raises TimeoutError once the link proves to be cut."""
+    with suppress(OSError, AttributeError):  # only Linux has it
         limit_ms = int(1e3 * UNACKED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
     return connection
 
 
 async def connect(line: LineBytes, host: str, port: int) -> socket.socket:
-    """A non-blocking TCP connection, counted on this line, tuned for bulk.
+    """A non-blocking TCP connection, counted on this link, tuned for bulk.
 
     Raises:
-        OSError: nobody takes it.
+        OSError: nobody accepts it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     connection = line.connection(socket.socket(family, socket.SOCK_STREAM))

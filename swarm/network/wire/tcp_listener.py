@@ -1,4 +1,4 @@
-"""Accepts TCP connections without libp2p's daemon; both ends prove who they are."""
+"""Accepts TCP connections without libp2p's daemon; both ends prove their identity."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MAX_LETTER_BYTES = 512
 
 @dataclass(frozen=True)
 class Introduced:
-    """A dialling peer that has proved who it is; `confirm` tells it that it is at the right one.
+    """A dialing peer that has proved its identity; `confirm` proves this peer's to it.
 
     Attributes:
-        peer_id: of the dialling peer.
+        peer_id: of the dialing peer.
         purpose: of the connection.
     """
 
@@ -44,18 +44,18 @@ class Introduced:
     letter: bytes
 
     async def confirm(self, connection: socket.socket, identity: Identity) -> None:
-        """Proves who the accepting side is; what follows belongs to the stream."""
+        """Proves the accepting side's identity; the following bytes belong to the stream."""
         await _send(connection, seal(identity, EnvelopeKind.ANSWER, digest_of(self.letter), b""))
 
 
 async def introduce(
     connection: socket.socket, identity: Identity, peer_id: str, purpose: str
 ) -> None:
-    """The dialling side's part; returns once the other side has proved to be `peer_id`.
+    """The dialing side's part; returns once the other side has proved to be `peer_id`.
 
     Raises:
-        BadMessage: somebody else is there, or no peer at all.
-        OSError: the connection ended, as when the other side does not want it.
+        BadMessage: another peer is there, or no peer at all.
+        OSError: the connection ended, for example because the other side refused it.
     """
     nonce = await _receive(connection, NONCE_BYTES)
     letter = seal(identity, EnvelopeKind.DIRECT, peer_id, f"{purpose} {nonce.hex()}".encode())
@@ -69,7 +69,7 @@ async def admit(connection: socket.socket, identity: Identity) -> Introduced:
     """The accepting side's part, up to the decision whether to confirm.
 
     Raises:
-        BadMessage: the letter is none, for another peer, or for another connection.
+        BadMessage: the envelope is invalid, for another peer, or for another connection.
         OSError: the connection ended.
     """
     nonce = os.urandom(NONCE_BYTES)
@@ -78,7 +78,7 @@ async def admit(connection: socket.socket, identity: Identity) -> Introduced:
     envelope = open_sealed(letter, identity.peer_id)
     purpose, _, proof = envelope.payload.decode("ascii", "replace").rpartition(" ")
     if envelope.kind is not EnvelopeKind.DIRECT or proof != nonce.hex():
-        raise BadMessage("direct_letter", "no letter for this connection")
+        raise BadMessage("direct_letter", "no envelope for this connection")
     return Introduced(envelope.source, purpose, letter)
 
 
@@ -89,7 +89,7 @@ async def _send(connection: socket.socket, letter: bytes) -> None:
 async def _receive_letter(connection: socket.socket) -> bytes:
     (size,) = LENGTH.unpack(await _receive(connection, LENGTH.size))
     if size > MAX_LETTER_BYTES:
-        raise BadMessage("direct_letter", f"a letter of {size} bytes")
+        raise BadMessage("direct_letter", f"an envelope of {size} bytes")
     return await _receive(connection, size)
 
 
@@ -100,25 +100,25 @@ async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 ADMIT_S = 5.0
-"""A peer that has not proved its identity by then is disconnected."""
+"""A connection whose peer has not proved its identity by then is closed."""
 BACKLOG = 128
 PAUSE_S = 0.1
-"""After a connection that could not be accepted."""
+"""Pause after a connection that could not be accepted."""
 MOST = 512
-"""Connections at a time; the ledger bounds those of each peer, and of each network, long before."""
+"""Limit of connections at a time; the ledger limits each peer, and each network, far lower."""
 UNSENT_BYTES = 128 * 1024
-"""What the kernel takes beyond what is on its way: more would only grow old there."""
+"""Limit of bytes that the kernel takes beyond those in flight: more would only wait there."""
 CALLED = "called"
-"""Purpose of a connection for which its accepting side has asked."""
+"""Purpose of a connection that its accepting side has asked for."""
 
 
 class TcpListener:
     """Connections that others open to this peer; all in the node's loop.
 
     Attributes:
-        port: where it listens; 0: nowhere.
-        streams: who serves which bulk protocol.
-        tasks: what is being served.
+        port: where it listens; 0 if it does not.
+        streams: handlers of the bulk protocols.
+        tasks: connections that are being served.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class TcpListener:
         self._identity, self._traffic, self._ledger = identity, traffic, ledger
         self._listening: list[socket.socket] = []
         self._expected: dict[str, tuple[str, asyncio.Future[socket.socket]]] = {}
-        """Token of a call -> who is to call, and who waits for it."""
+        """Token of a call -> the peer that is to call, and the future that waits for it."""
 
     def open(self, hosts: Sequence[str], port: int) -> None:
-        """Begins to listen on hosts (IPv4 or IPv6 numbers), at one port; 0 takes a free one.
+        """Starts listening on hosts (IPv4 or IPv6 numbers), at one port; 0 takes a free one.
 
         Raises:
-            NetworkDown: somebody else has the port; then it listens nowhere.
+            NetworkDown: another program has the port; then it does not listen.
         """
         opened: list[socket.socket] = []
         for host in dict.fromkeys(hosts):
@@ -176,7 +176,7 @@ class TcpListener:
             expected.cancel()
 
     async def serve(self, serve: Serve, source: str, connection: socket.socket) -> None:
-        """Serves a peer that has proved who it is, until it closes the connection."""
+        """Serves a peer that has proved its identity, until it closes the connection."""
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
             with self._traffic.sent.watching(source, connection):
@@ -191,7 +191,7 @@ class TcpListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(listening)
-            except OSError as error:  # no descriptors are left, or the other side has hung up
+            except OSError as error:  # no descriptors are left, or the other side has closed
                 logger.debug("no connection accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -222,9 +222,10 @@ class TcpListener:
                 connection.close()
 
     async def _introduced(self, connection: socket.socket, host: str) -> Introduced:
-        """Who has come; until then it costs the network that it comes from.
+        """The dialing peer. Until it is known, the connection is charged to its network.
 
-        From the host of a member it costs that member, so that strangers keep no member out.
+        A connection from the host of a member is charged to that member, so that strangers cannot
+        keep a member out.
         """
         version = "ip6" if ":" in host else "ip4"
         address = f"/{version}/{host}/tcp/0"
@@ -252,9 +253,9 @@ class TcpListener:
 
 
 def port_beside(network: NetworkSection) -> int:
-    """The port after libp2p's first configured one, so that people can open two beforehand.
+    """The port after libp2p's first configured one, so that people can open both beforehand.
 
-    0, any: libp2p has no configured port.
+    0 for any port: libp2p has no configured port.
     """
     ports = [int(text.rpartition("/")[2]) for text in network.host_maddrs]
     first = next((port for port in ports if port), 0)
@@ -262,7 +263,7 @@ def port_beside(network: NetworkSection) -> int:
 
 
 def tuned(connection: socket.socket) -> socket.socket:
-    """The same socket, non-blocking, with little that is kept unsent in the kernel."""
+    """The same socket, non-blocking, with little unsent data in the kernel."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a node sends, receives and refuses: counters, and token buckets that cap both directions."""
+"""Bytes that a node sends, receives and refuses: counters, and token buckets that cap both ways."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from swarm.network.wire.upload_rate import LineBytes, UploadRate
 from swarm.protocol.timing.pace import Arrivals
 
 BURST_S = 0.15
-"""A machine that was idle, or too busy to wake up in time, may send or take so much at once. Over t
-seconds a cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a
-quarter of a second drops larger bursts, and TCP is then slower than the cap for seconds.
+"""Seconds of the cap that may move at once after an idle time or a late wake-up. Over t seconds a
+cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a quarter of a
+second drops larger bursts, and TCP is then slower than the cap for seconds.
 """
 ROOM_S = 0.1
 PART_S = 0.05
-"""Seconds of the cap that are moved at a time, for the same reason."""
+"""Seconds of the cap that move at a time, for the same reason."""
 LARGEST_PART_BYTES = 64 * 1024
-"""Of a capped transfer: what the other side calls progress, so that no stream waits for the parts
-of all others for longer than its deadline allows."""
+"""Largest part of a capped transfer, which the other side counts as progress. So no stream waits
+for the parts of all others for longer than its deadline allows."""
 SMALLEST_PART_BYTES = 4096
 PROGRESS_BYTES_PER_S = LARGEST_PART_BYTES / 7.5
-"""For each stream, twice what a receiver calls progress; with more streams all would starve."""
+"""For each stream, twice the progress that a receiver demands; more streams would starve."""
 
 
 class Bucket:
     """A token bucket without a clock, as a virtual schedule (GCRA, ITU-T I.371)."""
 
     def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
-        """Is full.
+        """Starts full.
 
         Args:
             bytes_per_s: its rate.
@@ -64,8 +64,8 @@ class Throttle:
     """One direction of this machine's link; from any thread.
 
     Attributes:
-        mbit: the cap in Mbit/s; None: there is none, and nobody waits.
-        bytes_per_s: the same; inf without.
+        mbit: the cap in Mbit/s; None for none, so that nobody waits.
+        bytes_per_s: the same cap; inf for none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Throttle:
 
     @property
     def has_room(self) -> bool:
-        """Whether a cap stays partly unused for longer than the pause between two parts.
+        """Whether a cap has stayed partly unused for longer than the pause between two parts.
 
         False too without a cap, since nobody knows then.
         """
@@ -91,7 +91,7 @@ class Throttle:
             return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S
 
     def part_bytes(self, most: int) -> int:
-        """How many bytes to move at a time, of at most so many."""
+        """How many bytes to move at a time, up to this limit."""
         if not self.mbit:
             return most
         part = int(self.bytes_per_s * PART_S)
@@ -103,12 +103,12 @@ class Throttle:
         return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
 
     def count(self, num_bytes: int) -> float:
-        """Counts bytes that are moved at once; returns how long others would have waited, in s."""
+        """Counts bytes that move at once; returns how long others would have waited, in s."""
         with self._lock:
             return self._bucket.take(self._clock(), num_bytes) if self._bucket else 0.0
 
     async def wait(self, num_bytes: int) -> None:
-        """Returns when so many bytes may be moved."""
+        """Returns when this many bytes may be moved."""
         if wait_s := self.count(num_bytes):
             await asyncio.sleep(wait_s)
 
@@ -119,14 +119,14 @@ class Throttle:
 
 
 class Arriving:
-    """When bytes of blobs arrive, over all streams together; from any thread."""
+    """Arrival of bytes of blobs, over all streams together; from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing has arrived; `clock` is in seconds."""
+        """Has counted nothing; `clock` is in seconds."""
         self._clock, self._lock, self._arrivals = clock, threading.Lock(), Arrivals()
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that have just come."""
+        """Counts bytes that have just arrived."""
         with self._lock:
             self._arrivals.arrived(num_bytes, self._clock())
 
@@ -150,7 +150,7 @@ class Traffic:
     """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
     `line` is the count of a provider. The other counters show the purpose of bytes, each counted
-    where they are used. Bytes that measure this peer's line are in none of them.
+    where they are used. Bytes that measure this peer's link are in none of them.
 
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
@@ -160,18 +160,18 @@ class Traffic:
         control_bytes_received: the same, from others.
         blob_bytes_sent: contents of all other blobs except moments.
         blob_bytes_received: contents of blobs, those refused later and those of messages included.
-        measuring_bytes_sent: to others that measure their lines.
+        measuring_bytes_sent: to others that measure their links.
         relayed_bytes: passed on between two other peers; in no other counter.
         moments_bytes_sent: contents of moments blobs, which are in no other figure.
-        moments_bytes_received: contents of moments blobs that were whole and in order; they are
+        moments_bytes_received: contents of moments blobs that were complete and valid; they are
             in `blob_bytes_received` too.
         dht_bytes: the DHT's questions and answers, both ways together.
         refused: how often bytes of others were refused, by reason.
         up: cap on sent bytes.
         down: cap on received bytes.
-        sent: how fast the line sent of late.
-        line: all that the line carries, whatever it is for.
-        arriving: when the bytes came that `blob_bytes_received` counts once their piece has ended.
+        sent: recent upload rate of the link.
+        line: all bytes on the link, for any purpose.
+        arriving: times of the bytes that `blob_bytes_received` counts at the end of their piece.
     """
 
     control_messages_sent: int = 0
@@ -194,13 +194,13 @@ class Traffic:
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:
-        """Nothing moved yet; the caps are those that the person has set."""
+        """Has moved nothing yet; the caps are those that the person has set."""
         up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
         return cls(up=up, down=down)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes for others. Messages are few in comparison; tests of this line do not count."""
+        """Bytes for others. Messages are few in comparison; tests of this link do not count."""
         of_blobs = self.blob_bytes_sent + self.moments_bytes_sent
         return of_blobs + self.measuring_bytes_sent + self.relayed_bytes
 

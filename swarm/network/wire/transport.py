@@ -1,4 +1,4 @@
-"""Gets messages, questions and streams to a peer: directly, or through a peer that both dialled."""
+"""Sends messages, questions and streams to a peer: directly, or through a peer that both dialed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
-"""A peer that was reached through relays is dialled again after this, and then ever more rarely.
-A dial to a closed port, or a message over a line that is cut, takes seconds to fail."""
+"""A peer that was reached through relays is dialed again after this, and then less and less often.
+A dial to a closed port, or a message over a cut link, takes seconds to fail."""
 LONGEST_AGAIN_S = 900.0
 REST_S = 10.0
 LONGEST_REST_S = 120.0
@@ -42,12 +42,12 @@ LONGEST_REST_S = 120.0
 
 @dataclass(frozen=True)
 class Route:
-    """How to reach a peer now.
+    """The current route to a peer.
 
     Attributes:
         straight: whether to try without a relay first.
         relays: peers to ask then, one after another.
-        reason: why.
+        reason: for this choice.
     """
 
     straight: bool
@@ -70,7 +70,7 @@ class _Known:
 
 
 class Routes:
-    """What one peer has learnt about the ways to the others."""
+    """The routes to other peers, as learned from earlier tries."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Known] = {}
@@ -78,10 +78,10 @@ class Routes:
     def plan(
         self, peer: str, relays: Iterable[str], now_s: float, *, is_stream: bool = False
     ) -> Route:
-        """The way to try.
+        """The route to try.
 
         Args:
-            peer: whom to reach.
+            peer: to reach.
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
             is_stream: whether it is a stream. libp2p opens one without asking the other side, so
@@ -98,7 +98,7 @@ class Routes:
         return Route(True, chosen, "straight first")
 
     def needs_relay(self, peer: str, now_s: float) -> bool:
-        """Whether the peer is reached only through others, as far as is known."""
+        """Whether the peer can be reached only through others, as far as is known."""
         known = self._peers.get(peer)
         if known is None or known.failed_s is None or known.relay is None:
             return False
@@ -106,7 +106,7 @@ class Routes:
         return now_s - known.failed_s < again_s
 
     def is_doubtful(self, peer: str, now_s: float) -> bool:
-        """Whether the line to the peer may be cut: it answered nothing a short while ago."""
+        """Whether the link to the peer may be cut: it answered nothing a short while ago."""
         known = self._peers.get(peer)
         is_mute = known and known.mute_s is not None and now_s - known.mute_s < DIRECT_AGAIN_S
         return bool(is_mute) or self.needs_relay(peer, now_s)
@@ -120,9 +120,9 @@ class Routes:
         """The peer did not answer without a relay.
 
         Args:
-            peer: whom.
+            peer: that did not answer.
             now_s: the time.
-            is_slow: it did not answer in time, instead of being refused.
+            is_slow: whether it timed out, instead of refusing.
         """
         known = self._note(peer)
         if known.failed_s is None or now_s - known.failed_s >= DIRECT_AGAIN_S:
@@ -148,7 +148,7 @@ class Routes:
 
 
 def _turn(peer: str, relay: str) -> bytes:
-    """Another order for each peer, so that relays share the load."""
+    """A different order for each peer, so that relays share the load."""
     return blake3(f"{peer}/{relay}".encode()).digest()
 
 
@@ -156,13 +156,13 @@ Result = TypeVar("Result")
 
 
 class Transport:
-    """All ways from this peer to others; follows the plans of `Routes`, and reports outcomes to it.
+    """All routes from this peer to others; follows the plans of `Routes`, and reports outcomes.
 
-    The coroutines raise the same errors as those of `Node` with the same names.
+    The coroutines raise the same errors as the methods of `Node` with the same names.
 
     Attributes:
         relay: messages and streams through others.
-        direct: streams outside the daemon; None: there are none.
+        direct: streams outside the daemon; None for none.
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class Transport:
         relays: Callable[[], frozenset[str]],
         direct: TcpDialer | None = None,
     ) -> None:
-        """Knows nothing yet.
+        """Knows no route yet.
 
         Args:
-            control: straight messages.
+            control: direct messages.
             relay: messages and streams through others.
             p2p: the living daemon; raises NetworkDown when there is none.
             relays: peers that listen and answered lately.
-            direct: streams outside the daemon; None: there are none.
+            direct: streams outside the daemon; None for none.
         """
         self._control, self._p2p, self._relays = control, p2p, relays
         self.relay, self.direct = relay, direct
@@ -197,7 +197,7 @@ class Transport:
         p2p: Callable[[], P2P],
         relays: Callable[[], frozenset[str]],
     ) -> Transport:
-        """All ways of a peer that serves these bulk protocols."""
+        """All routes of a peer that serves these bulk protocols."""
         is_willing = network.relay and not network.client_mode
         relay = Relay(identity, control, streams, is_willing=is_willing, p2p=p2p)
         door = TcpListener(identity, control.traffic, control.ledger, streams)
@@ -205,10 +205,10 @@ class Transport:
         return cls(control, relay, p2p, relays, direct)
 
     def open(self, network: NetworkSection) -> None:
-        """Begins to take direct connections, if this peer listens at all.
+        """Starts accepting direct connections, if this peer listens at all.
 
         Raises:
-            NetworkDown: somebody else has the configured port.
+            NetworkDown: another program has the configured port.
         """
         if not self.direct or not self.direct.door.streams or network.client_mode:
             return
@@ -222,7 +222,7 @@ class Transport:
             door.open(hosts, 0)
 
     async def register(self, p2p: P2P) -> None:
-        """Lets the daemon deliver what others ask for or pass on."""
+        """Registers handlers for direct and relayed requests with the daemon."""
         await self._control.register(p2p)
         await self.relay.register(p2p)
         if self.direct:
@@ -260,7 +260,7 @@ class Transport:
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """See `Node.open_stream`; after a silence a direct way is looked for, not waited for."""
+        """See `Node.open_stream`; after a silence, it does not wait for a direct route."""
         if self.direct:
             began_s = time.monotonic()
             is_doubtful = self._routes.is_doubtful(peer_id, began_s)
@@ -280,7 +280,7 @@ class Transport:
 
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
         """See `Node.give_back`."""
-        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's cost nothing to open
+        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's are free to open
             self.direct.kept.keep(peer_id, protocol, connection)
         else:
             connection.close()
@@ -302,7 +302,7 @@ class Transport:
         *,
         is_stream: bool = False,
     ) -> Result:
-        peer_of(peer_id)  # what is no peer id is nowhere
+        peer_of(peer_id)  # raises for an invalid peer id
         now_s, relays = time.monotonic(), self._relays()
         route = self._routes.plan(peer_id, relays, now_s, is_stream=is_stream)
         failure: Unreachable = NoRoute(f"{peer_id}: {route.reason}")
@@ -316,7 +316,7 @@ class Transport:
                 failure = error
                 self._failed(peer_id, is_slow=not isinstance(error, NoRoute))
             else:
-                if not is_stream:  # which proves nothing
+                if not is_stream:  # an open stream proves nothing
                     self._routes.dialled(peer_id)
                 return result
         try:

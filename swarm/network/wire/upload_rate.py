@@ -1,4 +1,4 @@
-"""How many bytes this machine's TCP connections carry, and how fast they are acknowledged.
+"""Counts the bytes of this machine's TCP connections, and how fast they are acknowledged.
 
 Read from `struct tcp_info` of linux/tcp.h, which Linux has since version 4.18.
 """
@@ -26,19 +26,19 @@ _LAYOUT = struct.Struct("=16xI48xI48xQQ8xII16xQQQI")
 
 
 class TcpInfo(NamedTuple):
-    """Of one connection, from its beginning; in the order of the kernel's fields.
+    """Figures of one connection since its beginning, in the order of the kernel's fields.
 
     Attributes:
         packet_bytes: of a full packet.
         rtt_us: the smoothed round trip, in microseconds.
         acked: bytes up to the first that the other side has not acknowledged.
-        received: bytes that came in order.
+        received: bytes that arrived in order.
         unsent: bytes that wait in this machine.
-        least_rtt_us: the shortest round trip of late.
-        busy_us: for how long something was under way, or waited to be.
-        by_receiver_us: for how long of that the other side had no room.
-        by_buffer_us: for how long of that this machine's buffer had none.
-        delivered: packets that the other side has; beyond one that is missing, too.
+        least_rtt_us: the shortest recent round trip.
+        busy_us: time with bytes in flight, or waiting to be sent.
+        by_receiver_us: the part of it in which the other side had no room.
+        by_buffer_us: the part of it in which this machine's buffer had no room.
+        delivered: packets that the other side has, including those after a missing one.
     """
 
     packet_bytes: int
@@ -54,7 +54,7 @@ class TcpInfo(NamedTuple):
 
 
 def tcp_info(connection: socket.socket) -> TcpInfo | None:
-    """What the kernel says now; None where it says nothing, or the connection is closed."""
+    """The kernel's current figures; None if it has none, or the connection is closed."""
     if sys.platform != "linux":
         return None
     try:
@@ -65,21 +65,21 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
 
 
 class LineBytes:
-    """Counts both directions together, from any thread."""
+    """Counts bytes of both directions together, from any thread."""
 
     def __init__(self) -> None:
-        """Nothing was moved yet."""
-        self._lock = threading.RLock()  # a connection that is collected may be closed at any time
+        """Has counted nothing yet."""
+        self._lock = threading.RLock()  # garbage collection may close a connection at any time
         self._open: WeakSet[CountedSocket] = WeakSet()
         self._daemons: dict[int, int] = {}
         """Process -> bytes that it had moved at the last look."""
         self._ended = 0
-        """Moved by connections and daemons that are no more."""
+        """Bytes of connections and daemons that have ended."""
         self._is_known: bool | None = None
-        """Whether the kernel counts all of it; None before the first daemon."""
+        """Whether the kernel counts all bytes; None before the first daemon."""
 
     def connection(self, raw: socket.socket) -> CountedSocket:
-        """Takes a TCP connection over; its bytes count from its beginning."""
+        """Takes over a TCP connection, whose bytes count from its beginning."""
         counted = CountedSocket(self, raw)
         with self._lock:
             self._open.add(counted)
@@ -88,31 +88,31 @@ class LineBytes:
         return counted
 
     def daemon_began(self, pid: int) -> None:
-        """Counts what a daemon of this node moves."""
+        """Starts counting the bytes of a daemon of this node."""
         with self._lock:
             self._daemons[pid] = 0
             if self._is_known is not False:
                 self._is_known = moved_by_process(pid) is not None
 
     def daemon_ends(self, pid: int) -> None:
-        """Looks at a daemon for the last time, before its number may become another's."""
+        """Reads a daemon's count a last time, before another process may get its number."""
         with self._lock:
             if pid in self._daemons:
                 self._ended += max(self._daemons.pop(pid), moved_by_process(pid) or 0)
 
     def connection_ends(self, connection: CountedSocket) -> None:
-        """Looks at a connection for the last time, before it is closed."""
+        """Reads a connection's count a last time, before it is closed."""
         with self._lock:
             if connection in self._open:
                 self._open.discard(connection)
                 self._ended += _moved_on(connection)
 
     def total(self) -> int | None:
-        """Bytes without the headers of TCP and IP; None where the kernel does not say."""
+        """Bytes without the headers of TCP and IP; None if the kernel gives no count."""
         with self._lock:
             if not self._is_known:
                 return None
-            for pid, before in self._daemons.items():  # a process that died says nothing
+            for pid, before in self._daemons.items():  # a dead process has no count
                 self._daemons[pid] = max(before, moved_by_process(pid) or 0)
             of_connections = sum(map(_moved_on, list(self._open)))
             return self._ended + of_connections + sum(self._daemons.values())
@@ -126,13 +126,13 @@ class CountedSocket(socket.socket):
         self._line = line
 
     def close(self) -> None:
-        """Counts what was moved, and closes it."""
+        """Counts the moved bytes, and closes the connection."""
         self._line.connection_ends(self)
         super().close()
 
 
 def moved_by_process(pid: int) -> int | None:
-    """Half of the bytes that a process has read and written; None where the kernel does not say."""
+    """Half of the bytes that a process has read and written; None if the kernel has no count."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         found = dict(line.split(": ") for line in lines)
@@ -148,14 +148,14 @@ def _moved_on(connection: socket.socket) -> int:
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
-"""Shorter, and a single burst of acknowledgements would count."""
+"""In a shorter window a single burst of acknowledgements would count."""
 KEPT = 8
-"""Windows of late; of these the fast ones are nearest to what the line can do, since in the others
-receivers may have been the slower ones. The upper quartile counts: one window may be wrong."""
+"""Number of recent windows. The fast ones are nearest to the link's rate, since receivers may have
+limited the others. The upper quartile counts: one window may be wrong."""
 ALONE_S = 3600.0
-"""A receiver is the only one if nobody else has taken anything for so long."""
+"""A receiver counts as the only one if no other has received anything for this long."""
 SHOWN_BY = 4
-"""Windows that show that a line has changed."""
+"""Number of windows that show that a link has changed."""
 
 
 @dataclass
@@ -165,35 +165,35 @@ class _Watched:
 
 
 class UploadRate:
-    """Looks at the connections on which this machine sends; its methods run in one event loop."""
+    """Watches the connections on which this machine sends; its methods run in one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing was sent yet; `clock` is in seconds."""
+        """Has seen nothing sent; `clock` is in seconds."""
         self._clock = clock
         self._watched: dict[socket.socket, _Watched] = {}
         self._is_ticking = False
         self._began_s: float | None = None
-        """Since when there was always something unsent; None: there is nothing."""
+        """Since when some bytes were always unsent; None if there are none."""
         self._num_bytes = 0
         self._receivers: set[str] = set()
         self._rates, self._all = Recent(KEPT), Recent(KEPT)
-        """Of windows that count, and of all, also those of one receiver of several."""
+        """Rates of windows that count, and of all windows."""
         self._last, self._others_s = "", -inf
-        """The receiver that took something last, and when any other one did."""
+        """The last receiver, and when any other one last received."""
 
     @property
     def mbit(self) -> float | None:
-        """In Mbit/s; None until the line has been the bound for long enough."""
+        """Rate in Mbit/s; None until the link has been the limit for long enough."""
         return self.mbit_since(-inf)
 
     def mbit_since(self, since_s: float) -> float | None:
-        """The same by windows after a moment alone."""
+        """The same, by windows after a moment only."""
         return self._rates.high(self._clock(), since_s)
 
     def shown_since(self, since_s: float) -> float | None:
-        """What any receivers took since a moment, in Mbit/s; None of fewer than `SHOWN_BY` windows.
+        """Rate to all receivers since a moment, in Mbit/s; None with fewer than `SHOWN_BY` windows.
 
-        The line may carry more: it is a reason to measure it.
+        The link may carry more: this is a reason to measure it.
         """
         now_s = self._clock()
         is_enough = len(self._all.of_late(now_s, since_s)) >= SHOWN_BY
@@ -201,7 +201,7 @@ class UploadRate:
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
-        """While a peer is served on a connection; several at a time share the line."""
+        """Watches a connection while a peer is served on it; several at a time share the link."""
         counters = tcp_info(connection)
         if counters is None:
             yield
@@ -218,13 +218,13 @@ class UploadRate:
     def _tick(self) -> None:
         try:
             self.sample()
-        finally:  # a fault of one sample, which the loop logs, must not be the last of them
+        finally:  # a fault of one sample, which the loop logs, must not end sampling
             self._is_ticking = bool(self._watched)
             if self._is_ticking:
                 asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
 
     def sample(self) -> None:
-        """Looks at all connections."""
+        """Reads the figures of all connections."""
         now, acked, waiting = self._clock(), 0, set[str]()
         for connection, watched in self._watched.items():
             counters = tcp_info(connection)
@@ -232,7 +232,7 @@ class UploadRate:
                 continue
             newly = counters.acked - watched.acked
             watched.acked, acked = counters.acked, acked + newly
-            if counters.unsent and newly:  # bytes for a lost receiver show nothing
+            if counters.unsent and newly:  # bytes for a lost receiver prove nothing
                 waiting.add(watched.receiver)
         if not waiting:
             self._began_s = None
@@ -250,7 +250,7 @@ class UploadRate:
             self._begin(now, waiting)
 
     def _are_all_there_are(self, now_s: float) -> bool:
-        """Whether the receivers of a window are several, or the only one of late."""
+        """Whether a window has several receivers, or the only recent one."""
         if len(self._receivers) > 1:
             self._others_s = now_s
             return True
@@ -265,24 +265,24 @@ class UploadRate:
 
 LINE_SAMPLE_S = 0.05
 BOUND = 0.9
-"""Of the time the line must have been the bound. Where a processor is, nothing is under way."""
+"""Least share of the time in which the link is the limit. If the CPU is, nothing is in flight."""
 STEADY = 1.25
-"""A rate that still rises by more from one quarter of the time to the next is TCP's slow start."""
+"""A rate that rises by more from one quarter of the time to the next is TCP's slow start."""
 QUEUED_S = 0.02
-"""A line that is full makes packets wait for longer, at every moment."""
+"""On a full link, packets wait for longer than this at every moment."""
 ALIKE = 1.15
-"""Two rates of one line differ by less; those of busy receivers hardly ever do."""
+"""Two rates of one link differ by less; rates of busy receivers hardly ever do."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one connection, from its beginning.
+    """Figures of one connection since its beginning.
 
     Attributes:
-        at_s: when.
-        num_bytes: what the other side has; beyond a packet that is missing, too.
-        bound_s: for how long something was under way that only the line held up.
-        queued_s: for how long packets waited of late.
+        at_s: time of the sample.
+        num_bytes: bytes that the other side has, including those after a missing packet.
+        bound_s: time with bytes in flight that only the link held up.
+        queued_s: recent queueing time of packets.
     """
 
     at_s: float
@@ -292,7 +292,7 @@ class Sample:
 
 
 def fill(connection: socket.socket) -> None:
-    """Has a connection send until packets are lost; cubic may stop early, bbr leaves no queue."""
+    """Makes a connection send until packets are lost; cubic may stop early, bbr leaves no queue."""
     if sys.platform != "linux":
         return
     with suppress(OSError):
@@ -301,7 +301,7 @@ def fill(connection: socket.socket) -> None:
 
 @contextmanager
 def sampled(connection: socket.socket) -> Iterator[list[Sample]]:
-    """Samples of a connection while it sends; none where the kernel says nothing."""
+    """Samples of a connection while it sends; none if the kernel gives no figures."""
     samples: list[Sample] = []
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -321,7 +321,7 @@ def sampled(connection: socket.socket) -> Iterator[list[Sample]]:
 
 
 def sample_of(connection: socket.socket) -> Sample | None:
-    """What the kernel says now of a TCP connection; None where it says nothing."""
+    """The kernel's current figures of a TCP connection; None if it has none."""
     info = tcp_info(connection)
     if info is None:
         return None
@@ -339,7 +339,7 @@ def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
     Args:
         samples: in their order, `SAMPLE_S` or so apart.
     """
-    if len(samples) < 8:  # no quarter has two
+    if len(samples) < 8:  # too few for two in each quarter
         return None
     last = len(samples) - 1
     begin, middle, end = [samples[last * k // 4] for k in (2, 3, 4)]
@@ -352,7 +352,7 @@ def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
 
 
 def agreed_mbit(rates: Mapping[str, float]) -> float | None:
-    """The lower of the two highest rates that were alike, by receiver; None if no two are."""
+    """The lower of the two highest rates that agree, by receiver; None if no two do."""
     ordered = sorted(rates.values(), reverse=True)
     return next((b for a, b in pairwise(ordered) if a <= ALIKE * b), None)
 

@@ -32,22 +32,22 @@ logger = logging.getLogger(__name__)
 
 
 GAIN = 0.9
-"""More threads are taken if a step takes at most this share of the time with fewer."""
+"""More threads are used if a step then takes at most this share of the time with fewer."""
 GAIN_TO_STAY = 0.95
-"""Threads that a peer has already are kept for less: the choice shall not swing with noise."""
+"""The same limit for the threads in use: the choice must not flip with noise."""
 BUSY_SHARE = 0.8
-"""A thread that gets less of a core than this shares it with others."""
+"""A thread that gets less of a core than this shares the core with other programs."""
 PASSES = 5
-"""Each number of threads is measured at most so often, in turn."""
+"""Most measurements of each number of threads, which take turns."""
 LEAST_BUDGET_S = 3.0
 BUDGET_OF_ROUND = 0.05
 """Measuring takes at most this share of a round's local steps, or `LEAST_BUDGET_S`."""
 SLOWER = 1.5
 """Steps that take this many times as long, or as short, as at the choice are measured again."""
 WINDOW = 8
-"""Steps whose median is compared."""
+"""Number of steps whose median is compared."""
 REST_S = 180.0
-"""Between two measurements."""
+"""Least time between two measurements."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Trial:
     """One measured computation.
 
     Attributes:
-        threads: that it ran with.
-        seconds: that passed.
-        cpu_s: that the calling thread had a core for.
+        threads: number that computed.
+        seconds: wall time.
+        cpu_s: CPU time of the calling thread.
     """
 
     threads: int
@@ -67,20 +67,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """A number of threads, and why."""
+    """A number of threads, and the reason."""
 
     threads: int
     reason: str
 
 
 def candidates(cores: int) -> tuple[int, ...]:
-    """The numbers of threads that are tried on so many cores: 1, 2, 4 ... and all of them."""
+    """The numbers of threads to try on this many cores: 1, 2, 4 ... and all of them."""
     powers = [2**k for k in range(cores.bit_length()) if 2**k < cores]
     return (*powers, cores)
 
 
 def budget_s(steps: int, step_s: float) -> float:
-    """How long measuring may take where a round has so many steps of this length."""
+    """Time limit of measuring, for a round with this many steps of this length."""
     return max(LEAST_BUDGET_S, BUDGET_OF_ROUND * steps * step_s)
 
 
@@ -89,7 +89,7 @@ def choose(trials: Sequence[Trial], current: int | None = None) -> Choice:
 
     Args:
         trials: at least one, of whatever numbers of threads; medians count.
-        current: the number that is in use since an earlier choice.
+        current: the number in use since an earlier choice.
     """
     median_s = {
         threads: statistics.median(t.seconds for t in trials if t.threads == threads)
@@ -107,14 +107,14 @@ def choose(trials: Sequence[Trial], current: int | None = None) -> Choice:
 
 
 def choose_unmeasured(short: Trial, otherwise: int) -> Choice:
-    """The number of threads where there was only time for a short computation with one."""
+    """The number of threads if there was only time for a short computation with one."""
     if crowded := _crowded([short]):
         return Choice(1, crowded)
     return Choice(otherwise, "a step takes too long to be measured")
 
 
 def _crowded(trials: Sequence[Trial]) -> str | None:
-    """Says so if one thread did not get a core for itself, in the middle."""
+    """A sentence if one thread, by the median trial, shared its core with others."""
     shares = [trial.cpu_s / trial.seconds for trial in trials if trial.threads == 1]
     if not shares or statistics.median(shares) >= BUSY_SHARE:
         return None
@@ -124,7 +124,7 @@ def _crowded(trials: Sequence[Trial]) -> str | None:
 
 @dataclass
 class StepWatch:
-    """Notices when steps have become slower, or faster, than they were at the last choice.
+    """Notices when steps have become slower or faster than at the last choice.
 
     Attributes:
         measured_s: when the last choice was made.
@@ -135,7 +135,7 @@ class StepWatch:
     _last: list[float] = field(default_factory=list)
 
     def saw(self, seconds_per_token: float, now_s: float) -> str | None:
-        """Takes a step in.
+        """Records a step.
 
         Returns:
             Why the threads should be measured again, or None.
@@ -153,7 +153,7 @@ class StepWatch:
 
 
 SHORT_TOKENS = 64
-"""Of one sequence: what is computed where a whole micro-batch takes too long to be measured."""
+"""Length of the piece of one sequence that is computed where a micro-batch takes too long."""
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -168,9 +168,9 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 
 
 def start_threads(compute: ComputeSection) -> None:
-    """Sets the threads of the calling thread: those asked for, else all that may be used.
+    """Sets the threads of the calling thread: the configured number, or all usable cores.
 
-    `OMP_NUM_THREADS` in the environment is a bound too: torch starts with it.
+    `OMP_NUM_THREADS` in the environment limits the latter: torch starts with it.
     """
     torch.set_num_threads(compute.threads or min(torch.get_num_threads(), usable_cores()))
 
@@ -178,14 +178,14 @@ def start_threads(compute: ComputeSection) -> None:
 def is_exact(run: RunConfig) -> bool:
     """Whether a run computes and sends fp32 values alone: one thread then is SPES to the bit.
 
-    More threads add sums up in another order. Peers agree all the same, on what was computed.
+    More threads add sums in another order. Peers still agree on the computed values.
     """
     types = {run.train.compute, run.train.frozen, run.wire.shared, run.wire.experts}
     return types == {"fp32"} and {run.wire.shared_coding, run.wire.experts_coding} == {"none"}
 
 
 class ThreadedEngine(SteppingEngine):
-    """A stepping engine that chooses the number of threads itself, and again when steps slow down.
+    """A stepping engine that chooses its number of threads, and chooses again if step times change.
 
     For use by one thread. Its measurements change no value; see `Engine.rehearse`.
     """
@@ -240,11 +240,11 @@ class ThreadedEngine(SteppingEngine):
         self._watch = StepWatch(self._clock())
 
     def _trials(self, tokens_BT1: Tensor) -> tuple[Trial, list[Trial]]:
-        """Computes a short piece, and then with each number what there is time for."""
+        """Computes a short piece, and then with each number of threads as time allows."""
         short_BT1 = tokens_BT1[:1, : SHORT_TOKENS + 1]
         micro_BT1 = tokens_BT1[: self._micro_rows]
         began_s = self._clock()
-        self._trial(short_BT1, self._numbers[-1])  # takes its memory for the first time
+        self._trial(short_BT1, self._numbers[-1])  # allocates memory
         short = self._trial(short_BT1, 1)
         per_token_s = short.seconds / short_BT1[:, 1:].numel()
         left_s = budget_s(self._steps, per_token_s * tokens_BT1[:, 1:].numel())
@@ -269,14 +269,14 @@ class ThreadedEngine(SteppingEngine):
 
 
 WORTH_ELEMENTS = 2**22
-"""Fewer are done before threads have started."""
+"""Fewer elements are done before threads have started."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class OneAtATime:
-    """The parts of an engine, which is made for one thread, for several."""
+    """Gives several threads access to the parts of an engine, which is made for one."""
 
     def __init__(self, engine: Parts) -> None:
         self._engine, self._lock = engine, threading.Lock()
@@ -293,7 +293,7 @@ class OneAtATime:
 
 
 class UnitThreads:
-    """So many threads, the caller's among them; each computes with one thread of torch's."""
+    """Threads, the caller's included, that each compute with one thread of torch."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -301,10 +301,10 @@ class UnitThreads:
     def each(
         self, work: Callable[[Item], Result], items: Sequence[Item], elements: int
     ) -> list[Result]:
-        """What `work` makes of each item, in their order.
+        """The results of `work` for each item, in their order.
 
-        After an error nothing new is begun, and it is raised when all have come to an end. Threads
-        that cannot be started are done without.
+        After an error no item is begun, and the error is raised once all threads have ended. If
+        threads cannot be started, the others do their work.
 
         Args:
             work: may be called by several threads at once, in any order.
@@ -326,7 +326,7 @@ class UnitThreads:
                     return
                 try:
                     found[index] = work(items[index])
-                except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+                except BaseException as error:  # noqa: BLE001 - the caller raises it
                     errors.append(error)
 
         usual = torch.get_num_threads()
@@ -334,7 +334,7 @@ class UnitThreads:
         run()
         for thread in threads:
             thread.join()
-        torch.set_num_threads(usual)  # of this thread, and of those that torch has not met
+        torch.set_num_threads(usual)  # for this thread, and threads new to torch
         if errors:
             raise errors[0]
         return [found[index] for index in range(len(items))]

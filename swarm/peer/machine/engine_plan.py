@@ -1,4 +1,4 @@
-"""What a run costs a peer, which engine runs it on a machine, and what the machine lacks."""
+"""The cost of a run for a peer, the engine for it on a machine, and what the machine lacks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Shortfall:
     """One resource that falls short of the needs of a plan.
 
     Attributes:
-        what: in words.
+        what: the resource, in words.
         needed: bytes.
-        there: bytes that may be used.
-        remedy: what would help.
+        there: usable bytes.
+        remedy: for a person.
     """
 
     what: str
@@ -46,14 +46,14 @@ class Shortfall:
 def shortfalls(
     need: Need, peaks: HostPeaks, state_bytes: float, machine: Machine, most: int | None
 ) -> list[Shortfall]:
-    """Of what a machine has too little.
+    """The resources that a machine lacks.
 
     Args:
         need: of the engine.
         peaks: of the process in host memory.
         state_bytes: of the state directory.
-        machine: what there is.
-        most: experts that fit with some engine; None if not even the shared tensors do.
+        machine: its resources.
+        most: experts that fit with some engine; None if not even the shared tensors fit.
     """
     fewer = "rent a machine with more, or take smaller micro-batches or a smaller model"
     if most is not None:
@@ -72,19 +72,21 @@ AS_IT_IS: Mapping[str, str | None] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run costs one peer of it.
+    """The cost of a run for one of its peers.
 
     Attributes:
         cost: parameters, and bytes of state, disk and traffic, by formula.
-        machine: the planned machine; with several workers (`machine.fabric`) the share of each.
+        machine: the planned machine, or the share of one worker if it has workers (`fabric`).
         engine: the engine chosen for it, with its peaks of memory and predicted seconds of a step.
-        owned_experts: that the peer trains.
-        experts_that_fit: that it could train with some engine; None if not even the shared tensors.
-        losses_survived: of as many such machines as the run has peers, how many may be lost before
-            an expert waits for an owner; None: one does as it is.
-        losses_until_pause: likewise before too few experts have one (`ownership.min_owned_share`).
-        shortfalls: of what the machine has too little, and what would help.
-        is_beside: whether offers are made during steps where rounds overlap [V9].
+        owned_experts: experts that the peer trains.
+        experts_that_fit: experts that it could train with some engine; None if not even the shared
+            tensors fit.
+        losses_survived: with as many such machines as the run has peers, the number that may be
+            lost before an expert waits for an owner; None if an expert waits already.
+        losses_until_pause: the same, before too few experts have an owner
+            (`ownership.min_owned_share`).
+        shortfalls: resources that the machine lacks, with remedies.
+        is_beside: whether offers are made during steps where rounds overlap (background offers).
     """
 
     cost: Cost
@@ -109,21 +111,21 @@ def plan_run(
     folder: Path | str = "~/.swarm/default",
     sizes: Mapping[str, str | None] = AS_IT_IS,
 ) -> RunPlan:
-    """Plans a run for this machine, or for one that is described.
+    """Plans a run for this machine, or for a described one.
 
-    Multiplies matrices for a moment, to know how fast this machine is.
+    Multiplies matrices for a moment to measure the speed of this machine.
 
     Args:
         run: what is to be trained, by `run.run.peers` peers with equal shares.
         config: of the machine: device, engine, memory that may be used.
         folder: the state directory; need not exist. Its files of the run count as free.
-        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB"; "gpus" as
-            "8x80GB", or "8" or "all", for as many workers; `compute.remote_workers` are more of
-            them in machines alike.
+        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB". "gpus" describes
+            the workers: "8x80GB", or "8" or "all"; `compute.remote_workers` adds workers in equal
+            machines.
 
     Raises:
-        ConfigError: a size is none, a GPU is asked for that is not there, or several are described
-            without their bus.
+        ConfigError: a size is invalid, a GPU is required and missing, or several GPUs are
+            described without their bus.
     """
     compute, folder = (config or PeerConfig()).compute, Path(folder).expanduser()
     compute, sizes = _with_gpus(compute, sizes)
@@ -135,7 +137,7 @@ def plan_run(
     if here:
         fabric = fabric_of(compute, here, _bus(compute, here, sizes))
         machine, wishes = for_workers(run, compute, machine, wishes, fabric)
-    # Files that an engine maps come on top of the state directory.
+    # Files that an engine maps are stored in addition to the state directory.
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
@@ -155,11 +157,11 @@ def plan_run(
 
 
 def held_bytes(folder: Path, run: RunConfig) -> int:
-    """Bytes on disk that a state directory holds already of a run with this configuration.
+    """Bytes on disk that a state directory already holds for a run with this configuration.
 
     Args:
         folder: the state directory; a peer may be running with it.
-        run: as its file is; a run founded twice counts once.
+        run: as its file has it; a run that was founded twice counts once.
     """
     configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
     of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]
@@ -176,10 +178,10 @@ def _content(path: Path) -> bytes:
 def _with_gpus(
     compute: ComputeSection, sizes: Mapping[str, str | None]
 ) -> tuple[ComputeSection, Mapping[str, str | None]]:
-    """Takes "8x80GB" apart: so many workers, each with such a GPU; "8" and "all" are of this kind.
+    """Splits "8x80GB" into 8 workers and their GPU; "8" and "all" leave the GPU as it is.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has none of these forms.
     """
     text = sizes.get("gpus")
     if text is None:
@@ -197,10 +199,10 @@ def _with_gpus(
 
 
 def _workers(compute: ComputeSection, machine: Machine, sizes: Mapping[str, str | None]) -> int:
-    """Workers of one machine, which may be described only; 0 for none.
+    """Workers of one machine, which may be a described one; 0 for none.
 
     Raises:
-        ConfigError: there are not so many GPUs, or it is not said how many.
+        ConfigError: there are fewer GPUs, or their number is not given.
     """
     asked = compute.parallel
     if compute.remote_workers and asked == "off":
@@ -210,7 +212,7 @@ def _workers(compute: ComputeSection, machine: Machine, sizes: Mapping[str, str 
             hint="give --gpus too: at least one worker is the peer's own",
         )
     if sizes.get("gpu") is None or asked == "off" or machine.device == "cpu":
-        # Where workers of other machines dial in matters to a peer, not to its plan.
+        # The address for workers of other machines matters to a peer, not to its plan.
         without = {"remote_workers": 0, "workers_from": ""}
         return num_workers(compute.model_copy(update=without), machine.device)
     if asked == "all":
@@ -222,7 +224,7 @@ def _bus(compute: ComputeSection, here: int, sizes: Mapping[str, str | None]) ->
     """The bus between GPUs.
 
     Raises:
-        ConfigError: several are described, but not this.
+        ConfigError: several GPUs are described without their bus.
     """
     if here > 1 and compute.bus == "auto" and sizes.get("gpu") is not None:
         raise ConfigError(

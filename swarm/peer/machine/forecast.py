@@ -1,4 +1,4 @@
-"""How long a run takes: its rounds, as training and averaging. Pure arithmetic."""
+"""Predicted duration of a run: its rounds, as training and averaging. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from swarm.config import PhaseConfig, RunConfig
 
 ASSUMED_MBIT = 100.0
-"""Of a peer's link each way, where the person names no other."""
+"""Assumed rate of a peer's link in each direction, unless a person names one."""
 WANTED_UTILISATION = 0.97
-"""Share of the time computing with which a run fits a link, where the person names no other."""
+"""Share of time computing from which on a run fits a link, unless a person names one."""
 DAY_S = 86_400.0
 
 
@@ -21,8 +21,8 @@ class Forecast:
     Attributes:
         training_s: of the local steps of a round, after the last of the run's phases.
         averaging_s: of the bytes of a round over a peer's link, sent and received at once.
-        overlaps: whether they move during the local steps.
-        run_s: of all rounds, those of earlier phases as these have them.
+        overlaps: whether these bytes move during the local steps.
+        run_s: of all rounds, each by its own phase.
     """
 
     training_s: float
@@ -32,22 +32,22 @@ class Forecast:
 
     @property
     def round_s(self) -> float:
-        """Of a whole round, after the last of the run's phases."""
+        """Seconds of a whole round, after the last of the run's phases."""
         return _round_s(self.training_s, self.averaging_s, overlaps=self.overlaps)
 
     @property
     def run_days(self) -> float:
-        """Of the run."""
+        """Days of the run."""
         return self.run_s / DAY_S
 
 
 def _round_s(training_s: float, averaging_s: float, *, overlaps: bool) -> float:
-    """One round is in flight at a time [V1]."""
+    """One round is in flight at a time (overlapped rounds)."""
     return max(training_s, averaging_s) if overlaps else training_s + averaging_s
 
 
 def rounds_by_phase(run: RunConfig) -> list[tuple[int, PhaseConfig]]:
-    """How many rounds each phase of a run has, with all of its peers in each; the last is open."""
+    """The number of rounds in each phase of a run, if all of its peers take part."""
     found, left, tokens = [], run.run.rounds, 0
     while left:
         phase = run.phase_at(tokens)
@@ -63,9 +63,9 @@ def forecast(run: RunConfig, *, step_s: float, round_bytes: float, mbit: float) 
 
     Args:
         run: gives steps and rounds, by its phases.
-        step_s: seconds of a local step after the last phase; those of others are in proportion to
+        step_s: seconds of a local step after the last phase; steps of other phases scale with
             their batches.
-        round_bytes: that a peer sends in a round, and receives.
+        round_bytes: bytes that a peer sends in a round, and also receives.
         mbit: of its link each way, Mbit/s.
     """
     averaging_s, overlaps = round_bytes * 8 / (mbit * 1e6), run.round.overlap == "round"

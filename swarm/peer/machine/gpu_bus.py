@@ -1,7 +1,7 @@
-"""Which bus the GPUs of this machine reach each other by; measured in a process of its own.
+"""The bus between the GPUs of this machine, measured in a separate process.
 
-`python -m swarm.peer.machine.gpu_bus` prints the rate. A process that has touched a GPU keeps
-memory there, so the peer leaves it to one that ends.
+`python -m swarm.peer.machine.gpu_bus` prints the rate. A process that has used a GPU keeps memory
+on it, so the peer starts a short-lived process for the measurement.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from swarm.train.engine.mesh import BUSES, NVLINK, PCIE, Bus, BusName
 logger = logging.getLogger(__name__)
 
 NVLINK_FROM_GB_S = 75.0
-"""More than PCIe 5 x16 carries each way, 64, and less than any NVLink of a GPU with a switch."""
+"""Above PCIe 5 x16, which has 64 each way, and below every NVLink of a GPU with a switch."""
 COPIED_BYTES = 64 * 2**20
 MEASURE_S = 120.0
-"""For loading PyTorch, waking all GPUs and some copies."""
+"""Limit for loading PyTorch, starting all GPUs and some copies."""
 
 
 def bus_here(asked: Literal["auto"] | BusName, gpus: int) -> Bus:
     """The bus between the GPUs of this machine.
 
     Args:
-        asked: by the person; auto finds it.
-        gpus: that are used, from the first one on.
+        asked: the configured bus; auto measures it.
+        gpus: number of GPUs in use, from the first one on.
     """
     if asked != "auto":
         return BUSES[asked]
@@ -54,7 +54,7 @@ def bus_here(asked: Literal["auto"] | BusName, gpus: int) -> Bus:
 
 
 def bus_of(gb_s: float) -> Bus:
-    """The bus that a copy of this speed came over."""
+    """The bus with such a rate."""
     return NVLINK if gb_s > NVLINK_FROM_GB_S else PCIE
 
 
@@ -75,7 +75,7 @@ def slowest_copy(devices: list[torch.device], num_bytes: int = COPIED_BYTES) -> 
 
 
 def main() -> None:
-    """Says how fast the slowest copy between so many GPUs is."""
+    """Prints the rate of the slowest copy between the first GPUs, as many as the argument says."""
     devices = [torch.device("cuda", gpu) for gpu in range(int(sys.argv[1]))]
     sys.stdout.write(f"{slowest_copy(devices)}\n")
 

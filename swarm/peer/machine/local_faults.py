@@ -1,4 +1,4 @@
-"""Faults of this machine, by their proper names: no memory, no access, a disk that is full."""
+"""Faults of this machine as typed errors: no memory, no access, a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = "start it again with fewer other programs, a smaller --capacity, or a 
 
 
 def named_fault(error: BaseException) -> SwarmError | None:
-    """The typed error for a fault of this machine; None for what is our own bug."""
+    """The typed error for a fault of this machine; None if the cause is a bug."""
     if is_memory(error):
         return OutOfMemory("no memory is left", hint=_REMEDY)
     if isinstance(error, OSError) and error.errno in MENDED_BY:
@@ -29,16 +29,16 @@ def named_fault(error: BaseException) -> SwarmError | None:
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as it may: each stream of a peer is one."""
+    """Raises this process's limit of open files to its maximum: each stream of a peer is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class UnbornThreads:
-    """Which threads were started and never began to run.
+    """Finds threads that were started and never ran.
 
-    CPython's `Thread.start` waits for ever for a thread that found no memory for its first call
+    CPython's `Thread.start` waits forever for a thread that got no memory for its first call
     ("Exception ignored in thread started by"), and holds locks meanwhile.
     """
 
@@ -46,16 +46,16 @@ class UnbornThreads:
         self._looks: dict[threading.Thread, int] = {}
 
     def look(self) -> list[str]:
-        """Names of those seen in so many looks running; looks, since a process may be paused."""
+        """Names of threads unborn in `UNBORN_LOOKS` looks; a paused process makes no looks."""
         unborn = [thread for thread in threading.enumerate() if thread.ident is None]
         self._looks = {thread: self._looks.get(thread, 0) + 1 for thread in unborn}
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]
 
 
 def watch_for_unborn_threads(system: System = SYSTEM) -> None:
-    """Ends this process, as out of memory, when somebody waits for a thread that never begins.
+    """Ends this process, as out of memory, if a thread waits for one that never runs.
 
-    Nothing is lost with it that was not lost by a kill -9.
+    The loss is no larger than that of a kill -9.
     """
     unborn = UnbornThreads()
 

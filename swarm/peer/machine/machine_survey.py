@@ -1,4 +1,4 @@
-"""What this machine has: memory, disk, cores, and how fast it multiplies."""
+"""The resources of this machine: memory, disk, cores, and its speed of multiplication."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from swarm.train.workers.parallel_engine import ParallelEngine
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64e6
-"""Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
+"""No machine that this program plans for has less: a smaller size has a wrong unit."""
 _DEVICES = Path("/dev")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
-"""Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
+"""Parameters that fused AdamW updates per second and core: 30 bytes of memory traffic each."""
 
 
 def machine_size(flag: str, text: str) -> float:
-    """Bytes of what a described machine has, as `size_in_bytes`; 0 for `--gpu` means none.
+    """Bytes of a described machine's resource, by `size_in_bytes`; 0 for `--gpu` means none.
 
     Raises:
-        ConfigError: it is none, or less than any machine has.
+        ConfigError: the size is invalid, or smaller than that of any machine.
     """
     try:
         size = size_in_bytes(text)
@@ -55,10 +55,10 @@ def machine_size(flag: str, text: str) -> float:
 
 
 def device_of(asked: str) -> str:
-    """The device that "auto", "cpu" or "cuda" means here.
+    """The device that "auto", "cpu" or "cuda" means on this machine.
 
     Raises:
-        ConfigError: "cuda", and PyTorch finds none here.
+        ConfigError: "cuda" was asked for, and PyTorch finds no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if asked == "auto":
@@ -73,7 +73,7 @@ def device_of(asked: str) -> str:
 
 
 def processor() -> Processor:
-    """What computes here; with a remedy where that is the CPU although there is a GPU."""
+    """The processor that computes here, with a remedy if that is the CPU despite a GPU."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
@@ -92,23 +92,23 @@ def processor() -> Processor:
 
 
 def _unused_gpu() -> Path | None:
-    """The file of a GPU of this machine, where PyTorch finds none and nobody has hidden them."""
+    """The device file of a GPU that PyTorch does not find, unless GPUs are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
     return min(_DEVICES.glob("nvidia[0-9]*"), default=None)
 
 
 def this_machine(compute: ComputeSection, folder: Path) -> Machine:
-    """What this machine has for an engine, or what the person lets it use.
+    """The resources of this machine for an engine, or the part that a person allows.
 
-    Multiplies matrices for a moment, to know how fast.
+    Multiplies matrices for a moment to measure the speed.
 
     Args:
         compute: device and the memory that may be used.
-        folder: on the disk that holds the state directory; need not exist yet.
+        folder: on the disk of the state directory; it may not exist yet.
     """
     device = device_of(compute.device)
-    while not os.path.exists(folder):  # nor where nobody else may look
+    while not os.path.exists(folder):  # also where access is denied
         folder = folder.parent
     cores = compute.threads or usable_cores()
     on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
@@ -124,13 +124,13 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
 
 
 def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Machine:
-    """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
+    """A machine with other sizes of "gpu", "host" and "disk", as a person wrote them.
 
-    A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s. A machine that
-    is to have none computes as fast as the cores of this one, which are measured.
+    A described GPU is assumed to reach 100 TFLOP/s and a bus of 20 GB/s. A described machine
+    without a GPU computes as fast as this machine's cores, which are measured.
 
     Raises:
-        ConfigError: a size is none, has no unit, or is absurd.
+        ConfigError: a size is invalid, has no unit, or is absurd.
     """
     if sizes.get("gpu") is not None:
         gpu = machine_size("gpu", str(sizes["gpu"]))
@@ -147,7 +147,7 @@ def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Mach
 
 
 def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
-    """What the person decided; `folder` is where frozen experts would be mapped from disk."""
+    """A person's decisions; `folder` would have the frozen experts that are mapped from disk."""
     return Wishes(
         engine=compute.engine,
         precision=compute.precision,
@@ -162,46 +162,46 @@ def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
 def plan_here(
     run: RunConfig, owned: int, compute: ComputeSection, folder: Path
 ) -> tuple[Machine, EnginePlan]:
-    """The engine for this machine, and for its workers if the person wants some.
+    """The engine for this machine, and for its workers if there are any.
 
     Args:
         run: what is trained.
         owned: experts of this peer.
-        compute: what the person decided.
-        folder: where frozen experts would be mapped from disk.
+        compute: the person's decisions.
+        folder: would have the frozen experts that are mapped from disk.
 
     Returns:
-        What the engine, or each worker, has; and the plan.
+        The resources of the engine, or of each worker; and the plan.
 
     Raises:
-        ConfigError: the person wants what is not there, or cannot be had together.
+        ConfigError: a wanted resource is missing, or two decisions exclude each other.
     """
     machine, wishes = _with_wishes(run, compute, folder)
     return machine, plan_engine(run, owned, machine, wishes)
 
 
 class Room:
-    """How many experts fit this machine's memory, in every phase of a round; asked at any time.
+    """The number of experts that fit this machine's memory in every phase of a round.
 
-    A disk does not count: one that is full is waited for, and takes no peer down.
+    It may be called at any time. The disk does not count: a peer waits while a disk is full.
 
     Attributes:
-        engine: once there is one, its present level counts and those below, else all that the
-            person allows. It takes memory that the machine has before, so ask once without it.
+        engine: the engine, once there is one. Its present level and those below count then; before,
+            all levels that the person allows. The engine takes memory, so call this once before.
     """
 
     def __init__(self, run: RunConfig, compute: ComputeSection, folder: Path) -> None:
-        """Looks at nothing yet; the arguments are as of `engine_for`."""
+        """Examines nothing yet; arguments as of `engine_for`."""
         self.engine: SteppingEngine | ParallelEngine | None = None
         self._place = run, compute, folder / "frozen"
         self._found: tuple[Machine, Wishes] | None = None
         self._known: dict[int, int] = {}
 
     def __call__(self) -> int:
-        """`ALL_EXPERTS` if all of the run do; fewer than before once the engine had to step down.
+        """`ALL_EXPERTS` if all of the run fit; fewer than before once the engine stepped down.
 
         Raises:
-            ConfigError: the person wants what is not there, or cannot be had together.
+            ConfigError: a wanted resource is missing, or two decisions exclude each other.
         """
         if self._found is None:
             self._found = _with_wishes(*self._place)
@@ -216,10 +216,10 @@ class Room:
 
 
 def _with_wishes(run: RunConfig, compute: ComputeSection, folder: Path) -> tuple[Machine, Wishes]:
-    """What the engine, or each worker, has; and what the person decided.
+    """The resources of the engine, or of each worker; and the person's decisions.
 
     Raises:
-        ConfigError: the person wants what is not there, or cannot be had together.
+        ConfigError: a wanted resource is missing, or two decisions exclude each other.
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder)
     here = worker_processes.num_workers(compute, machine.device)
@@ -227,7 +227,7 @@ def _with_wishes(run: RunConfig, compute: ComputeSection, folder: Path) -> tuple
         fabric = worker_processes.fabric_of(compute, here, bus_here(compute.bus, here))
         machine, wishes = worker_processes.for_workers(run, compute, machine, wishes, fabric)
     else:
-        worker_processes.meshes_of(compute, 0, run)  # says what cannot be had without workers
+        worker_processes.meshes_of(compute, 0, run)  # refuses settings that need workers
     return machine, wishes
 
 
@@ -238,17 +238,17 @@ def engine_for(
     remaining_s: Callable[[], float] = lambda: inf,
     owned: int = 0,
 ) -> SteppingEngine | ParallelEngine:
-    """The fastest engine that fits this machine, with those below it; says which and why.
+    """The fastest engine that fits this machine, with the levels below; logs the choice.
 
-    Planned for an equal share of the experts, or for those that this peer owns already if they are
-    more; an ownership that needs more steps down.
+    It is planned for an equal share of the experts, or for the experts that this peer already owns
+    if these are more. It steps down if this peer comes to own more.
 
     Args:
         run: what is trained.
-        compute: what the person decided.
+        compute: the person's decisions.
         folder: the run's; frozen experts may be mapped from files in it.
-        remaining_s: seconds until this peer has to go, however few workers are there, and however
-            slowly they start.
+        remaining_s: seconds until this peer has to leave, even if workers are missing or start
+            slowly.
         owned: experts of this peer in the newest manifest that it knows.
     """
     owned = max(owned, owned_per_peer(run, run.run.peers))
@@ -277,7 +277,7 @@ def engine_for(
 def _with_threads(
     run: RunConfig, plan: EnginePlan, machine: Machine, compute: ComputeSection, folder: Path
 ) -> SteppingEngine:
-    """The planned engine, with the threads asked for or with those that it finds to be best."""
+    """The planned engine, with the configured number of threads or the measured best one."""
 
     def fits(options: EngineOptions, num_owned: int) -> bool:
         return fits_here(run, num_owned, options, machine)
@@ -287,7 +287,7 @@ def _with_threads(
     elif plan.options.device != "cpu":
         reason = "a GPU computes"
     elif torch.get_num_threads() == 1:
-        reason = "no more cores may be used"
+        reason = "only one core may be used"
     elif is_exact(run):
         torch.set_num_threads(1)
         reason = "the run is exact, more would change the order of sums; --threads sets another"
@@ -298,7 +298,7 @@ def _with_threads(
 
 
 def _host_bytes() -> float:
-    """Memory of the machine, or of the container if that has less."""
+    """Memory of the machine, or the container's limit if that is lower."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = _CGROUP.read_text().strip()
@@ -309,7 +309,7 @@ def _host_bytes() -> float:
 
 @cache
 def _measured_tflops(device: str) -> float:
-    """Of one large product, the best of three; tenths of a second on a CPU."""
+    """Rate of a large matrix product; takes tenths of a second on a CPU."""
     on_gpu = device == "cuda"
     size = 4096 if on_gpu else 512
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -1,4 +1,4 @@
-"""What a peer keeps on this machine, and where; settings kept for later starts."""
+"""The files of a peer on this machine, and settings kept for later starts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ SETTINGS_FILE = "settings"
 MAX_KNOWN_PEERS = 64
 MAX_ENTERED_BY = 64
 MAX_EVENTS_BYTES = 128 * 2**20
-"""Of a history; as many older ones are kept. A round has 1 to 2 kB, a quarter of an hour 15 kB."""
+"""Of one events file; older files are kept up to the same size. A round has 1 to 2 kB, and a
+quarter of an hour has 15 kB."""
 MUCH_BYTES = 10**9
-"""Of earlier runs together; less is not worth a line of the log."""
+"""Size of earlier runs together from which on the log names them."""
 _clock = time.time
-"""Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
-it replaces `time.time` when this is bound."""
+"""The clock of events. A drill with a wrong clock at a peer compares events of several peers. It
+replaces `time.time` after this is bound, so that the times of events stay right."""
 
 
 _OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
@@ -46,11 +47,11 @@ _IS_HEX = re.compile("[0-9a-f]+")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run; one object alone adds to its history."""
+    """The files of one run. Only one object may append to its events."""
 
     path: Path
     _applied: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What the newest `applied` line in the file says and the next one need not repeat."""
+    """Fields of the newest `applied` line in the file, which the next line may omit."""
 
     @property
     def config_path(self) -> Path:
@@ -76,11 +77,11 @@ class RunDirectory:
 
     @property
     def offer_path(self) -> Path:
-        """The offer that is out, where the private state is older."""
+        """The submitted offer, where the private state is older."""
         return self.path / "offer"
 
     def read_offer(self) -> SavedWork | None:
-        """The newest offer that was written without the private state; None if there is none.
+        """The newest offer that was saved without private state; None if there is none.
 
         Raises:
             CorruptState: it cannot be read.
@@ -96,7 +97,7 @@ class RunDirectory:
         return _OFFER.validate_json(content)
 
     def write_offer(self, work: SavedWork) -> None:
-        """Keeps an offer, durable when this returns.
+        """Saves an offer, which is durable when this returns.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -115,7 +116,7 @@ class RunDirectory:
         """The run's configuration.
 
         Raises:
-            StateError: it is another user's; CorruptState: missing or damaged.
+            StateError: it belongs to another user; CorruptState: missing or damaged.
         """
         path = self.config_path
         try:
@@ -126,7 +127,7 @@ class RunDirectory:
             raise errors.unreadable(path, error) from error
 
     def write_config(self, run: RunConfig) -> None:
-        """Keeps the run's configuration, as every peer derives it."""
+        """Saves the run's configuration, in the form that every peer derives."""
         durable.make_folder(self.path)
         durable.write_file(self.config_path, run.canonical_json())
 
@@ -138,47 +139,47 @@ class RunDirectory:
             raise errors.unreadable(self.path / "founding", error) from error
 
     def write_founding(self, manifest: Manifest) -> None:
-        """Keeps manifest 0, which the run id is made of."""
+        """Saves manifest 0, from which the run id is computed."""
         durable.write_file(self.path / "founding", manifest.encoded)
 
     def read_text_folder(self) -> str | None:
-        """The absolute path of the folder that the run's text comes from; None if it has none."""
+        """The absolute path of the folder with the run's text; None if there is none."""
         try:
             return os.fsdecode((self.path / "text").read_bytes()) or None
         except FileNotFoundError:
             return None
 
     def write_text_folder(self, folder: str | None) -> None:
-        """Keeps where the run's text comes from."""
+        """Saves the path of the folder with the run's text."""
         durable.write_file(self.path / "text", os.fsencode(folder or ""))
 
     def read_credential(self) -> Credential | None:
-        """With which this peer came into the run; None if with nothing, or that is damaged."""
+        """The credential with which this peer joined the run; None without one or if damaged."""
         return credential_of(_read_text(self.path / "credential").encode())
 
     def write_credential(self, credential: Credential) -> None:
-        """Keeps with which this peer came."""
+        """Saves the credential with which this peer joined."""
         content = credential_bytes(credential)
         durable.write_file(self.path / "credential", content, mode=0o600)
 
     def read_vouched(self) -> Digest | None:
-        """The head that the person vouched for who had this peer join; None if with nothing."""
+        """The head for which a person vouched when this peer joined; None without one."""
         digest = _read_text(self.path / "vouched").strip()
         return digest if _IS_DIGEST.fullmatch(digest) else None
 
     def write_vouched(self, digest: Digest) -> None:
-        """Keeps the head that a person vouches for."""
+        """Saves the head for which a person vouches."""
         durable.write_file(self.path / "vouched", f"{digest}\n".encode())
 
     def read_entered_by(self) -> tuple[PeerId, ...]:
-        """Peers at addresses that a person gave, by which this peer entered the run; newest first.
+        """Peers at given addresses through which this peer entered the run; newest first.
 
-        Addresses that are given for good still belong to the run long after these peers left.
+        Fixed addresses still belong to the run long after these peers have left it.
         """
         return tuple(_read_text(self.path / "entered_by").split()[:MAX_ENTERED_BY])
 
     def add_entered_by(self, peers: Iterable[PeerId]) -> None:
-        """Keeps by whom this peer entered the run, of all such the newest `MAX_ENTERED_BY`."""
+        """Saves peers through which this peer entered the run, the newest `MAX_ENTERED_BY`."""
         before = self.read_entered_by()
         kept = tuple(dict.fromkeys([*peers, *before]))[:MAX_ENTERED_BY]
         if kept != before:
@@ -186,12 +187,12 @@ class RunDirectory:
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Adds one line to the run's history, also after a line that a kill tore off.
+        """Appends one line to the run's events, also after a line that a kill cut short.
 
-        An `applied` line is `abridged`, but for the first of a file, which is read by itself.
+        An `applied` line is `abridged`, except the first of a file, which must stand alone.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the disk refused the write.
         """
         is_applied = kind == "applied"
         written = abridged(fields, self._applied) if is_applied else fields
@@ -231,13 +232,13 @@ class StateDirectory:
 
     @classmethod
     def unlocked(cls, path: Path) -> StateDirectory:
-        """The directory to be read alone: nothing is made, and a process may be using it."""
+        """The directory for reading only: nothing is created, and another process may use it."""
         state = cls.__new__(cls)
         state.path = path.expanduser()
         return state
 
     def close(self) -> None:
-        """Gives the directory free."""
+        """Releases the directory."""
         self._lock.close()
 
     @property
@@ -247,17 +248,17 @@ class StateDirectory:
 
     @property
     def data_path(self) -> Path:
-        """Where tokenised text is cached."""
+        """Folder of cached tokens."""
         return self.path / "data"
 
     @property
     def port(self) -> int | None:
-        """The port that was used first; None, with a warning, if the file has no such thing."""
+        """The port that was used first; None if the file has no valid one, with a warning."""
         text = _read_text(self.path / "port").strip()
         if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 2**16:
             return int(text)
         if text:
-            logger.warning("%s holds no port: taking a free one", self.path / "port")
+            logger.warning("%s holds no port: a free one is taken", self.path / "port")
         return None
 
     @port.setter
@@ -266,7 +267,7 @@ class StateDirectory:
 
     @property
     def known_peers(self) -> tuple[Remembered, ...]:
-        """Addresses of peers, those that answered last first; lines that make no sense are not."""
+        """Addresses of peers, those that answered last first; invalid lines are skipped."""
         lines = (line.split() for line in _read_text(self.path / "known_peers").splitlines())
         return tuple(
             Remembered(words[0], float(words[1]) if len(words) > 1 else 0.0)
@@ -282,12 +283,12 @@ class StateDirectory:
 
     @property
     def settings_path(self) -> Path:
-        """What later starts need not repeat."""
+        """Settings that later starts need not repeat."""
         return self.path / SETTINGS_FILE
 
     @property
     def line_path(self) -> Path:
-        """What was found out about the line; see `link_monitor`."""
+        """The saved measurement of the link; see `link_monitor`."""
         return self.path / "line"
 
     @property
@@ -297,9 +298,9 @@ class StateDirectory:
 
     @property
     def current_run(self) -> str | None:
-        """Id of the run that this peer was in last, or was to join, and so may have no record of.
+        """Id of the run that this peer was in last, or was joining, possibly without a record.
 
-        Where that is lost, of the only one there.
+        If that id is lost, the id of the only run here.
         """
         return _current_run(self.path)
 
@@ -308,7 +309,7 @@ class StateDirectory:
         durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
     def name_earlier_runs(self) -> None:
-        """Logs what runs of before take, if that is much: they stay until a person removes them."""
+        """Logs the size of earlier runs if it is large: they stay until a person removes them."""
         current = self.current_run
         folders = [self.run(run).path for run in self.run_ids if run != current]
         taken = {folder: durable.bytes_on_disk(folder) for folder in folders}
@@ -321,7 +322,7 @@ class StateDirectory:
 
     @property
     def last_run(self) -> str | None:
-        """The run that there is to read: the current one, unless this peer has yet to join it."""
+        """The run whose state can be read: the current one, unless this peer still joins it."""
         return _last_run(self.path)
 
     def read_gathering(self) -> tuple[str, str] | None:
@@ -335,27 +336,27 @@ class StateDirectory:
         durable.write_file(self.path / "gathering", f"{name} {secret}\n".encode(), mode=0o600)
 
     def end_gathering(self) -> None:
-        """The run is founded: its peers need the key no more."""
+        """The run is founded: its peers no longer need the key."""
         (self.path / "gathering").unlink(missing_ok=True)
 
     def run(self, run_id: str) -> RunDirectory:
         """The directory of one run.
 
         Raises:
-            StateError: no run has this id; such a name could lead out of this directory.
+            StateError: this is no run id; such a name could lead out of this directory.
         """
         return _run_directory(self.path, run_id)
 
 
 def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
-    """The run of a state directory that another process may be using; nothing is written.
+    """The run of a state directory that another process may use; nothing is written.
 
     Args:
         path: the state directory.
-        run_id: which run is meant; None for the one that the peer was in last.
+        run_id: the wanted run; None for the one that the peer was in last.
 
     Raises:
-        StateError: there is none.
+        StateError: there is no such run.
     """
     chosen = run_id or _last_run(path)
     if chosen is None:
@@ -395,7 +396,7 @@ def _run_directory(path: Path, run_id: str) -> RunDirectory:
 
 
 def _read_text(path: Path) -> str:
-    """The file's text, with marks in place of bytes that are none; "" if there is no file."""
+    """The file's text, with marks in place of invalid bytes; "" if there is no file."""
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
@@ -413,19 +414,19 @@ KEPT = (
     ("network", "max_download_mbit"),
     ("network", "data_quota_gb"),
 )
-"""Section and field: who this peer is, what others know it by, where it is for them, if anywhere,
-and what its line may carry, since a person who forgets that at a later start pays for it."""
+"""Section and field: this peer's identity, its addresses, and the limits of its link. A person who
+forgets these at a later start would pay for it."""
 _KEY = "network.identity_path"
 
 
 def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
-    """The configuration with what an earlier start was given and this one was not.
+    """The configuration, completed with settings of an earlier start.
 
-    One line of the log says what comes from earlier.
+    One log line names the settings of earlier starts.
 
     Args:
         config: of this start.
-        path: the file of kept settings, which is not changed; a damaged one is passed over with a
+        path: the file of kept settings, which is not changed; a damaged one is ignored with a
             warning.
     """
     given, kept = _given(config), _kept(config, path)
@@ -436,7 +437,7 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     try:
         whole = validate_config(PeerConfig, values, source=str(path))
     except errors.ConfigError as error:
-        logger.warning("kept settings are passed over: %s", error)
+        logger.warning("kept settings are ignored: %s", error)
         return config
     if earlier := {key: value for key, value in kept.items() if key not in given}:
         said = ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(earlier.items()))
@@ -445,10 +446,10 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
 
 
 def keep(config: PeerConfig, path: Path) -> None:
-    """Keeps what this start was given for later ones, once it is known to do.
+    """Keeps this start's settings for later ones, once the network has started with them.
 
     Args:
-        config: of this start, without what was kept.
+        config: of this start, without kept settings.
         path: the file of kept settings.
     """
     given = _given(config)
@@ -463,24 +464,24 @@ def _given(config: PeerConfig) -> dict[str, object]:
         for section, field in KEPT
         if field in getattr(config, section).model_fields_set
     }
-    if path_of_key := given.get(_KEY):  # a later start may be made in another folder
+    if path_of_key := given.get(_KEY):  # a later start may run in another folder
         given[_KEY] = str(Path(path_of_key).expanduser().absolute())
     return given
 
 
 def _kept(config: PeerConfig, path: Path) -> dict[str, object]:
-    """Kept settings: a given listening address overrides an earlier start in client mode."""
+    """Kept settings. A given listening address overrides client mode of an earlier start."""
     listens = "host_maddrs" in config.network.model_fields_set
     before = _read(path)
     return {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}
 
 
 def identity_path_of(folder: Path, given: str | None) -> Path:
-    """Where the key of a state directory's peer is: as given now, or to an earlier start.
+    """The path of a peer's key: given now, given to an earlier start, or the default.
 
     Args:
         folder: the state directory; nothing is written.
-        given: what a person named now, if anything.
+        given: the path that a person named now, if any.
     """
     path = given or _read(folder / SETTINGS_FILE).get(_KEY)
     return Path(path).expanduser() if isinstance(path, str) else folder / IDENTITY_FILE
@@ -489,15 +490,15 @@ def identity_path_of(folder: Path, given: str | None) -> Path:
 def credential_to(
     run: RunConfig, given: Credential | None, directory: RunDirectory
 ) -> Credential | None:
-    """With which a peer asks to be let into a run: given now, or before where nobody is without."""
+    """The credential for joining a run: given now, or saved if only invited peers may join."""
     is_open = run.run.admission == "open"
     return given or (None if is_open else directory.read_credential())
 
 
 def kept_credential(given: Credential | None, directory: RunDirectory) -> Credential | None:
-    """With which this peer comes: given now, and kept from now on, or given before [R8].
+    """This peer's credential: given now, and saved; or else the saved one [R8].
 
-    The invitation's private key is not needed any more, and nowhere kept.
+    The invitation's private key is no longer needed, and is stored nowhere.
     """
     if given is None:
         return directory.read_credential()
@@ -511,7 +512,7 @@ def _read(path: Path) -> dict[str, object]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("kept settings are passed over: %s: %s", path, error)
+        logger.warning("kept settings are ignored: %s: %s", path, error)
         return {}
     names = {f"{section}.{field}" for section, field in KEPT}
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Worker processes of this peer: how many, with what of the machine each, and their engine."""
+"""Worker processes of this peer: their number, each one's share of the machine, their engine."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 def num_workers(compute: ComputeSection, device: str) -> int:
-    """Worker processes that a person asks for on this machine; 0 for the peer's own process alone.
+    """Worker processes wanted on this machine; 0 for the peer's own process alone.
 
     Args:
-        compute: what the person decided.
+        compute: the person's decisions.
         device: "cuda" or "cpu", on which this peer computes.
 
     Raises:
-        ConfigError: there are not so many GPUs, or their engine cannot be had; or workers of other
-            machines are asked for in a wrong way.
+        ConfigError: there are fewer GPUs, or this machine has none for the engine; or settings of
+            workers on other machines are wrong.
     """
-    num_elsewhere(compute)  # says what is wrong with those
+    num_elsewhere(compute)  # refuses wrong settings of those
     asked = compute.parallel
     if asked == "off":
         return 0
@@ -63,10 +63,10 @@ def num_workers(compute: ComputeSection, device: str) -> int:
 
 
 def num_elsewhere(compute: ComputeSection) -> int:
-    """Workers that other machines are to bring; 0 for none.
+    """Workers that other machines bring; 0 for none.
 
     Raises:
-        ConfigError: it is not said where they come from, or this machine has none itself.
+        ConfigError: their address is not given, or this machine has no workers itself.
     """
     asked = compute.remote_workers
     if bool(asked) != bool(compute.workers_from):
@@ -88,8 +88,8 @@ def num_elsewhere(compute: ComputeSection) -> int:
 def _refuse_far_streaming(compute: ComputeSection) -> None:
     if compute.engine == "streaming":
         raise ConfigError(
-            f"compute.remote_workers (--remote-workers) = {compute.remote_workers}: workers that "
-            "stream do so from one copy of the weights in the memory of one machine",
+            f"compute.remote_workers (--remote-workers) = {compute.remote_workers}: "
+            "streaming workers share one copy of the weights in the memory of one machine",
             hint="leave out one of --remote-workers and --engine streaming",
         )
 
@@ -97,16 +97,16 @@ def _refuse_far_streaming(compute: ComputeSection) -> None:
 def meshes_of(
     compute: ComputeSection, workers: int, run: RunConfig, *, per_node: int = 0
 ) -> tuple[Mesh, ...]:
-    """Every way in which a peer's workers may hold the model; the planner takes the fastest.
+    """Every layout of the model over a peer's workers; the planner takes the fastest.
 
     Args:
-        compute: what the person decided.
-        workers: processes that compute, on all machines; 0 for the peer's own process alone.
-        run: of a model with so many experts, heads and layers.
-        per_node: workers of a machine; 0 for all of them.
+        compute: the person's decisions.
+        workers: computing processes on all machines; 0 for the peer's own process alone.
+        run: its model gives the numbers of experts, heads and layers.
+        per_node: workers of one machine; 0 for all of them.
 
     Raises:
-        ConfigError: the workers cannot be split as the person decided.
+        ConfigError: the workers cannot be split as configured.
     """
     tensors = _tensors(compute, workers, run, per_node)
     if compute.tensor_parallel > 1:
@@ -122,7 +122,7 @@ def meshes_of(
     dealt = _dealings(compute, workers, run.model.num_experts)
     cut = _stagings(compute, workers, run.model.num_hidden_layers)
     size = max(workers, 1)
-    # Both at once only where that is asked for.
+    # Both splits together only if both are configured.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
     found = [Mesh(size, ep, pp) for ep, pp in pairs if 1 in tensors]
     return *found, *(Mesh(size, ep, pp, ep) for ep, pp in pairs if 1 < ep in tensors)
@@ -131,7 +131,7 @@ def meshes_of(
 def _tensors(
     compute: ComputeSection, workers: int, run: RunConfig, per_node: int
 ) -> tuple[int, ...]:
-    """Over how many workers attention may be cut by heads; raises as `meshes_of`."""
+    """Possible numbers of workers that split attention by heads; raises as `meshes_of`."""
     asked, here = compute.tensor_parallel, per_node or workers
     other = {
         "compute.expert_parallel": compute.expert_parallel not in {0, asked},
@@ -159,7 +159,7 @@ def _tensors(
 
 
 def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
-    """Over how many workers the experts may be dealt out; raises as `meshes_of`."""
+    """Possible numbers of workers over which experts are dealt; raises as `meshes_of`."""
     asked = compute.expert_parallel or int(compute.pipeline > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(
@@ -171,7 +171,7 @@ def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[
 
 
 def _stagings(compute: ComputeSection, workers: int, num_layers: int) -> tuple[int, ...]:
-    """Into how many stages the layers may be cut, 1 for no pipeline; raises as `meshes_of`."""
+    """Possible numbers of pipeline stages, 1 for no pipeline; raises as `meshes_of`."""
     asked = compute.pipeline or int(compute.expert_parallel > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_layers):
         raise ConfigError(
@@ -190,17 +190,17 @@ def _divisors(workers: int, most: int) -> tuple[int, ...]:
 def for_workers(
     run: RunConfig, compute: ComputeSection, machine: Machine, wishes: Wishes, workers: Fabric
 ) -> tuple[Machine, Wishes]:
-    """What each of a peer's workers has, and how they may hold the model.
+    """The share of each of a peer's workers, and the possible layouts of the model over them.
 
     Args:
         run: the model.
-        compute: what the person decided.
-        machine: the peer's; the others are taken to be alike.
+        compute: the person's decisions.
+        machine: the peer's; the others are assumed to be equal.
         wishes: of a single engine.
         workers: of all machines.
 
     Raises:
-        ConfigError: as `meshes_of`; or they are to stream and cannot.
+        ConfigError: as `meshes_of`; or they should stream and cannot.
     """
     meshes = meshes_of(compute, workers.size, run, per_node=workers.per_node)
     cut = {
@@ -220,7 +220,7 @@ def for_workers(
     wishes = replace(
         wishes,
         engine="resident" if workers.nodes > 1 or any(cut.values()) else wishes.engine,
-        folder=None,  # no frozen experts on disk that several workers map
+        folder=None,  # workers do not map frozen experts from disk
         meshes=meshes,
         schedule=compute.pipeline_schedule,
         chunks=compute.pipeline_chunks,
@@ -236,7 +236,7 @@ def fabric_of(compute: ComputeSection, here: int, bus: Bus) -> Fabric:
 
 
 def share_of(machine: Machine, workers: int) -> Machine:
-    """What each of so many workers has: a GPU, and its part of the host."""
+    """The share of each of these workers: a GPU, and its part of the host."""
     return replace(
         machine,
         host_bytes=machine.host_bytes / workers,
@@ -246,20 +246,20 @@ def share_of(machine: Machine, workers: int) -> Machine:
 
 
 def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: int) -> Place:
-    """Where workers compute, each with this share of the machine."""
+    """The place where workers compute, each with this share of the machine."""
     threads = compute.threads or (1 if is_exact(run) else share.cores)
     backend = "nccl" if share.device == "cuda" else "gloo"
     return Place(workers, share.device, threads, backend)
 
 
 def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
-    """Makes the key that other machines need, and says its place, if this peer wants any.
+    """Makes the key for other machines and logs its path, if this peer wants workers of others.
 
-    Before its text is read or a model is fetched, which may take hours, so that their workers are
-    there when this peer begins to wait for them.
+    It is called before a text is read or a model is fetched, which may take hours. So workers can
+    be ready when this peer begins to wait for them.
 
     Raises:
-        ConfigError: nobody can listen at the address.
+        ConfigError: this peer cannot listen at the address.
         StateError: the key cannot be read or made.
     """
     if not num_elsewhere(compute):
@@ -268,7 +268,7 @@ def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
     key_at(path, may_make=True)
     host, port = _listening_at(compute)
     listen(host, port).close()
-    if port:  # else it is known, and said, once this peer listens
+    if port:  # else logged once this peer listens
         _say_how_to_bring_workers(host, port, path)
 
 
@@ -296,17 +296,17 @@ def nodes_of(
     place: Place,
     remaining_s: Callable[[], float] = lambda: inf,
 ) -> Nodes | None:
-    """Listens for the machines that bring workers; None if this peer wants none.
+    """Listens for machines that bring workers; None if this peer wants none.
 
     Args:
-        compute: what the person decided.
+        compute: the person's decisions.
         plan: of the engine of each worker.
         folder: the run's, in the state directory.
         place: where the workers of this machine compute.
-        remaining_s: seconds that they are waited for at most from now on.
+        remaining_s: longest wait for them in seconds, from now on.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: this peer cannot listen at the address.
         StateError: the key cannot be read or made.
     """
     elsewhere = num_elsewhere(compute)
@@ -337,15 +337,15 @@ def parallel_engine(
     *,
     remaining_s: Callable[[], float] = lambda: inf,
 ) -> ParallelEngine:
-    """Starts workers for a plan that is made for each of them.
+    """Starts workers by a plan for each of them.
 
     Args:
         run: what is trained.
         plan: of the engine of each worker.
-        folder: the run's; the private state lies there.
+        folder: the run's, with the private state.
         place: where those of this machine compute.
-        nodes: where other machines bring some; None for none. Closed with the engine.
-        remaining_s: seconds that a start of workers may take at most from now on.
+        nodes: accepts workers of other machines; None for none. Closed with the engine.
+        remaining_s: longest time in seconds for starting workers, from now on.
     """
     logger.info("workers: %d, %d threads each, over %s", place.size, place.threads, place.backend)
     with ExitStack() as undo:

@@ -21,14 +21,14 @@ NEW_S = 6.0
 
 
 async def runs_there(host: Host, run_id: str) -> bool:
-    """Whether the run on disk is that of the given addresses, as far as anybody there says.
+    """Whether the peers at the given addresses are in the run on disk, as far as they answer.
 
     Args:
         host: with a run on disk.
         run_id: of that run.
 
     Raises:
-        NobodyReachable: nobody there says anything, and none of them was met in that run.
+        NobodyReachable: nobody there names its run, and this peer met none of them in that run.
     """
     entrances = others_at(host)
     is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
@@ -36,7 +36,7 @@ async def runs_there(host: Host, run_id: str) -> bool:
     same = [run for run in told.runs if run.record.run == run_id]
     is_other = bool(told.runs or told.preparing) and not same
     if is_other:
-        logger.info("run=%s is not the run there; joining that one", run_id)
+        logger.info("the peers there are in another run than run=%s; joining theirs", run_id)
         return False
     for run in same:
         host.state.run(run_id).add_entered_by(run.publishers)
@@ -45,7 +45,7 @@ async def runs_there(host: Host, run_id: str) -> bool:
             f"no peer at {_addresses(host)} says which run it is in, and none of them was met in "
             f"{run_id}, the run in --state-dir {host.state.path}",
             hint="check the address, and that the other peer runs; without --initial-peers this "
-            f"peer goes on with {run_id}",
+            f"peer resumes {run_id}",
         )
     return True
 
@@ -66,15 +66,16 @@ def require_reached(host: Host) -> None:
 
 
 def others_at(host: Host) -> list[PeerId]:
-    """The other peers at the given addresses: all machines may be given the same ones."""
+    """The peers at the given addresses but this one: all machines may get the same list."""
     return [peer for peer in host.node.entrances if peer != host.node.peer_id]
 
 
 def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
     """Peers whose addresses may have led into a run on disk.
 
-    They are the members in its record, its founder, those by whom it was entered, and all that have
-    ever answered this peer, but for the members of other runs on disk.
+    They are the members in the run's record, its founder, the peers through which this peer
+    entered, and all that ever answered it. Members of other runs on disk do not count among the
+    last.
     """
     directory = state.run(run_id)
     others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
@@ -101,27 +102,27 @@ FIND_BEFORE_FOUNDING_S = 6.0
 ASK_EVERY_S = 6.0
 """How often entrances are asked whether they prepare a run."""
 SILENT_S = 60.0
-"""One that has not said so again for this long will not found it."""
+"""A founder that has not repeated its answer for this long will not found the run."""
 SAY_S = 60.0
-"""How often the log says what is waited for."""
+"""How often the log reports the wait."""
 
 
 class RunSearchDeadline:
-    """For how long a peer looks for a run: while one of its entrances prepares it, without end."""
+    """The end of a search for a run, postponed while a peer at a given address prepares it."""
 
     def __init__(self, host: Host, fingerprint: str | None, least_s: float) -> None:
-        """Begins to look.
+        """Starts the search.
 
         Args:
             host: of this peer.
             fingerprint: of the configuration that is meant; None for any.
-            least_s: it looks so long although nobody prepares a run.
+            least_s: seconds to search even if nobody prepares a run.
         """
         self._host, self._fingerprint = host, fingerprint
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
 
     async def more_s(self) -> float:
-        """Asks the peers at the given addresses; returns how long to look until the next time."""
+        """Asks the peers at the given addresses; returns seconds until the next question, or 0."""
         told, now_s = (
             await run_search.answers_of(self._host.node, others_at(self._host)),
             time.monotonic(),
@@ -142,14 +143,14 @@ async def look_for_run(
 
     Args:
         host: of this peer.
-        downloads: fetches what the run is configured as.
+        downloads: fetches the run's configuration.
         wanted: which run is meant.
-        run_id: that it must have, if one is known.
+        run_id: the id that the run must have, if one is known.
         begun: the run that this peer had begun to join, which is preferred.
 
     Raises:
         NobodyReachable: no run was announced in time, and none may be founded.
-        RunMismatch: which run is meant is not known; or there is another than the wanted one.
+        RunMismatch: several runs are announced and none was named, or only others are announced.
     """
     fingerprint = wanted.run.fingerprint() if wanted.run else None
     look_s = FIND_BEFORE_FOUNDING_S if wanted.run else FIND_S
@@ -195,12 +196,12 @@ async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> Non
 
 
 async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
-    """Whether somebody at the given addresses founds a run before this peer does; see `run_search`.
+    """Whether a peer at the given addresses has precedence as founder; see `is_forestalled`.
 
     Args:
         host: of a peer that says that it prepares a run.
         wanted: that run.
-        by_runs: whether announced runs count, and not only founders.
+        by_runs: whether peers that are in a run count too, and not only founders.
     """
     others = others_at(host)
     if wanted.run is None or not others:

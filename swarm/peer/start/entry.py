@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_alone(me: PeerId, record: Record) -> bool:
-    """Whether nobody else is a member of the run, who might have what is damaged here."""
+    """Whether no other member of the run could have a copy of what is damaged here."""
     return set(record.tip.members) <= {me}
 
 
@@ -87,12 +87,12 @@ def settings_of(
 
 
 def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
-    """Drops every blob that was changed on the disk; 0.5 s per GB.
+    """Drops every blob whose bytes on disk have changed; 0.5 s per GB.
 
-    Those of no tip too: a round that was under way may still agree on them.
+    Blobs outside the tip are checked too: a round in progress may still agree on them.
 
     Returns:
-        The digests of the tip that are not here, or no longer.
+        Digests of the tip's blobs that this peer lacks, or has just dropped.
     """
     missing = store.verify({*store.digests(), *tip.blobs})
     return sorted(set(missing) & set(tip.blobs))
@@ -101,15 +101,15 @@ def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
 def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
     """The newest record before this one whose blobs are all whole; None if there is none.
 
-    The files may both have the damaged tip, since a promise or a vote is a record of its own; then
-    it is the tip's parent, which they have too. Votes after it are forgotten: they were for what
-    is lost.
+    A promise or a vote is a record of its own, so both files may have the damaged tip. The tip's
+    parent is then used, which both files have too. Votes after the parent are forgotten: they were
+    for values that are lost.
     """
     for earlier in _before(record, file):
         if not store.verify(earlier.tip.blobs):
             logger.warning(
                 "the values of round %d (height %d) are damaged and no other member has them; "
-                "going on from round %d (height %d)",
+                "continuing from round %d (height %d)",
                 record.tip.round, record.tip.height, earlier.tip.round, earlier.tip.height,
             )  # fmt: skip
             return earlier
@@ -137,7 +137,7 @@ def _config_in(store: BlobStore, digest: Digest, error: CorruptState) -> RunConf
     except ValueError as unread:  # as when another version of this program wrote it
         raise CorruptState(
             f"{error}; nor does this version understand its copy in the store",
-            hint="go on with the version of swarm that the run was founded with",
+            hint="use the version of swarm with which the run was founded",
         ) from unread
 
 
@@ -155,8 +155,8 @@ def _founding_in(store: BlobStore, name: str, run: RunConfig, error: CorruptStat
 def _lost(error: CorruptState) -> CorruptState:
     return CorruptState(
         f"{error}; it is not in the store either",
-        hint="if others are in the run, join them with a new --state-dir and --initial-peers; else "
-        "found it again with --run FILE, since nobody has the rest of it",
+        hint="if the run has other peers, join them with a new --state-dir and --initial-peers; "
+        "otherwise found it again with --run FILE, since no copy of its state is left",
     )
 
 
@@ -181,7 +181,7 @@ class Started:
 
 
 class Starter:
-    """What all three ways need: a machine, which run is meant, and how to be stopped."""
+    """The state that all three ways share: the machine, the wanted run and the request to stop."""
 
     def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
         self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
@@ -200,7 +200,7 @@ class Starter:
     def status(
         self, run: RunConfig, directory: RunDirectory | None = None, room: Room | None = None
     ) -> PeerStatus:
-        """What this peer says about itself in a run."""
+        """The status that this peer publishes in a run."""
         return PeerStatus(
             self.node,
             run,
@@ -212,11 +212,11 @@ class Starter:
         )
 
     def resume_or_join(self) -> Started | None:
-        """Resumes the run on disk, or joins one; None if the wanted one is to be founded.
+        """Resumes the run on disk, or joins one; None if the wanted run has to be founded.
 
         Raises:
-            RunMismatch: the run is not what was asked for; or one was to be founded in place of
-                that on disk, which is not finished.
+            RunMismatch: the run is not the wanted one; or a new run would be founded in place of
+                an unfinished one on disk.
             NobodyReachable: no run was announced, and none may be founded; or nobody at a new
                 address answers.
             CorruptState, DataError: see `resume` and `join`.
@@ -226,7 +226,7 @@ class Starter:
             wanted.require(started.run)
             return started
         if wanted.run is None or current or self.config.network.initial_peers:
-            is_meant = wanted.run is None  # else the file names the run, also one founded again
+            is_meant = wanted.run is None  # a file also means a run founded again
             try:
                 joined = self.join(wanted.run_id or (current if is_meant else None), begun=current)
             except (NobodyReachable, RunMismatch) as error:
@@ -237,7 +237,7 @@ class Starter:
         return None
 
     def _run_to_resume(self) -> str | None:
-        """The run on disk, unless the person, or the swarm they named, means another one."""
+        """The run on disk; None if the options, or peers at the given addresses, mean another."""
         wanted, here = self.wanted, run_on_disk(self.wanted, self.state)
         if here is None or wanted.run or wanted.run_id or not self.config.network.initial_peers:
             return here
@@ -248,12 +248,12 @@ class Starter:
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Resumes from the state directory; None when there is no record of the run.
 
-        None too if its configuration or manifest 0 is damaged and not in the store either, if it
-        `may_join` others, who have both.
+        Also None if the configuration or manifest 0 is damaged both on disk and in the store, and
+        the peer `may_join` others, which have both.
 
         Raises:
-            CorruptState: files of the run are damaged beyond what the protocol may go on from.
-            DataError: the text that the run trained on is not there any more.
+            CorruptState: files of the run are too damaged to continue safely.
+            DataError: the text that the run trained on is missing.
         """
         directory = self.state.run(run_id)
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
@@ -284,7 +284,7 @@ class Starter:
         return started
 
     def _repair(self, started: Started, downloads: Downloads) -> Record:
-        """Brings the tip's blobs here again, or those of the tip that the others have by now."""
+        """Fetches the tip's blobs again, or the blobs of a newer tip that the others have."""
         record, directory, store = started.record, started.directory, started.store
         recompute_initial(record.tip, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
@@ -323,19 +323,19 @@ class Starter:
     # ------------------------------------------------ join
 
     def join(self, run_id: str | None, begun: str | None = None) -> Started | None:
-        """Joins a run that members announce; None when there is none for the wanted file.
+        """Joins an announced run; None when no announced run has the wanted configuration.
 
         Args:
-            run_id: that it must have, if one is known.
+            run_id: the id that the run must have; None for any.
             begun: the run that this peer had begun to join, which is preferred.
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given); or none of
                 the given addresses answers.
-            RunMismatch: the run is not the one asked for, and nothing of it is kept; or no run here
-                has the wanted configuration, and there is another.
+            RunMismatch: the run is not the wanted one, and nothing of it is kept; or only runs with
+                other configurations are announced.
             DataError: this machine's text is not the run's.
-            DataQuotaSpent: the run's state is more than is left of the month's bytes.
+            DataQuotaSpent: the run's state is larger than the rest of the month's quota.
         """
         self.observer.on_joining()
         downloads = self.host.serve(BlobStore(None))
@@ -347,10 +347,10 @@ class Starter:
         return self._join_opened(opened, downloads)
 
     def instead(self, run: RunConfig) -> Started | None:
-        """Joins the run that peers at the given addresses began while this peer founds one.
+        """Joins a run that peers at the given addresses are in, or have precedence to found.
 
-        From now on this peer announces that it prepares the run. None if it is still to found:
-        nobody there is in a run or goes first with one. Raises the errors of `join`.
+        From now on this peer answers that it prepares the run. None if this peer has to found it:
+        nobody there is in a run or takes precedence. Raises the errors of `join`.
         """
         reception, are_new = self.host.reception, True
         reception.prepare(run.fingerprint())
@@ -359,7 +359,7 @@ class Starter:
             if joined := self.join(self.wanted.run_id):
                 return joined
             reception.prepare(run.fingerprint())
-            are_new = False  # what was announced proved false
+            are_new = False  # the announcement proved false
         return None
 
     def _join_opened(self, opened: Opened, downloads: Downloads) -> Started:
@@ -390,12 +390,12 @@ class Starter:
             tip = shown.record.tip
             credential = credential_to(run, self.credential, directory)
             require_admission(record.run, run, tip, self.node.peer_id, credential)
-            if self.node.peer_id not in tip.members:  # a member has shown that its link will do
+            if self.node.peer_id not in tip.members:  # a member's link has proved sufficient
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
         with self.stop.at_once():
-            drop_damaged(store, shown.record.tip)  # there may be much, of a join that was killed
+            drop_damaged(store, shown.record.tip)  # a killed join may have left many
             recompute_initial(shown.record.tip, run, layout, store)
         self.host.quota.require_room(run, missing_bytes(store, shown.record.tip))
         self._remember(record.run, directory, {*opened.announced.publishers, *announced.publishers})
@@ -412,13 +412,13 @@ class Starter:
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
-        # Only now is that tip known: the one that was shown first may have been replaced.
+        # The tip is final only now: the one shown first may have been replaced meanwhile.
         mine = shown.record if is_new else self._without_old_votes(shown)
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
-        """The run, once its founder announces it; meanwhile this peer measures its line."""
+        """The run, once its founder announces it; measures this peer's link meanwhile."""
         status, possession = self.status(run), self.credential.possession if self.credential else ""
         founded = await_founding(
             self.node, gathering, lambda: replace(status.record(), possession=possession)
@@ -427,9 +427,10 @@ class Starter:
         return announced
 
     def _remember(self, run_id: str, directory: RunDirectory, members: Set[PeerId]) -> None:
-        """Keeps what this start knows, so that after a kill the state directory alone joins again.
+        """Saves what this start knows, so that the state directory alone can join after a kill.
 
-        What comes from now on is gigabytes, and there is no record before all of it is here.
+        Gigabytes are fetched from here on, and the record is written only when all of them are
+        here.
         """
         if self.credential:
             directory.write_credential(self.credential)
@@ -440,10 +441,12 @@ class Starter:
         self.host.remember_peers()
 
     def _without_old_votes(self, shown: Shown) -> Record:
-        """A voter that lost its record may have voted: it abstains until that is past [P5]."""
+        """A voter without its record may have voted, so it abstains until it contributes [P5]."""
         record = without_record(self.node.peer_id, shown.record, shown.path)
         if record is not shown.record:
-            logger.warning("a voter without its record: no vote until it has contributed again")
+            logger.warning(
+                "this voter has no record: it does not vote until it has contributed again"
+            )
         return record
 
     # ------------------------------------------------ shared by the three
@@ -451,11 +454,12 @@ class Starter:
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
 
-        A large model over a slow link may take days, and so may those that a founder waits for.
+        There is no deadline: a large model over a slow link may take days, and so may the peers
+        that a founder waits for.
 
         Raises:
             Stopped: the person stopped it.
-            DataQuotaSpent: the month's bytes are used up meanwhile.
+            DataQuotaSpent: the month's quota is used up meanwhile.
         """
 
         async def watched() -> Result:
@@ -491,7 +495,7 @@ class Starter:
         return [content] if content else []
 
     def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
-        """Where a run's files are from now on, with its configuration and manifest 0."""
+        """Makes the run's directory, with its configuration and manifest 0."""
         directory = self.state.run(name)
         directory.write_config(run)
         directory.write_founding(founding)

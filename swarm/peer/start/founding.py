@@ -48,13 +48,13 @@ OPEN_GATHERING = (
     "strangers decides everything in this run."
 )
 BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
-"""All that a founding writes into a run's folder before the run has a record."""
+"""Every file that a founding writes into a run's folder before the run has a record."""
 
 
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
     """Founds a run: gathers its peers, writes manifest 0 and announces it.
 
-    A run that the peers at given addresses found before that is joined, as `resume_or_join` does.
+    If peers at the given addresses found a run first, this peer joins it, as `resume_or_join` does.
 
     Args:
         starter: of this machine.
@@ -64,9 +64,9 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
 
     Raises:
         CorruptState: the checkpoint is damaged.
-        DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
-        ConfigError: tokenizer or checkpoint and configuration do not fit each other, or a run for
-            peers that are invited is to gather anybody.
+        DataError: this machine's text is missing or too small, or its tokenizer file is unusable.
+        ConfigError: the tokenizer or the checkpoint does not fit the configuration, or a run for
+            invited peers was to gather anybody.
         Stopped: the peer was asked to stop before the run was founded.
     """
     require_closed_founding(run, is_open=starter.config.peer.open_gathering)
@@ -99,7 +99,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering), starter.stop.at_once():
-        # Made twice, so that the whole model is never in memory: the digests name the folder.
+        # Generated twice, so that the whole model is never in memory: digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         capacities = {peer: member.capacity for peer, member in present.items()}
@@ -114,10 +114,10 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
 
 
 def remove_unfounded(state_folder: Path, me: PeerId) -> None:
-    """Removes what this peer stored of runs that it founded, but was killed before their record.
+    """Removes what an earlier founding left, if this peer was killed before the run's record.
 
-    Nobody has heard of such a run, and nobody can open it. A folder in which there is anything else
-    than a founding writes before its record is of a run that lived: it stays.
+    Nobody has heard of such a run, and nobody can open it. A folder that holds anything else than
+    `BEFORE_THE_RECORD` belongs to a run that was announced, and stays.
 
     Args:
         state_folder: the state directory.
@@ -130,7 +130,7 @@ def remove_unfounded(state_folder: Path, me: PeerId) -> None:
                 continue
             if RunDirectory(folder).read_founding().founding.founder == me:
                 shutil.rmtree(folder)
-                logger.info("removed %s: this peer ended before it had founded it", folder)
+                logger.info("removed %s: this peer ended before it had founded the run", folder)
         except (OSError, StateError) as error:
             logger.warning("%s is left as it is: %s", folder, error)
 
@@ -142,7 +142,7 @@ def _stored(
     blobs: Iterable[bytes],
     contents: Iterable[Content],
 ) -> Started:
-    """Makes a run durable; of one whose record could not be written nothing is left."""
+    """Writes a run to disk; removes all of it if its record cannot be written."""
     name, record = (
         run_id(run.run.name, run.fingerprint(), manifest.blob),
         Record(manifest, None, None),
@@ -213,7 +213,7 @@ def _gather(
 
 @contextmanager
 def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Iterator[None]:
-    """Those that are here hear of the run while its initial state is made: minutes for a 7B."""
+    """Keeps announcing the run while its initial state is made, which takes minutes for a 7B."""
     if gathering.wait_for_peers == 1:
         yield
         return

@@ -44,7 +44,7 @@ class Gathering:
     """A run that is being founded.
 
     Attributes:
-        run: how it is called until it has an id.
+        run: the run's name until it has an id.
         invitation: for the peers that its founder waits for.
     """
 
@@ -53,7 +53,9 @@ class Gathering:
 
 
 def gathering_of(state: StateDirectory, identity: Identity, wait_for_peers: int) -> Gathering:
-    """The same at every start until the run is founded, so that a line stays good.
+    """The gathering, equal at every start until its run is founded.
+
+    So a join command that was printed by an earlier start stays valid.
 
     Args:
         state: of the founder.
@@ -75,7 +77,7 @@ DIAL_BACK_S = 40.0
 
 
 def nothing(_: StateDirectory) -> bool:
-    """No check of what is on disk, and nobody to be gathered."""
+    """Default for `check` and `gathers`: accepts what is on disk, and gathers nobody."""
     return False
 
 
@@ -102,7 +104,7 @@ class Reception:
         self._moments: MomentsExchange | None = None
 
     def handlers(self) -> Handlers:
-        """What a node is to call."""
+        """The callbacks for a node."""
         return Handlers(
             on_message=self._on_message,
             on_request=self._on_request,
@@ -115,7 +117,7 @@ class Reception:
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:
-        """Tells others until `announce` that it founds a run so configured; None: no more."""
+        """Sets the run, by fingerprint, that this peer says it founds until `announce`; or none."""
         self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:
@@ -153,7 +155,7 @@ class Reception:
 
 @dataclass(frozen=True)
 class Host:
-    """Everything of a peer that does not depend on a run; `close` gives it back.
+    """The parts of a peer that do not depend on a run; `close` releases them.
 
     Attributes:
         config: of this machine.
@@ -161,8 +163,8 @@ class Host:
         node: in the network.
         reception: answers others.
         is_dialable: whether others can open connections to it, as far as is known.
-        stop: asked when this peer is to leave.
-        quota: counts what the node moves, from its start on.
+        stop: the request to leave.
+        quota: counts the node's traffic since its start.
     """
 
     config: PeerConfig
@@ -174,7 +176,7 @@ class Host:
     quota: QuotaWatch
 
     def uplink_mbit(self) -> int:
-        """What its line carries away from it, as far as that was measured; 0: not known."""
+        """Measured upload rate of this machine's link, in Mbit/s; 0 if it is not known."""
         mbit = up_mbit(self.node.lines, self.node.traffic)
         return max(1, round(mbit)) if mbit else 0
 
@@ -191,19 +193,19 @@ class Host:
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        With a record of a run the peer starts even when nobody answers. Settings that `config`
-        leaves open are as at an earlier start (`peer/machine/state_directory.py`).
+        If a run is on disk, the peer starts even when nobody answers. Settings that `config` leaves
+        open keep their values of an earlier start (`peer/machine/state_directory.py`).
 
         Args:
             config: of this machine.
             folder: the state directory; made if missing.
             observer: notified how others may join.
-            check: raises before the network starts if what is on disk will not do.
-            stop: asked when this peer is to leave; None for one of its own.
+            check: raises before the network starts if the state on disk is unsuitable.
+            stop: the request to leave; None for one of its own.
             gathers: whether this start waits for invited peers.
 
         Raises:
-            ConfigError: workers of other machines cannot be waited for at the given address.
+            ConfigError: this peer cannot listen for workers of other machines at the given address.
             StateError, StateLocked: the directory cannot be used, or lacks the key of its runs.
             NobodyReachable, NetworkDown: no given address answered; libp2p did not start.
             DataQuotaSpent: the month's bytes are used up.
@@ -242,24 +244,24 @@ class Host:
 
     @property
     def name(self) -> str:
-        """What people call this peer; a host's name may have 64 characters, as this may."""
+        """Display name: the configured one, or the host's name and the end of the peer id."""
         host, end = socket.gethostname(), self.node.peer_id[-4:]
         return self.config.peer.name or f"{shortened(host, 64 - 5)}-{end}"
 
     def serve(self, store: BlobStore) -> Downloads:
-        """Makes a store's blobs available to others and returns what fetches into it."""
+        """Makes a store's blobs available to others; returns the `Downloads` into it."""
         self.reception.server.attach(store)
         return Downloads(self.node, store)
 
     def remember_peers(self) -> None:
-        """Keeps the addresses that are known now for the next start.
+        """Saves the addresses that are known now for the next start.
 
-        They are those of its run: before it is known to suit, none is kept.
+        They belong to the peer's run, so none are saved before that run is known to suit.
         """
         self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
 
     def close(self) -> None:
-        """Leaves the network and gives the state directory free."""
+        """Leaves the network and releases the state directory."""
         self.quota.end()
         self.node.stop(NETWORK_STOP_S)
         self.state.close()
@@ -268,7 +270,7 @@ class Host:
 def _tell_how_to_join(
     observer: PeerObserver, state: StateDirectory, node: Node, num_gathered: int
 ) -> None:
-    """The address, and before it the invitation of a founder that waits for others."""
+    """Reports the address, after the invitation of a founder that waits for others."""
     if num_gathered > 1:
         gathering = gathering_of(state, node.identity, num_gathered)
         observer.on_invitation(as_text(gathering.invitation))
@@ -277,8 +279,8 @@ def _tell_how_to_join(
 
 
 def _can_be_dialled(node: Node) -> bool:
-    """As far as another peer says that was asked to try it."""
+    """Asks other peers to dial this one; False only if some tried and none succeeded."""
     fault = node.run(dial_fault(node), DIAL_BACK_S)
     if fault:
-        logger.warning("nobody can dial this peer, it works through others: %s", fault)
+        logger.warning("nobody can dial this peer, so it communicates through others: %s", fault)
     return not fault

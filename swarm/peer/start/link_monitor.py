@@ -1,4 +1,7 @@
-"""A peer's link: measured, remembered, announced [D3, D5], and compared with the run's need."""
+"""A peer's link: measured, remembered, announced, and compared with the run's need.
+
+Policies: balanced uploads, slow-link exclusion.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ logger = logging.getLogger(__name__)
 ASKED = 2
 MEASURED_BYTES = 4 * 2**20
 MEASURE_S = 1.5
-"""For each asked peer, at most."""
+"""Limit for each peer that is asked."""
 UPLINK_S = 2.5
-"""For an uplink, whose cap follows from it: a thin one is full for a second by then."""
+"""Limit for an uplink probe. A slow uplink has been full for a second by then."""
 TRIES = 4
 RETRY_S = 10.0
-"""Members that are in the middle of a round leave little of their links to others."""
+"""Members in the middle of a round have little bandwidth left for probes."""
 
 Rates = tuple[float | None, float | None]
 """Down and up, in Mbit/s; None where nobody answered."""
@@ -51,10 +54,10 @@ Rates = tuple[float | None, float | None]
 async def measured_rates(
     node: Node, present: Mapping[PeerId, PeerRecord], known: Rates = (None, None)
 ) -> Rates:
-    """The best rates to a few peers that listen: what this machine's own link allows.
+    """The best rates to a few peers that listen, as the rates of this machine's own link.
 
-    Moves up to 4 MiB each way and peer. Rates known from before count too. Each asks others, or
-    all that start a run together would measure each other at the same two.
+    Moves up to 4 MiB per peer and direction. Rates known from before count too. The peers are drawn
+    at random: otherwise all that start a run together would probe the same two.
     """
     listening = _listening(node, present)
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
@@ -71,9 +74,9 @@ async def measured_rates(
 async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
     """Measures this machine's uplink to a few peers, to more while a slow rate is unconfirmed.
 
-    The best rate counts as one test, also if the measurement is broken off. The downlink is not
+    The best rate counts as one test, even if the measurement is cancelled. The downlink is not
     measured: that would load the uplinks of these peers, which may be slow. Some peers may not
-    answer in time, or be busy. A peer that is alone may confirm its own result.
+    answer in time, or be busy. If only one peer listens, its next reading may confirm its last.
     """
     listening, lines, rates = _listening(node, present), node.lines, list[float]()
     if len(listening) == 1:
@@ -115,7 +118,7 @@ async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
 def verdict_for(
     run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord], rates: Rates
 ) -> fitness.LinkVerdict:
-    """What these rates mean for one peer more in this run, and how much of the time it computes."""
+    """Judges these rates for one more peer in this run, with the share of time it computes."""
     phase = run.phase_at(tip.tokens)
     num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
     round_s = run.round.seconds or fitness.training_s(
@@ -129,7 +132,7 @@ def verdict_for(
 
 
 def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates) -> str:
-    """By the formulas of `swarm-plan --link`, of transfers alone; "" where the run fits."""
+    """By the formulas of `swarm-plan --link`, for transfers alone; "" where the run fits."""
     down, up = (rate or inf for rate in rates)
     setting, num_peers = setting_of(run), len(tip.members) + 1
     compute_s, wanted = round_s * setting.rounds, WANTED_UTILISATION
@@ -141,7 +144,7 @@ def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates
         return ""
     mbit = needed_mbit(run, setting, compute_s=compute_s, num_peers=num_peers, wanted=wanted)
     return (
-        f"; so {plan.utilisation:.0%} of the time is computed, and {wanted:.0%} takes "
+        f"; so the peer computes {plan.utilisation:.0%} of the time, and {wanted:.0%} needs "
         f"{mbit:.3g} Mbit/s each way, {mbit / min(up, down):.3g} times as much, or other settings "
         "(swarm-plan --link)"
     )
@@ -150,9 +153,9 @@ def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates
 async def measured_verdict(
     node: Node, run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord]
 ) -> fitness.LinkVerdict:
-    """What this machine's link means in a run; what looks hopeless is measured again, and again.
+    """Judges this machine's link for a run; a link that looks hopeless is measured again.
 
-    The best rate that was seen counts.
+    The best rate counts.
     """
     best: Rates = (None, None)
     for tries_left in reversed(range(TRIES)):
@@ -166,10 +169,10 @@ async def measured_verdict(
 
 
 def require_link(verdict: fitness.LinkVerdict) -> None:
-    """Says what was found, and refuses a link with which the peer would always be late.
+    """Logs the verdict, and refuses a link with which the peer would always be late.
 
     Raises:
-        LinkTooSlow: names the numbers.
+        LinkTooSlow: the link is hopeless; the message has the figures.
     """
     if verdict.fitness is fitness.Fitness.HOPELESS:
         raise LinkTooSlow(
@@ -181,7 +184,7 @@ def require_link(verdict: fitness.LinkVerdict) -> None:
 
 
 VALID_S = 3600.0
-"""At home a line changes with the hour; a machine that is off for longer may be elsewhere."""
+"""A home link changes with the hour, and a machine that was off for longer may have moved."""
 
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -189,11 +192,11 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class SavedLink:
-    """What was known when.
+    """A measurement of the link, and its time.
 
     Attributes:
-        up_mbit: what the line was seen to carry away from the peer.
-        cap_mbit: what its uploads were held to; None: nothing held them.
+        up_mbit: measured upload rate.
+        cap_mbit: the cap on uploads; None for none.
         at: when the uplink was tested, in seconds since 1970.
     """
 
@@ -206,19 +209,19 @@ _SCHEMA = TypeAdapter(SavedLink)
 
 
 def read_line(path: Path) -> SavedLink | None:
-    """What is still good of it; None if there is nothing, or what is there is damaged."""
+    """The saved measurement; None if it is missing, damaged or older than `VALID_S`."""
     try:
         line = _SCHEMA.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        logger.warning("%s is passed over, the line is measured: %s", path, error)
+        logger.warning("%s is ignored, and the link is measured: %s", path, error)
         return None
     return line if 0 <= time.time() - line.at < VALID_S else None
 
 
 def write_line(path: Path, line: SavedLink) -> None:
-    """Keeps what is known; a disk that refuses costs the next start a measurement."""
+    """Saves a measurement. If the disk fails, the next start measures again."""
     try:
         durable.write_file(path, _SCHEMA.dump_json(line))
     except OSError as error:
@@ -226,24 +229,24 @@ def write_line(path: Path, line: SavedLink) -> None:
 
 
 MEASURED_WITHIN_S = 15.0
-"""A network that does not answer must not keep a peer from its run, or its records from others."""
+"""Limit of one measurement: a silent network must delay neither a start nor publications."""
 QUIET_S = 5.0
-"""A line on which nothing was sent for so long may be measured."""
+"""A link is idle, and may be measured, after this long without sending."""
 AGAIN_S = VALID_S
-"""An uplink that is known is measured again."""
+"""A known uplink is measured again after this long."""
 QUIET_TRIES = 5
-"""In quiet moments; then the line is left in peace until `AGAIN_S` have passed."""
+"""Measurements at idle moments before the next pause."""
 DOUBT = 0.5
 """The line is tested again if peers take less than this share of the rate that counts."""
 DOUBT_AGAIN_S = 600.0
-"""But not more often: the peers' own lines may be slow."""
+"""Least time between two such tests: the peers' own links may be slow."""
 
 
 async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | None = None) -> None:
-    """Measures the line with members of a run, or all that gather for one; holds uploads to it.
+    """Measures the link with members of a run, or with all that gather for one; caps uploads.
 
-    Takes some seconds, `MEASURED_WITHIN_S` at most, and 16 MiB at most; nothing is measured if
-    nobody listens there, or if the line is known, as a joiner's is, or one kept from before.
+    Takes at most `MEASURED_WITHIN_S` and 16 MiB. Nothing is measured if nobody listens there, or
+    if the link is known: a joiner has measured its link, and a recent start may have saved it.
     """
     node = host.node
     try:
@@ -251,14 +254,14 @@ async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | No
             if not (node.lines.up_mbit or node.traffic.sent.mbit or _recall(host)):
                 await _measure_with(node, run_id, members)
     except (SwarmError, TimeoutError) as error:
-        logger.info("the line was not measured: %s", str(error) or "no answer in time")
+        logger.info("the link was not measured: %s", str(error) or "no answer in time")
     if node.traffic.up.mbit is None:  # nobody has set another cap
         hold_uploads(node)
     await _keep(host)
 
 
 def _recall(host: Host) -> bool:
-    """Goes by what the line was when this peer ran last, if that was known, and not long ago."""
+    """Restores the link's rate and cap from a recent start; returns whether there was one."""
     line, own_cap = read_line(host.state.line_path), host.config.network.max_upload_mbit
     if line is None or not (line.up_mbit > fitness.HOME_MBIT or line.cap_mbit or own_cap):
         return False
@@ -269,7 +272,7 @@ def _recall(host: Host) -> bool:
 
 
 async def _keep(host: Host) -> None:
-    """For the next start; a cap that a person has set is not the line's."""
+    """Saves the link for the next start, without a cap that a person has set."""
     own_cap, traffic = host.config.network.max_upload_mbit, host.node.traffic
     cap = traffic.up.mbit if own_cap is None else None
     lines = host.node.lines
@@ -279,14 +282,14 @@ async def _keep(host: Host) -> None:
 
 
 async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
-    """Only members have earned that one believes them; any key may say that it is in the run."""
+    """Measures with members only, if the run has any: every key may claim to be in the run."""
     present = await present_peers(node, run_id)
     asked = present if members is None else {p: present[p] for p in present if p in members}
     await measure_full_uplink(node, asked)
 
 
 def hold_uploads(node: Node) -> bool:
-    """Holds uploads to nine tenths of a thin line; whether it is known if that has to be.
+    """Caps uploads below the rate of a slow uplink; returns whether the need for it is known.
 
     Nothing changes while no two measurements agree.
     """
@@ -300,8 +303,8 @@ def hold_uploads(node: Node) -> bool:
     lines.forget_full()
     up.hold(fitness.cap_for(uplink, node.traffic.sent.mbit_since(lines.settled_s)))
     logger.info(
-        "link: %.3g Mbit/s up, of which uploads take %.3g, so that the router queues little "
-        "(--max-upload for another cap)",
+        "link: %.3g Mbit/s up, uploads are capped at %.3g to keep the router's queue short "
+        "(--max-upload sets another cap)",
         uplink,
         up.mbit,
     )
@@ -309,12 +312,13 @@ def hold_uploads(node: Node) -> bool:
 
 
 class LinkMonitor:
-    """Measures the line again, in quiet moments.
+    """Measures the link again, at idle moments or when rounds leave this peer out.
 
-    First reason: rounds go on without this peer. A peer that sends nothing in rounds learns nothing
-    of its line. If other transfers made the measured rate too low, it would never count again.
-    Second: its cap is unknown or old; under a cap that a person has set, the last test is more than
-    half a day old. Third: others take much less than the measured rate of the line.
+    There are three reasons. First, several rounds in a row were decided without this peer. It sends
+    nothing in such rounds, so it learns nothing of its link, and a rate that other transfers made
+    too low would exclude it for good. Second, the cap is unknown or old; under a cap that a person
+    has set, the last test is more than half a day old. Third, others receive much less than the
+    measured rate.
     """
 
     def __init__(
@@ -359,19 +363,19 @@ class LinkMonitor:
             await _keep(self._host)
 
     def _is_due(self, now_s: float) -> bool:
-        """Whether the line is tested in a quiet moment such as this."""
+        """Whether the link, which is idle now, is due for a test."""
         if now_s >= self._next_s:
             return True
         lines, sent = self._node.lines, self._node.traffic.sent
         known, shown = up_mbit(lines, self._node.traffic), sent.shown_since(lines.tested_s)
         if not known or shown is None or shown >= DOUBT * known or now_s < self._doubt_s:
             return False
-        logger.info("link: others take %.3g of %.3g Mbit/s, it is measured again", shown, known)
+        logger.info("link: others receive %.3g of %.3g Mbit/s; measuring again", shown, known)
         self._doubt_s, self._next_s = now_s + DOUBT_AGAIN_S, now_s
         return True
 
     async def _measure(self) -> None:
-        """Without its own cap for as long as that takes, which is some seconds."""
+        """Lifts this peer's own cap while it measures, which takes some seconds."""
         up, tip = self._node.traffic.up, self._status.manifest
         before, members = up.mbit, tip.members if tip else ()
         if self._holds:
@@ -380,16 +384,16 @@ class LinkMonitor:
             async with asyncio.timeout(MEASURED_WITHIN_S):
                 await _measure_with(self._node, self._run_id, members)
         except (NobodyReachable, TimeoutError):
-            logger.debug("the line was not measured in time")
+            logger.debug("the link was not measured in time")
         finally:
             up.hold(before)
 
 
 def is_due_again(missed: int, measured_at: int) -> bool:
-    """Whether to measure the line again: a few more rounds in a row went on without the peer.
+    """Whether to measure the link again: some more rounds in a row were decided without the peer.
 
     Args:
-        missed: how many have so far.
-        measured_at: how many had when it was measured last.
+        missed: number of rounds in a row without the peer.
+        measured_at: `missed` at the last measurement.
     """
     return missed > 0 and missed % fitness.ALWAYS_LATE == 0 and missed != measured_at

@@ -1,8 +1,9 @@
-"""The bytes that this machine may move in a month: counted, warned of, and left for in time.
+"""The monthly quota of bytes: traffic is counted, and the peer warns and leaves in time.
 
-A calendar month (UTC), since that is what providers sell; both directions together, since most
-count them so; all runs of a state directory, since it is one line. Counted is what the kernel has
-seen on the node's sockets (`network/wire/upload_rate.py`), with a share for headers.
+A month is a calendar month (UTC), as providers sell it. Both directions count together, as most
+providers count them. All runs of a state directory count together, since they share one link. The
+count is the kernel's, of the node's sockets (`network/wire/upload_rate.py`), with a share for
+headers.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from swarm.progress import duration
 logger = logging.getLogger(__name__)
 
 OVERHEAD = 1.05
-"""Headers of TCP and IP are 40 of 1,500 bytes, acknowledgements half of that the other way;
-retransmissions and encryption have the rest."""
+"""Headers of TCP and IP are 40 of 1,500 bytes, and acknowledgements are half of that in the other
+direction. Retransmissions and encryption take the rest."""
 WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
 MARK_S = 3600.0
 MARKS = 24
 """Marks, `MARK_S` apart. The present rate is counted since the oldest one."""
 END_S = 10.0
-"""For the last count: a disk that does not answer keeps no peer from its end."""
+"""Limit of the last count: a disk that does not answer must not keep the peer from ending."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
 
 
@@ -48,9 +49,9 @@ def month_of(time_s: float) -> str:
 
 
 def bytes_moved(traffic: Traffic) -> int:
-    """What a node has moved since its start, both ways together, as it goes over the line.
+    """Bytes on the link since the node's start, both directions together, with headers.
 
-    As the kernel counts it; where the kernel does not say, what the node knows of.
+    The kernel counts them; without the kernel's count, the node's own is used.
     """
     total = traffic.line.total()
     return round((_known_of(traffic) if total is None else total) * OVERHEAD)
@@ -69,7 +70,7 @@ def _known_of(traffic: Traffic) -> int:
 
 
 def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
-    """What a peer still moves once it wishes to leave: a round both ways, and its moments."""
+    """Bytes that a leaving peer still moves: a round in both directions, and its moments."""
     round_bytes = 2 * bytes_sent_per_peer_per_round(run, num_peers)
     return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
 
@@ -81,14 +82,14 @@ def month_after(month: str) -> str:
 
 
 class MonthlyCount:
-    """Bytes of this month, in a file that outlives the process; one that is torn counts as 0.
+    """Bytes of this month, in a file that outlives the process; a torn file counts as 0.
 
-    So does one of a month after the next, which only a clock that was wrong can have begun.
+    A file with a month after the next counts as 0 too: only a wrong clock can have written it.
 
     Attributes:
         month: see `month_of`.
         num_bytes: moved in it.
-        left_gb: the quota that a peer has left for in this month; 0 if none has.
+        left_gb: the quota that made a peer leave this month; 0 if none did.
     """
 
     def __init__(self, path: Path, now_s: float) -> None:
@@ -121,7 +122,7 @@ class DataQuota:
 
     Attributes:
         count: of the month so far.
-        reserve_bytes: with which the peer can still leave in order.
+        reserve_bytes: kept for leaving in order.
     """
 
     def __init__(
@@ -136,18 +137,18 @@ class DataQuota:
         Args:
             count: of the month so far.
             quota_bytes: of a month.
-            reserve_bytes: with which the peer can still leave in order.
-            clock: seconds since 1970, by default by the clock of records: a wall
-                clock that jumps would begin a month.
+            reserve_bytes: kept for leaving in order.
+            clock: seconds since 1970; by default the clock of records, since a wall clock that
+                jumps would begin a new month.
         """
         self.count, self.reserve_bytes = count, reserve_bytes
         self._quota, self._clock = quota_bytes, clock or dht_clock()
         self._before, self._warned = 0, 0.0
         self._marks = deque([(self._clock(), 0)], maxlen=MARKS)
-        """Moments of the last day, and the bytes that had been moved then."""
+        """Times within the last day, and the bytes moved until then."""
 
     def look(self, moved: int) -> str | None:
-        """Counts, and warns when a further mark is passed.
+        """Counts traffic, and warns when it passes another share of the quota.
 
         Args:
             moved: bytes since this object was made.
@@ -167,14 +168,16 @@ class DataQuota:
         if passed > self._warned and moved > before:
             left = self._quota - self.reserve_bytes - used
             left_s = left * (now_s - mark_s) / (moved - before)
-            logger.warning("data quota: %s; at this rate it leaves in %s", said, duration(left_s))
+            logger.warning(
+                "data quota: %s; at this rate the peer leaves in %s", said, duration(left_s)
+            )
         if now_s - newest_s >= MARK_S:
             self._marks.append((now_s, moved))
         self._warned = passed
         return None
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises DataQuotaSpent if bytes, with headers, and the reserve are more than is left."""
+        """Raises DataQuotaSpent if bytes with headers, and the reserve, exceed the quota's rest."""
         needed = num_bytes * OVERHEAD + self.reserve_bytes
         left = self._quota - self.count.num_bytes
         if needed > left:
@@ -192,10 +195,10 @@ def count_of(state: StateDirectory) -> MonthlyCount:
 
 
 def require_quota(network: NetworkSection, state: StateDirectory) -> None:
-    """Before anything is moved.
+    """Checks the quota before anything is moved.
 
     Raises:
-        DataQuotaSpent: the month's bytes are used up, or a peer has left for this quota.
+        DataQuotaSpent: the month's quota is used up, or has already made a peer leave.
     """
     count, quota = count_of(state), network.data_quota_gb
     if quota is not None and max(count.num_bytes / 1e9, count.left_gb) >= quota:
@@ -204,7 +207,7 @@ def require_quota(network: NetworkSection, state: StateDirectory) -> None:
 
 
 class QuotaWatch:
-    """Counts what a node moves, and has the peer leave in time; without a quota it does nothing."""
+    """Counts a node's traffic and makes the peer leave in time; does nothing without a quota."""
 
     def __init__(
         self,
@@ -214,11 +217,11 @@ class QuotaWatch:
         stop: Stop,
         system: System = SYSTEM,
     ) -> None:
-        """Begins to count, with all that the node has moved since its start.
+        """Begins to count, with the node's traffic since its start.
 
         Args:
             network: has the quota.
-            state: whose peers the count is of.
+            state: the directory whose peers are counted together.
             node: moves the bytes.
             stop: asked when the peer must leave.
             system: whose threads it uses.
@@ -232,19 +235,19 @@ class QuotaWatch:
         self._thread.start()
 
     def keep_back(self, run: RunConfig) -> None:
-        """Once the run is known: the peer leaves while there is enough left to leave in order."""
+        """Sets the reserve for leaving, once the run is known."""
         if self._quota:
             self._quota.reserve_bytes = bytes_to_leave(run, run.run.peers)
 
     def require_room(self, run: RunConfig, num_bytes: int) -> None:
-        """Before a run's state is fetched.
+        """Checks the quota before a run's state is fetched.
 
         Args:
-            run: that is joined; what leaving it takes is kept back from now on.
+            run: the run to join; the reserve for leaving it is set.
             num_bytes: of blobs that are to be fetched.
 
         Raises:
-            DataQuotaSpent: these and what leaving takes are more than is left of the month.
+            DataQuotaSpent: these bytes and the reserve exceed the rest of the quota.
         """
         self.keep_back(run)
         if self._quota:

@@ -1,4 +1,4 @@
-"""Whether what a person asked for says which run is meant, before any of it is begun."""
+"""Checks that the options identify one run, before anything is started."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from swarm.peer.text.run_request import Wanted, explain_difference
 
 
 def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
-    """Refuses a start that could only wait for somebody to announce something.
+    """Refuses a start if neither options nor state directory say which run is meant.
 
     Args:
         wanted: the run that is meant.
         addresses: of peers, as they were given.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         ConfigError: nothing says which run is meant.
-        StateError: the run that was asked for is not on disk, or there are several.
+        StateError: the named run is not on disk; or several are, and none is named.
     """
     here, run_id = state.run_ids, wanted.run_id
     listed = f"it has {', '.join(here)}" if here else "it has none"
@@ -44,17 +44,17 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
     if not state.known_peers:
         raise errors.ConfigError(
             "nothing says which run is meant",
-            hint="found one with --run FILE, join one with --initial-peers ADDRESS, or go on with "
-            f"one with --state-dir DIR; {state.path} has none",
+            hint="found one with --run FILE, join one with --initial-peers ADDRESS, or resume one "
+            f"with --state-dir DIR; {state.path} has none",
         )
 
 
 def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
-    """The run in the state directory that is meant, the last one first; None if none is.
+    """The run on disk that is meant; None if none is. The last run is preferred.
 
     Args:
-        wanted: with the run's id, or its configuration, or neither: the last run is meant then.
-        state: what is on disk.
+        wanted: with the run's id, its configuration, or neither, which means the last run.
+        state: the state directory.
     """
     last = wanted.run_id or state.current_run
     if last is None or not state.run(last).path.exists():
@@ -73,7 +73,7 @@ def is_to_be_founded(wanted: Wanted, state: StateDirectory) -> bool:
 
 
 def _fingerprint(directory: RunDirectory) -> str | None:
-    """None where the configuration is damaged; it is mended, and compared, once it is resumed."""
+    """None if the configuration is damaged: it is restored and compared when the run resumes."""
     try:
         return directory.read_config().fingerprint()
     except errors.CorruptState:
@@ -81,18 +81,18 @@ def _fingerprint(directory: RunDirectory) -> str | None:
 
 
 def require_finished(wanted: Wanted, state: StateDirectory) -> None:
-    """Refuses to found a run in place of one that this peer is in, as after a change of its file.
+    """Refuses to found a run while the run on disk is unfinished, as after an edit of its file.
 
-    Every setting is part of a run, its number of rounds too: with other settings it is another run.
+    Every setting is part of a run, even its number of rounds: other settings are another run.
 
     Args:
         wanted: with the configuration of the run to be founded.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         RunMismatch: the run on disk has other settings, and is not finished; or it is the same
-            run, which this peer had begun to join.
-        CorruptState: it has, and cannot tell whether it is.
+            run, and this peer was still joining it.
+        CorruptState: the record of the run on disk is damaged.
     """
     current = wanted.run_id or state.current_run
     if wanted.run is None or wanted.beside_others or current is None:
@@ -100,7 +100,7 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
     directory = state.run(current)
     try:
         run = directory.read_config()
-    except errors.CorruptState:  # as where its folder was removed
+    except errors.CorruptState:  # for example, its folder was removed
         return
     difference = explain_difference(wanted.run, run)
     record = RecordFile(directory.record_path).read()
@@ -127,31 +127,32 @@ def with_way_back(
     begun: str | None,
     state: StateDirectory,
 ) -> errors.SwarmError:
-    """Why a run cannot be joined, with how to go on with those that this peer has been in.
+    """The error of a failed join, with a hint how to resume earlier runs of this peer.
 
     Args:
         error: raised by the attempt.
-        wanted: by the person, who may have named no run.
+        wanted: the run that is meant; it may name none.
         begun: the run on disk that was to be joined, if there is one.
-        state: what is on disk.
+        state: the state directory.
     """
     others = [run for run in state.run_ids if run != begun]
     if begun and others and not (wanted.run or wanted.run_id):
-        hint = f"{begun} was begun to be joined; --run-id {others[0]} resumes the run before"
+        hint = f"this peer was joining {begun}; --run-id {others[0]} resumes the run before"
         if len(others) > 1:
-            hint = f"{begun} was begun to be joined; --run-id resumes {', '.join(others)}"
+            hint = f"this peer was joining {begun}; --run-id resumes {', '.join(others)}"
         error.hint = f"{error.hint}; {hint}" if error.hint else hint
     return error
 
 
 def path_of_key(given: str | None, state: StateDirectory) -> Path:
-    """Path of the peer's key. None is made where there are runs whose key is elsewhere, or lost.
+    """Path of the peer's key. A missing key is refused if there are runs on disk.
 
-    Under a new key it would be a stranger in them: without vote, experts, or the right to invite.
+    Under a new key this peer would be a stranger in them: without vote, experts, or the right to
+    invite.
 
     Args:
         given: the path that the person named; None for the file in the state directory.
-        state: what is on disk.
+        state: the state directory.
 
     Raises:
         StateError: there is no key, and a record of a run.
@@ -164,7 +165,7 @@ def path_of_key(given: str | None, state: StateDirectory) -> Path:
     if is_missing and state.run_ids:
         raise errors.StateError(
             f"identity file {path} is missing, and --state-dir {state.path} has "
-            f"{', '.join(state.run_ids)} of the peer whose key it was",
+            f"runs of that identity: {', '.join(state.run_ids)}",
             hint="put the key back, or name it with --identity-path; without it, start as a new "
             "peer with a new --state-dir",
         )

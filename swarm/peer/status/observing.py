@@ -13,14 +13,14 @@ from swarm.train.engine.local_steps import LocalStats
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one applied manifest did for this peer.
+    """The effect of one applied manifest on this peer.
 
     Attributes:
         manifest: the agreed state, with its round, members and owners of experts.
         stats: of the local steps for it; None when this peer trained nothing for it.
         counted: whether this peer's shared tensors are in the mean.
         wait_s: seconds from the offer until the manifest was applied.
-        reason: why the protocol decided so, in a sentence.
+        reason: for the protocol's decision, in a sentence.
     """
 
     manifest: Manifest
@@ -33,15 +33,16 @@ class RoundReport:
 class PeerObserver(RoundObserver):
     """Callbacks of a peer. A subclass overrides those that it needs; the others do nothing.
 
-    The peer waits for each of them, so a callback must be short. Its exceptions end the training.
-    Unless it says otherwise a callback comes in the thread that calls `Peer.train`.
+    The peer waits for each callback, so a callback must be short. An exception in one ends the
+    training. Callbacks run in the thread that calls `Peer.train`, unless their docstring says
+    otherwise.
     """
 
     def on_address(self, address: str) -> None:
-        """The network is up, and others may join by this address; before anything of a run."""
+        """The network is up, and others may join at this address; called before any run event."""
 
     def on_invitation(self, text: str) -> None:
-        """This peer founds a run with others, which join with this; before its address."""
+        """This peer founds a run with others, which join with this text; before its address."""
 
     def on_notice(self, line: str) -> None:
         """One sentence about what joiners need, such as the run's text."""
@@ -50,10 +51,10 @@ class PeerObserver(RoundObserver):
         """This peer looks for a run to join, as a stranger."""
 
     def on_fetched(self, here: int, total: int) -> None:
-        """So many of the model's bytes are here; while joining, in the node's thread."""
+        """This many of the model's bytes have arrived; while joining, in the node's thread."""
 
     def on_state(self, state: PeerState) -> None:
-        """The peer does something else from now on, such as training or averaging."""
+        """The peer enters another state, such as training or averaging."""
 
     def on_step(self, step: int, stats: StepStats) -> None:
         """A local step was done.
@@ -67,7 +68,7 @@ class PeerObserver(RoundObserver):
         """The offered values are stored, and the private state is not durable yet."""
 
     def on_round(self, report: RoundReport) -> None:
-        """A manifest was applied: this peer's model is the agreed one from now on."""
+        """A manifest was applied: this peer's model is now the agreed one."""
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
         """This peer measured the state after a round on the held-out text.

@@ -30,15 +30,15 @@ from swarm.protocol.values.schedule import alpha_at
 logger = logging.getLogger(__name__)
 
 ASK_S = 6.0
-"""For a few answers of one peer."""
+"""Limit for the answers of one peer."""
 AGAIN_S = 600.0
-"""From one comparison to the next: at 100 ppm clocks part by 0.06 s meanwhile."""
+"""Interval between comparisons. At 100 ppm, clocks drift by 0.06 s in it."""
 SAY_S = 24 * 3600.0
-"""A clock that stays wrong is said so often."""
+"""How often the log repeats that a clock is wrong."""
 
 
 class ClockCheck:
-    """Compares the DHT's clock of this process with those of a few members, again and again."""
+    """Compares the DHT's clock of this process with the clocks of a few members, repeatedly."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class ClockCheck:
         time_s: Callable[[], float] = time.monotonic,
         clock: SteadyClock | None = None,
     ) -> None:
-        """Has compared nothing yet.
+        """Compares nothing yet.
 
         Args:
-            node: asks.
-            members: of the run, whose word counts; without any, neighbours are asked.
+            node: sends the questions.
+            members: of the run, whose answers count; without members, neighbours are asked.
             time_s: monotonic seconds.
-            clock: the DHT's of this process, unless another is given.
+            clock: None for the DHT's clock of this process.
         """
         self._node, self._members, self._time_s = node, members, time_s
         self._clock = clock or dht_clock()
         self._next_s, self._said_s = float("-inf"), float("-inf")
 
     async def compare(self) -> None:
-        """Asks some members for their time, if that is due; moves the clock, or warns.
+        """If due, asks some members for their time and adjusts the clock, or warns.
 
-        Until somebody has answered, it is due at each call.
+        It is due at each call until a peer has answered.
         """
         now_s = self._time_s()
         if now_s < self._next_s:
@@ -85,10 +85,10 @@ class ClockCheck:
 
 
 def clock_warning(told: Sequence[float]) -> str | None:
-    """What is wrong with this machine's clock; None where one peer's is near enough.
+    """A warning about this machine's clock; None if it is near enough to some peer's clock.
 
     Args:
-        told: for each peer that answered, seconds by which the clock of records here is ahead.
+        told: seconds by which this peer's clock is ahead, for each peer that answered.
     """
     least_s = min(told, key=abs, default=0.0)
     if abs(least_s) <= LIMIT_S:
@@ -103,12 +103,12 @@ def clock_warning(told: Sequence[float]) -> str | None:
 
 
 async def _ahead_s(node: Node, peer: PeerId, clock: SteadyClock) -> float | None:
-    """How far the DHT's clock here is ahead of a peer's; None if the peer does not say."""
+    """Seconds by which the DHT's clock here is ahead of a peer's; None without an answer."""
     try:
         async with asyncio.timeout(ASK_S):
             look = await look_at(node, peer)
     except (SwarmError, TimeoutError) as error:
-        logger.debug("peer=%s did not tell the time: %s", peer[-6:], error)
+        logger.debug("peer=%s did not give its time: %s", peer[-6:], error)
         return None
     return clock() - time.time() - look.clock_offset_s
 
@@ -117,35 +117,35 @@ SOONEST_S = 1.0
 """Changes in quick succession share one publication."""
 PUBLISH_DEADLINE_S = 30.0
 THERE_S = 300.0
-"""One key of presence is read per beat, so each peer is seen every few minutes, see
+"""The publisher reads one presence key per heartbeat, so it sees each peer every few minutes; see
 `PeerDiscovery`."""
 MAX_THERE = 4096
-"""Peers whose rooms are remembered."""
+"""Limit of remembered peers and their rooms."""
 
 
 class RoomsThere:
-    """How many experts fit the machines of the peers that were heard of lately."""
+    """The number of experts that fit the machine of each recently seen peer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nobody was heard of yet; `clock` is in seconds."""
+        """Knows no peer yet; `clock` is in seconds."""
         self._clock = clock
         self._heard: dict[PeerId, tuple[float, int]] = {}
 
     def note(self, present: Mapping[PeerId, records.PeerRecord]) -> None:
-        """Some peers of the run are there; the newest `MAX_THERE` count."""
+        """Adds peers of the run that were just seen; keeps the newest `MAX_THERE`."""
         now_s = self._clock()
         new = {peer: (now_s, record.room) for peer, record in present.items()}
         kept = {peer: said for peer, said in self._heard.items() if peer not in new}
         self._heard = dict([*kept.items(), *new.items()][-MAX_THERE:])
 
     def __call__(self) -> dict[PeerId, int]:
-        """The room of each that was heard of within `THERE_S`."""
+        """The room of each peer that was seen within `THERE_S`."""
         since_s = self._clock() - THERE_S
         return {peer: room for peer, (at_s, room) in self._heard.items() if at_s >= since_s}
 
 
 class Publisher:
-    """One named thread. Its records are for people and newcomers, never for decisions."""
+    """One named thread. Its records inform people and newcomers, and decide nothing."""
 
     def __init__(
         self,
@@ -162,12 +162,12 @@ class Publisher:
 
         Args:
             node: of this peer.
-            status: what there is to tell.
-            run: what every member repeats of the run.
+            status: gives this peer's records.
+            run: the run's record, which every member repeats.
             state: remembers addresses.
             on_present: called with records of some peers of the run at a time; see
             `PeerDiscovery`.
-            beside: run after each publication, `PUBLISH_DEADLINE_S` at most.
+            beside: run after each publication, for at most `PUBLISH_DEADLINE_S`.
             system: whose clock and threads it uses.
         """
         self.node, self.status, self.run, self.state = node, status, run, state
@@ -246,7 +246,7 @@ class Publisher:
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> records.RunRecord:
-    """What every member repeats about the run, so that it outlives its founder.
+    """The run's record, which every member repeats, so that it outlives its founder.
 
     Args:
         run_id: of the run.

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Moved(BytesMoved):
-    """Bytes since the start, or between two moments."""
+    """Bytes moved since the start, or between two moments."""
 
     @classmethod
     def of(cls, counted: Traffic) -> Moved:
-        """What a node has counted so far."""
+        """The bytes that a node has counted so far."""
         return cls(
             counted.blob_bytes_sent,
             counted.blob_bytes_received,
@@ -46,7 +46,7 @@ class Moved(BytesMoved):
 
 MAX_LINES = 8
 SAID_ROUNDS = 3
-"""A fault that comes back within so many rounds is the same one."""
+"""A fault that returns within this many rounds counts as the same one."""
 _OF_EXPERT = re.compile(r"expert (\d+): (.*)", re.DOTALL)
 
 
@@ -85,7 +85,7 @@ def round_line(
     seconds: float,
     sent_bytes: int,
 ) -> str:
-    """What a person wants to read of an applied manifest, in one line.
+    """An applied manifest in one line for people.
 
     Args:
         manifest: that was applied.
@@ -104,7 +104,7 @@ def round_line(
     words = [
         f"round {manifest.round}/{rounds}",
         *shown,
-        # Whose work is in it may have left with it.
+        # A contributor may have left in the manifest that counts its work.
         f"{len(manifest.contributors)} of {len({*manifest.members, *manifest.contributors})} peers",
         f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s",
         f"{sent_bytes / 1e6:.1f} MB",
@@ -113,21 +113,21 @@ def round_line(
 
 
 def because(reason: str) -> str:
-    """` reason='...'` for a line of a log; nothing where no reason is known."""
+    """` reason='...'` for a log line; empty without a reason."""
     return f" reason={with_short_names(reason)!r}" if reason else ""
 
 
 class OwnCauses:
-    """Logs what is wrong with this peer in the monitor's words, once as it begins."""
+    """Logs this peer's faults in the monitor's words, once when each begins."""
 
     def __init__(self, run: str) -> None:
-        """Has said nothing yet of this run."""
+        """Has logged nothing of this run yet."""
         self._run = run
         self._others: dict[PeerId, records.PeerRecord] = {}
         self._said: dict[Fault, int] = {}
-        """The round in which each was last there."""
+        """The last round in which each fault was present."""
         self._looked = 0
-        """The round of the look before; a starved peer passes over many."""
+        """The round of the previous look; a starved peer skips many."""
 
     def note(
         self,
@@ -135,23 +135,24 @@ class OwnCauses:
         own: records.PeerRecord,
         tip: Manifest | None,
     ) -> None:
-        """Looks as a monitor would that has read these records.
+        """Finds this peer's faults, as a monitor with these records would.
 
         Args:
             present: records of some peers of the run; those of members are remembered.
             own: this peer's.
-            tip: the newest manifest here; without one nothing is said.
+            tip: the newest manifest here; without one nothing is logged.
         """
         if tip is None:
             return
-        # Read minutes ago, they may still miss a peer that was started again since.
+        # Records that are minutes old may still miss a peer that has restarted since.
         new = {peer: replace(record, link=None) for peer, record in present.items()}
         read = {**self._others, **new}
         self._others = {peer: read[peer] for peer in tip.members if peer in read}
         peers = {**self._others, own.peer_id: own}
         seen = snapshot_of(Sighting(self._run, "", peers, {}, {}, tip))
         for cause in causes_of(seen) if seen else ():
-            # A machine that waits for a person has said so (`swarm.network.blobs.disk_retry`).
+            # The disk retries log a machine that waits for a person
+            # (`swarm.network.blobs.disk_retry`).
             if cause.peer != own.peer_id or cause.fault is Fault.TROUBLE:
                 continue
             last = self._said.get(cause.fault)
@@ -172,17 +173,17 @@ _REFUSED = re.compile(r"READY from (\S+) (refused: .*)", re.DOTALL)
 
 
 class RoundAccount:
-    """What happened in the round that is under way; closed by the manifest that ends it."""
+    """The account of the current round, closed by the manifest that ends it."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
         self.reasons_of: Callable[[], Sequence[Reason]] = tuple
-        """What the round machine said, oldest first."""
+        """Reasons that the round machine gave, oldest first."""
         self._told: Reason | None = None
         self._trouble = ""
 
     def trouble(self) -> str:
-        """What the machine waits for now; remembered as what delayed this round."""
+        """The machine's current trouble, which is remembered as the cause of this round's delay."""
         now = records.shortened(awaited(), records.MAX_BRIEF)
         self._trouble = now or self._trouble
         return now
@@ -217,18 +218,18 @@ class RoundAccount:
 def link_figures(
     lines: LinkHealth, fetched_bytes_per_s: float, traffic: Traffic
 ) -> records.LinkFigures:
-    """What is known of the line; `fetched_bytes_per_s` is 0 where no fetch was long enough.
+    """Known figures of the link; `fetched_bytes_per_s` is 0 where no fetch was long enough.
 
-    A cap that was set is the rate where nothing lower was measured.
+    A cap that was set counts as the rate unless a lower rate was measured.
     """
     down = _least(fetched_bytes_per_s * 8e-6 or lines.down_mbit, traffic.down.mbit)
     return records.LinkFigures(lines.rtt_ms(), down, up_mbit(lines, traffic), lines.unreached())
 
 
 def up_mbit(lines: LinkHealth, traffic: Traffic) -> float | None:
-    """What the line carries away from this peer in Mbit/s, or the cap; None: not known.
+    """The upload rate of this peer in Mbit/s, or its cap; None if neither is known.
 
-    Both figures are bounds from below: of tests, and of what others took since.
+    Both measured figures are lower bounds: of tests, and of the bytes that others received since.
     """
     figures = (lines.tested_mbit, traffic.sent.mbit_since(lines.settled_s))
     measured = max((mbit for mbit in figures if mbit), default=None)
@@ -240,12 +241,12 @@ def _least(*rates: float | None) -> float | None:
 
 
 def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:
-    """What this peer itself did while a round went on without its work; "" if it was counted.
+    """The reason why a round did not count this peer's work, on its side; "" if it was counted.
 
     Args:
         report: of the round's manifest.
         me: this peer.
-        trouble: what the machine waited for meanwhile, such as a full disk.
+        trouble: of the machine meanwhile, such as a full disk.
     """
     manifest, stats = report.manifest, report.stats
     if report.counted or manifest.kind is not Kind.QUORUM:
@@ -264,10 +265,10 @@ def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:
 
 
 def left_out_by(reasons: Iterable[Reason], manifest: Manifest) -> dict[PeerId, str]:
-    """Why members are not in a round's mean, in the words of the convener; {} at any other peer.
+    """The convener's reasons why members are not in a round's mean; {} at any other peer.
 
     Args:
-        reasons: what the machine said since the manifest before, oldest first.
+        reasons: given by the machine since the manifest before, oldest first.
         manifest: of the round.
     """
     out = manifest.members.keys() - set(manifest.contributors)

@@ -1,4 +1,4 @@
-"""What a peer says about itself: one log line a round, one event a round, its record."""
+"""A peer's account of itself: one log line and one event per round, and its record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
-"""What resets the peak of resident memory, see proc(5)."""
+"""Written to `clear_refs`, this resets the peak of resident memory; see proc(5)."""
 STARTING = "starting"
 
 
@@ -47,9 +47,9 @@ class PhaseFigures:
     """One phase, or several of the same name together.
 
     Attributes:
-        seconds: how long.
-        peak_rss_bytes: resident memory of the whole process at its peak, of all threads; 0 where
-            the system does not say.
+        seconds: its duration.
+        peak_rss_bytes: peak of the resident memory of the whole process, all threads included; 0
+            if the system does not give it.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class PhaseFigures:
 
 
 class PhaseMeter:
-    """Follows one thread through its phases; a phase within another pauses the outer one."""
+    """Follows one thread through its phases; an inner phase pauses the outer one."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class PhaseMeter:
 
         Args:
             clock: monotonic seconds.
-            peak: of resident memory since it was asked last, in bytes.
-            between: done where one phase follows another, so that what the first has freed is not
-                in the peak of the second.
+            peak: the peak of resident memory since the last call, in bytes.
+            between: called between phases, so that memory freed by one phase is not in the peak
+                of the next.
         """
         self._clock, self._peak, self._between = clock, peak or take_peak_rss, between
         self._name = STARTING
@@ -79,7 +79,7 @@ class PhaseMeter:
         self._found: dict[str, PhaseFigures] = {}
 
     def begin(self, name: str) -> None:
-        """The phase before ends, this one begins."""
+        """Ends the current phase and begins this one."""
         if name != self._name:
             self._between()
         now_s, peak = self._clock(), self._peak()
@@ -91,7 +91,7 @@ class PhaseMeter:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """A phase in the middle of the present one."""
+        """A phase within the current one."""
         outer = self._name
         self.begin(name)
         try:
@@ -100,14 +100,14 @@ class PhaseMeter:
             self.begin(outer)
 
     def take(self) -> dict[str, dict[str, float]]:
-        """All phases since the last call, the present one as far as it has come."""
+        """All phases since the last call, the current one as far as it has come."""
         self.begin(self._name)
         found, self._found = self._found, {}
         return {name: asdict(figures) for name, figures in found.items() if figures.seconds > 0}
 
 
 def take_peak_rss() -> int:
-    """Bytes of resident memory that this process has held at most since the last call; 0: unknown.
+    """Peak of this process's resident memory in bytes since the last call; 0 if unknown.
 
     Each call resets the peak, so a process can have one meter only.
     """
@@ -121,20 +121,20 @@ def take_peak_rss() -> int:
 
 
 class StepProgress:
-    """Follows the local steps of one round after the other.
+    """Follows the local steps of each round.
 
     Attributes:
-        tokens_per_s: of the steps under way, since the first of them began; None before.
-        loss: mean cross-entropy of those that were finite, nats per token; None before.
+        tokens_per_s: of the current steps, since the first of them began; None before.
+        loss: mean cross-entropy of the finite losses, nats per token; None before.
     """
 
     def __init__(
         self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Prepares.
+        """Follows no steps yet.
 
         Args:
-            say: called with each line that is due.
+            say: called with each progress line.
             clock: seconds, of any beginning.
         """
         self._say, self._clock = say, clock
@@ -146,14 +146,14 @@ class StepProgress:
         self.loss: float | None = None
 
     def begin(self, number: int, rounds: int) -> None:
-        """The local steps of a round begin, or go on after an interruption."""
+        """The local steps of a round begin, or continue after an interruption."""
         self._reporter = Reporter(f"round {number}/{rounds}", "step", self._clock)
         self._begin_s = self._clock()
         self._done = self._to_do = self._tokens = self._finite = 0
         self._loss_sum, self.tokens_per_s, self.loss = 0.0, None, None
 
     def planned(self, done: int, to_do: int) -> None:
-        """Of this round so many steps are done, and so many are still to be."""
+        """Sets how many steps of this round are done, and how many remain."""
         self._done, self._to_do = done, to_do
 
     def stepped(self, stats: StepStats) -> None:
@@ -174,7 +174,7 @@ class StepProgress:
 
 
 def told_workers(stats: LocalStats) -> records.WorkersFigures | None:
-    """For the record; said in the log too. None of local steps in one process."""
+    """Figures of the workers for the record, which are logged too; None without workers."""
     found = folded(stats.workers)
     if found is None:
         return None
@@ -185,7 +185,7 @@ def told_workers(stats: LocalStats) -> records.WorkersFigures | None:
 
 
 def workers_event(stats: LocalStats | None) -> dict[str, Any] | None:
-    """For the history: the figures of each worker too. None as above."""
+    """Figures of the workers for the event, each worker's included; None without workers."""
     found = folded(stats.workers) if stats else None
     if stats is None or found is None:
         return None
@@ -195,12 +195,12 @@ def workers_event(stats: LocalStats | None) -> dict[str, Any] | None:
 NO_DIGEST = "0" * 64
 MAX_RECENT = 200
 MAX_COUNTED = 4096
-"""Rounds that a partition may last until its tokens are no longer counted as lost."""
+"""Rounds after which a partition's tokens no longer count as lost."""
 MAX_NORMS = 64
 
 
 class PeerStatus:
-    """Everything about this peer that others may see."""
+    """Everything about this peer that others can see."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class PeerStatus:
         self.zero_moments = 0
         self.moments_reason = ""
         self.progress = StepProgress(lambda text: self._event("progress", text=text))
-        """Of the local steps under way."""
+        """Of the current local steps."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
         self.account = round_log.RoundAccount(node.peer_id)
@@ -246,14 +246,14 @@ class PeerStatus:
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
         self._counted: list[tuple[Code, int]] = []
-        """Own tokens in manifests that were applied, as long as these may be rolled back."""
+        """Own tokens in manifests that were applied and may still be rolled back."""
         self.missed = 0
-        """Rounds in a row that this peer trained in and that went on without it."""
+        """Rounds in a row in which this peer trained and was not counted."""
         self._round_s = time.monotonic()
         self._at_round_start = self._round_traffic = self.traffic()
 
     def watch(self, driver: RoundDriver, run_id: str) -> None:
-        """Takes part in the run from now on."""
+        """Connects this status to the driver of rounds."""
         self.reason_of = lambda: driver.last_reason
         self.refused_of = lambda: driver.refused + self.node.traffic.refused
         self.account.reasons_of = lambda: tuple(driver.reasons)
@@ -269,19 +269,19 @@ class PeerStatus:
         )
 
     def finished(self) -> None:
-        """All rounds are done; from here on the peer only serves others."""
+        """All rounds are done; from now on the peer only serves others."""
         manifest = self.manifest
         assert manifest is not None
         self._event("finished", round=manifest.round, digest=manifest.digest)
 
     def follow(self, tip: Manifest) -> None:
-        """After the end the tip may still move, as when survivors reform: the record says so."""
+        """Follows a tip that moves after the end, for example when survivors reform."""
         if self.manifest is None or tip.digest != self.manifest.digest:
             self.manifest = tip
             self.changed.set()
 
     def ended(self) -> None:
-        """The process ends; totals since its start."""
+        """Writes the last event of the process, with totals since its start."""
         self._event(
             "ended",
             **asdict(self.traffic()),
@@ -293,14 +293,14 @@ class PeerStatus:
     # ------------------------------------------------ called by the trainer
 
     def begin(self, state: records.PeerState) -> None:
-        """The peer does something else from now on."""
+        """The peer enters another state."""
         self._state, self._since_s = state, time.monotonic()
         self.phases.begin(state.value)
         self.changed.set()
         self.observer.on_state(state)
 
     def waits(self, why: str) -> None:
-        """The peer has waited for a while."""
+        """Logs why the peer has waited for a while."""
         said = round_log.because(why)
         logger.info("waiting state=%s%s", self._state.value, said)
         self._event("progress", text=f"waiting: {self._state.value}{said}")
@@ -316,14 +316,14 @@ class PeerStatus:
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
         self.progress.stepped(stats)
         self.tokens_per_s = self.progress.tokens_per_s or 0.0
-        if self._loss is None:  # of the first round, which may take long
+        if self._loss is None:  # the first round may take long
             self._loss = self.progress.loss
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
         self.observer.on_step(step, stats)
 
     def end_steps(self, stats: LocalStats) -> None:
-        """The local steps of a round are done, or were ended by a newer tip."""
+        """The local steps of a round are done, or a newer tip ended them."""
         self.tokens += stats.tokens
         self.skipped += stats.skipped
         self._loss = stats.cross_entropy
@@ -333,20 +333,20 @@ class PeerStatus:
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
-        """A value of this peer's is beyond what local steps can do, so nobody would take it."""
+        """A value of this peer is outside the bound, so no peer would accept it."""
         self._event("refused", unit=unit, reason=reason)
 
     def lose_tokens(self, tokens: int, why: str) -> None:
-        """The result of local steps entered no manifest."""
+        """Counts tokens of local steps that entered no manifest."""
         self.tokens_lost += tokens
         logger.warning("tokens_lost=%d%s", tokens, round_log.because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
-        """Moments of an expert are out for its next owners."""
+        """Moments of an expert are offered to its next owners."""
         self._event("moments_given", **asdict(moments), to=list(peers))
 
     def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:
-        """An expert that this peer took over starts with these moments; None: with zeros."""
+        """An expert that this peer took over starts with these moments; None means zeros."""
         if moments is None:
             self.zero_moments += 1
         self.moments_reason = f"expert {expert}: {reason}"
@@ -362,7 +362,7 @@ class PeerStatus:
 
     def validated(self, manifest: Manifest, val_loss: float, held_out: HeldOut) -> None:
         """The held-out loss of an agreed state was measured here, in nats per token."""
-        if not math.isfinite(val_loss):  # no record has it
+        if not math.isfinite(val_loss):  # no record may contain it
             logger.warning("round=%d has a held-out loss of %s", manifest.round, val_loss)
             return
         before = self.validation
@@ -455,7 +455,7 @@ class PeerStatus:
         return found.val_loss if found and found.round >= round_ - 1 else None
 
     def _follow_chain(self, report: RoundReport) -> None:
-        """What was counted on a chain that lost is lost after all."""
+        """Counts tokens as lost that were counted on a chain that lost."""
         code = report.manifest.code
         kept = [own for own in self._counted if is_ancestor(own[0], code)]
         if len(kept) < len(self._counted):
@@ -469,10 +469,10 @@ class PeerStatus:
         if report.counted:
             self.missed = 0
         if report.counted or not report.stats or not report.stats.tokens:
-            return  # one that catches up applies several rounds, and trained for the first alone
+            return  # catching up applies several rounds but trains for one
         self.missed += 1
         if self.run.round.seconds:
-            return  # its steps fitted the round: what makes it late is no number of them
+            return  # the steps fit the round, so fewer steps would not help
         phase = self.run.phase_at(report.manifest.tokens)
         words = lateness(
             self.missed,
@@ -500,7 +500,7 @@ class PeerStatus:
             return
         try:
             self.directory.append_event(kind, **fields)
-        except OSError as error:  # history is for people; training does not wait for it
+        except OSError as error:  # events inform people; training does not wait for them
             logger.error("event %s was not written: %s", kind, error)
 
     # ------------------------------------------------ read by others

@@ -1,4 +1,4 @@
-"""The agreed model on this machine's disk, and the held-out text that it is measured on."""
+"""The agreed model on this machine's disk, and the held-out text for its evaluation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Agreed:
     layout: Layout
 
     def read(self, digest: Digest) -> Read:
-        """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
+        """A reader of an agreed value's bytes; it raises BlobGone once they are no longer here."""
         return blob_store.reader(self.store, digest)
 
     def delta(self, digest: Digest) -> Delta:
@@ -52,14 +52,14 @@ class Agreed:
     def held(
         self, digests: Iterable[Digest], hoped: Iterable[Digest] = ()
     ) -> Iterator[frozenset[Digest]]:
-        """Keeps the blobs with these digests for as long as the context lasts.
+        """Keeps the blobs with these digests while the context lasts.
 
         Args:
-            digests: of blobs that have to be here.
-            hoped: of others; gives those that are not here.
+            digests: of required blobs.
+            hoped: of optional blobs; yields those that are missing.
 
         Raises:
-            BlobGone: a blob is not here that has to be.
+            BlobGone: a required blob is missing.
         """
         needed = set(digests)
         with blob_store.kept(self.store, needed.union(hoped)) as missing:
@@ -73,19 +73,19 @@ class Agreed:
         return read_part(self.layout.by_unit[unit], part, self.read(digest))
 
     def tensor(self, digest: Digest, unit: Unit, name: str) -> Tensor:
-        """The agreed value of one of an expert's matrices, not to be written to."""
+        """The agreed value of one of an expert's matrices, read-only."""
         shape = self.layout.shapes[name]
         return self.part(digest, unit, Slice(name, 0, math.prod(shape))).view(shape)
 
     def tensors(self, digest: Digest, unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        """The matrices of an expert, one after the other; as `tensor`."""
+        """The matrices of an expert, one after the other, as of `tensor`."""
         return read_tensors(self.layout.by_unit[unit], self.layout.shapes, self.read(digest))
 
     def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor] | None:
-        """The tensors of an expert in the file in which its blob lies, mapped; None if in none.
+        """The tensors of an expert, mapped from the file of its blob; None if it is in no file.
 
-        Nobody may write to them. They stay what they are when the blob is collected; its pack is
-        on the disk for as long as one of them lives.
+        They are read-only, and keep their values when the blob is collected. The blob's pack stays
+        on the disk while one of them is alive.
         """
         file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
         if file is None:
@@ -108,8 +108,8 @@ class AgreedModel:
 
     Attributes:
         run: the run's configuration.
-        manifest: what was agreed: round, step, members, digests.
-        store: where its blobs are.
+        manifest: the agreed state: round, step, members, digests.
+        store: has its blobs.
     """
 
     run: RunConfig
@@ -117,11 +117,11 @@ class AgreedModel:
     store: blob_store.BlobStore
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by Hugging Face name; as `named_tensors`."""
+        """Every tensor by Hugging Face name, as of `named_tensors`."""
         return named_tensors(layout_of(self.run), self.manifest, self.store)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's; as `tokenizer_of`."""
+        """The run's tokenizer, as of `tokenizer_of`."""
         return tokenizer_of(self.manifest, self.store)
 
 
@@ -130,11 +130,11 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model in its agreed dtype, each as soon as its last part is read.
 
-    Memory: one tensor, which may be cut between two parts, and a chunk.
+    Memory: a chunk and one tensor, whose elements may be in two parts.
 
     Raises:
         CorruptState: a blob is missing.
-        BadBlob: a blob has not the size of its unit.
+        BadBlob: a blob's size differs from its unit's.
     """
     agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
     reading = Reporter("reading the model", "unit")
@@ -156,11 +156,11 @@ def named_tensors(
 
 
 def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, AgreedModel]:
-    """The newest agreed model of a peer that is not running; the directory is locked until closed.
+    """The newest agreed model of a peer that is not running; locks the directory until `close`.
 
     Args:
         path: the peer's state directory.
-        run_id: which run; None for the one that the peer was in last.
+        run_id: the wanted run; None for the one that the peer was in last.
 
     Raises:
         StateError: there is no run in the directory.
@@ -194,12 +194,12 @@ def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, A
 def initial_contents(
     run: RunConfig, layout: Layout, weights: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[Unit, Content]]:
-    """The value of every unit before the first step: by the run's seed, or of given weights.
+    """The value of every unit before the first step, by the run's seed or from given weights.
 
-    Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
+    Memory: one tensor and a chunk. A cut tensor is made once if its parts are read in order.
 
     Raises:
-        ConfigError: while a content is read: a given tensor is of another shape.
+        ConfigError: raised by reading a content: a given tensor has another shape.
     """
 
     def value(name: str) -> Tensor:
@@ -218,9 +218,9 @@ def initial_contents(
 def recompute_initial(
     manifest: Manifest, run: RunConfig, layout: Layout, store: blob_store.BlobStore
 ) -> None:
-    """Computes the values that nobody has trained yet, instead of fetching them.
+    """Computes values that nobody has trained yet, instead of fetching them.
 
-    Where a run was founded on given weights it computes none: only members have those.
+    Computes none if the run was founded on given weights, which only members have.
     """
     if run.run.initial == "given":
         return
@@ -243,10 +243,10 @@ def held_out_text(model: AgreedModel) -> list[str]:
     """The founder's held-out documents.
 
     Raises:
-        DataError: the tokens are not those that the run's tokenizer makes of a text of as many
-            bytes, so the text is not known; some tokenizers forget how a text was written.
-        TokenizerError: the tokenizer cannot be run here.
-        BadBlob: the tokens are not of the run's vocabulary.
+        DataError: the run's tokenizer does not reproduce the tokens and the number of bytes of
+            the text, so the text is unknown. Some tokenizers lose how a text was written.
+        TokenizerError: the tokenizer cannot run here.
+        BadBlob: the tokens are outside the run's vocabulary.
     """
     tokens, end, num_bytes = held_out_tokens(model.manifest, model.run, model.store)
     tokenizer = model.tokenizer()
@@ -263,8 +263,8 @@ def held_out_text(model: AgreedModel) -> list[str]:
         same = False
     if not same:
         raise DataError(
-            "the run's tokenizer does not give back the held-out text, so other programs cannot "
-            "be handed it"
+            "the run's tokenizer does not reproduce the held-out text, so other programs "
+            "cannot get it"
         )
     return text
 
@@ -272,10 +272,10 @@ def held_out_text(model: AgreedModel) -> list[str]:
 def held_out_tokens(
     manifest: Manifest, run: RunConfig, store: blob_store.BlobStore
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Tokens of the founder's held-out documents, the one that closes each, and their bytes.
+    """Tokens of the founder's held-out documents, the token that closes each, and their bytes.
 
     Raises:
-        BadBlob: they are not of this run's vocabulary.
+        BadBlob: they are outside this run's vocabulary.
     """
     founding = manifest.founding
     blob = store.get(founding.validation)

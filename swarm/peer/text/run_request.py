@@ -1,6 +1,6 @@
-"""Which run a person wants to be in, and whether run and peer agree.
+"""The run that a person wants to enter, and whether that run and this peer agree.
 
-They agree on settings that the person asked for, on text, and on admission.
+They agree on the requested settings, on the text, and on admission.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm.protocol.values.texts import Text
 
 
 def explain_difference(asked: RunConfig, running: RunConfig) -> str:
-    """Settings in which a joiner's file differs from the run, for the person to see."""
+    """Settings in which a joiner's file differs from the run, in words."""
     asked_flat, running_flat = _flat(asked.model_dump()), _flat(running.model_dump())
     return ", ".join(
         f"{key}: asked {asked_flat.get(key)!r}, the run has {running_flat.get(key)!r}"
@@ -35,8 +35,8 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
     """Refuses to found a second run at an address that already serves one.
 
     Args:
-        wanted: the file of the run to be founded.
-        there: id and configuration of each run of those that this peer enters by.
+        wanted: the configuration of the run to be founded.
+        there: id and configuration of each run at the given addresses.
 
     Raises:
         RunMismatch: there is one; the message names its difference from the file.
@@ -50,11 +50,11 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
 
 
 def require_no_founder(wanted: RunConfig, preparing: Mapping[PeerId, str]) -> None:
-    """The same where the other run is not announced yet.
+    """Refuses to found a run if a peer at the given addresses founds another one.
 
     Args:
-        wanted: the file of the run to be founded.
-        preparing: those of the given addresses that found one, with its fingerprint.
+        wanted: the configuration of the run to be founded.
+        preparing: peers that found a run there, and its fingerprint.
 
     Raises:
         RunMismatch: one of them founds another run.
@@ -83,10 +83,10 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
 
 
 def require_closed_founding(run: RunConfig, *, is_open: bool) -> None:
-    """Refuses to gather strangers for a run that takes in only peers that are invited.
+    """Refuses to gather strangers for a run that admits invited peers only.
 
     Raises:
-        ConfigError: says how such a run is founded.
+        ConfigError: the message says how such a run is founded.
     """
     if run.run.admission == "invited" and is_open:
         raise ConfigError(
@@ -98,10 +98,11 @@ def require_closed_founding(run: RunConfig, *, is_open: bool) -> None:
 def require_admission(
     run_id: str, run: RunConfig, tip: Manifest, me: PeerId, credential: Credential | None
 ) -> None:
-    """Refuses to join a run that would not take this peer in, or not as it was asked to.
+    """Refuses to join a run that would not admit this peer, or not with this credential.
 
     Raises:
-        InvitationError: says why: none, expired, of another run, used up, of no anchor.
+        InvitationError: the invitation is missing, expired, used up, of another run, or of no
+            anchor.
     """
     if me in tip.members:
         return
@@ -119,20 +120,20 @@ def require_admission(
 
 
 SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
-"""They have the name of their folder, and may have been made with other options."""
+"""The founder's shards have their folder's name, and may be made with other options."""
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:
-    """Refuses a machine's text unless it is the run's; names alone may differ.
+    """Refuses a machine's text unless it is the run's; only names may differ.
 
     Args:
         needed: by manifest 0.
         have: of this machine.
-        root: the folder that it is in.
+        root: the folder of the text.
 
     Raises:
         TextMismatch: names both, with digests and sizes.
-        BadManifest: the digests are equal, and what the run says besides is not.
+        BadManifest: the digests are equal, and other fields of the run's text differ.
     """
     if replace(have, name=needed.name) == needed:
         return
@@ -151,7 +152,7 @@ def require_text(needed: Text, have: Text, root: Path) -> None:
 
 
 def missing_text(needed: Text, problem: str) -> TextMismatch:
-    """What a peer says that cannot read any text; `problem` is why."""
+    """The error of a peer that cannot read any text; `problem` is the reason."""
     return TextMismatch(
         f"the run trains on {_described(needed)}, and this machine has no text: {problem}",
         hint=_remedy(needed),
@@ -159,7 +160,7 @@ def missing_text(needed: Text, problem: str) -> TextMismatch:
 
 
 def joiners_need(text: Text | None) -> str:
-    """The line that says which text a joiner must have; None: each its own."""
+    """A sentence that names the text that a joiner must have; None: each peer has its own."""
     if text is None:
         return "In this run every peer trains on its own text: joiners name theirs, --corpus FOLDER"
     if text.name.startswith(STANDARD_LIBRARY):
@@ -201,17 +202,17 @@ class Wanted:
     """Which run a person means.
 
     Attributes:
-        run: the configuration that it must have; None takes it as it is.
-        run_id: its id, where several are announced or on disk.
-        settings: `section.field` -> value that it must have, where `run` is not given.
-        invitation: with what this peer asks to join.
+        run: the configuration that it must have; None accepts any.
+        run_id: its id, if several runs are announced or on disk.
+        settings: `section.field` -> value that it must have, if `run` is not given.
+        invitation: with which this peer asks to join.
         beside_others: whether `run` may be founded although the peers at the given addresses are in
-            another run, or the state directory is in one that is not finished.
-        vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
+            another run, or the state directory is in an unfinished one.
+        vouched: the head for which the person vouches (`--tip`); None for manifest 0.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
-            joiner must have; None where tokens are bytes, or a joiner takes what the run has.
-        initialise_from: checkpoint folder with the weights that a founder gives its run; it is
-            not looked at by who joins or resumes.
+            joiner must have; None if tokens are bytes, or a joiner accepts the run's.
+        initialise_from: checkpoint folder with the weights that a founder gives its run; ignored
+            when a run is joined or resumed.
     """
 
     run: RunConfig | None = None
@@ -224,7 +225,7 @@ class Wanted:
     initialise_from: Path | None = None
 
     def require(self, run: RunConfig) -> None:
-        """Refuses a run that is not what was asked for.
+        """Refuses a run that differs from the request.
 
         Raises:
             RunMismatch: names every difference.

@@ -1,4 +1,4 @@
-"""What a founder gives its run: a tokenizer, and weights that do not follow from its seed."""
+"""The founder's tokenizer and weights for a run, if these do not follow from its seed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
     """The tokenizer that a founder gives its run.
 
     Raises:
-        ConfigError: the run wants a file and none was named, or has bytes and one was named; or its
-            vocabulary is too small.
-        TokenizerError: what was named is none, or cannot be run here.
+        ConfigError: the run wants a tokenizer file and none was named, or uses bytes and one was
+            named; or its vocabulary is too small.
+        TokenizerError: the named file is no tokenizer, or cannot run here.
     """
     if run.data.tokenizer == "byte" and folder is not None:
         raise ConfigError(
@@ -47,13 +47,13 @@ def founders_weights(
     """The weights that a founder gives its run; None for those of the run's seed.
 
     Args:
-        run: what is founded.
-        folder: the checkpoint that the person named, if one was.
-        weights: what a script gives in place of it.
+        run: the run to be founded.
+        folder: the checkpoint that a person named, if any.
+        weights: from a script, in place of a checkpoint.
 
     Raises:
-        ConfigError: the run wants given weights and there are none, or the other way round; or
-            some are missing; or the checkpoint is of another model, see `open_checkpoint`.
+        ConfigError: the run wants given weights and there are none, or the reverse; or some are
+            missing; or the checkpoint is of another model, see `open_checkpoint`.
         CorruptState: the checkpoint is damaged.
     """
     is_given = folder is not None or weights is not None
@@ -73,7 +73,7 @@ def founders_weights(
 
 
 def rounding_notice(run: RunConfig, weights: Mapping[str, Tensor] | None) -> str | None:
-    """A sentence for the person if the wire does not keep given weights as they are."""
+    """A sentence for a person if the wire rounds the given weights."""
     if weights is None or (isinstance(weights, Checkpoint) and weights.is_bf16):
         return None
     codecs = {"wire.shared": run.wire.shared, "wire.experts": run.wire.experts}

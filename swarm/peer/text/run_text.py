@@ -1,4 +1,4 @@
-"""The text and the tokenizer of this machine, held against those that the run trains on."""
+"""The text and the tokenizer of this machine, compared with the run's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 FETCH_S = 600.0
-"""Some tokenizers have tens of megabytes."""
+"""Long enough for tokenizers of tens of megabytes."""
 
 
 def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
-    """Refuses a run that says two things about its tokenizer.
+    """Refuses a run whose manifest and configuration contradict each other on the tokenizer.
 
     Raises:
         BadManifest: reason `manifest_tokenizer`.
@@ -51,13 +51,13 @@ def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
 def wanted_tokenizer(
     run: RunConfig, file: TokenizerFile | None, sources: Iterable[PeerId], store: BlobStore
 ) -> Want | None:
-    """What a joiner fetches before it opens its text; None for bytes.
+    """The tokenizer file that a joiner fetches before it opens its text; None for bytes.
 
-    A copy in the store that is damaged is dropped.
+    A damaged copy in the store is dropped.
 
     Raises:
         BadManifest: see `require_kind`; or the file is too large.
-        CorruptState: there is no whole copy here, and no other peer that has one.
+        CorruptState: there is no intact copy here, and no other peer is known.
     """
     require_kind(run, file)
     check_tokenizer_size(file)
@@ -77,18 +77,18 @@ def wanted_tokenizer(
 def given_tokenizer(
     run: RunConfig, file: TokenizerFile | None, content: Buffer | None, asked: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer that a run gives those that join it.
+    """The tokenizer that a run gives its joiners.
 
     Args:
         run: its configuration.
-        file: what manifest 0 says of it; None for bytes.
+        file: its entry in manifest 0; None for bytes.
         content: of the file.
-        asked: what this machine's person named, if anything.
+        asked: the tokenizer that a person named here, if any.
 
     Raises:
-        BadBlob: it is none, or has more ids than the model.
-        TokenizerError: it cannot be run here.
-        RunMismatch: it is not the one that was asked for.
+        BadBlob: the file is no tokenizer, or has more ids than the model.
+        TokenizerError: it cannot run here.
+        RunMismatch: it is not the one that was named.
     """
     tokenizer: Tokenizer = BYTE
     if file is not None and content is not None:
@@ -107,11 +107,11 @@ def given_tokenizer(
 
 
 def tokenizer_of(manifest: Manifest, store: BlobStore) -> Tokenizer:
-    """The tokenizer of a run whose blobs are here; the package tokenizers is not needed.
+    """The tokenizer of a run whose blobs are here; does not need the package tokenizers.
 
     Raises:
         CorruptState: its file is missing.
-        TokenizerError: it is none.
+        TokenizerError: the file is no tokenizer.
     """
     file = manifest.founding.tokenizer
     if file is None:
@@ -127,7 +127,7 @@ class FoundText:
     """The text that a founder gives its run.
 
     Attributes:
-        common: None where every peer has its own.
+        common: the text that all peers share; None if every peer has its own.
         held_out: tokens of the held-out documents, each closed, little-endian uint32.
         held_out_bytes: of these documents.
     """
@@ -138,10 +138,10 @@ class FoundText:
 
 
 class RunText:
-    """What a peer trains on. Nothing is handed out that is not the run's.
+    """The text that a peer trains on. Only a text that is the run's is given out.
 
     Attributes:
-        folder: where the text comes from, absolute; None for the standard library.
+        folder: absolute path of the text; None for the standard library.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class RunText:
         """Reads nothing yet.
 
         Args:
-            given: folder that the person named, if they did.
-            cache: where tokens are kept.
+            given: folder that a person named, if any.
+            cache: folder of cached tokens.
             say: called once, with a sentence that names the text that joiners need.
             follow_links: see `swarm.data.corpus.folder_corpus`.
-            list_skipped: whether all that is not read is named in the log.
+            list_skipped: whether the log names all files that are not read.
         """
         self._follow_links, self._list_skipped = follow_links, list_skipped
         self._tell = say
@@ -172,7 +172,7 @@ class RunText:
 
     @property
     def shards(self) -> Shards:
-        """The tokens to train on, once they are known to be the run's."""
+        """The tokens to train on, known to be the run's."""
         assert self._shards is not None, "neither found nor required"
         return self._shards
 
@@ -180,7 +180,7 @@ class RunText:
         """The text that a founder gives its run.
 
         Raises:
-            DataError: it is missing, unfit or too small.
+            DataError: it is missing, unusable or too small.
         """
         corpus = corpus_of(run, self.folder, follow_links=self._follow_links)
         shards = self._open(corpus, tokenizer)
@@ -205,12 +205,12 @@ class RunText:
             run: its configuration.
             tokenizer: the run's.
             needed: its text; None where every peer has its own.
-            remembered: folder that the text came from before; what the person named wins.
+            remembered: earlier folder of the text; a folder that the person named has precedence.
 
         Raises:
-            TextMismatch: this machine has another text, or none; says what is needed.
-            DataError: the run asks every peer to bring its own, and there is none.
-            BadManifest: the run has a common text and does not say which.
+            TextMismatch: this machine has another text, or none; the message names the needed one.
+            DataError: every peer of the run has its own text, and this machine has none.
+            BadManifest: the run has a common text and does not name it.
         """
         if (needed is None) != (run.data.mode == "own"):
             raise errors.BadManifest(
@@ -241,7 +241,7 @@ class RunText:
         return shards
 
     def _say(self, text: Text | None) -> None:
-        """Says, once, which text a joiner needs."""
+        """Reports once which text a joiner needs."""
         line = joiners_need(text)
         if line != self._said:
             self._tell(line)
@@ -254,8 +254,8 @@ def corpus_of(
     """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
-        DataError: they are missing, mixed otherwise than the run's text, or the run asks every peer
-            to bring its own.
+        DataError: they are missing, have another mixture than the run's, or every peer of the run
+            has its own text and no folder was named.
     """
     if run.data.mode == "own" and folder is None:
         raise errors.DataError(
@@ -290,7 +290,7 @@ def _shown(mixture: Shares) -> str:
 def text_of(
     corpus: Corpus | Mixture | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
 ) -> Text:
-    """What manifest 0 says about a corpus."""
+    """A corpus as manifest 0 describes it."""
     return Text(
         name=corpus.name,
         tokenizer=tokenizer.name,

@@ -1,8 +1,8 @@
-"""Adam moments between engine and other peers, as experts change hands; the trainer's side.
+"""Adam moments of experts that change owners, between the engine and other peers.
 
-When a manifest is adopted, owners offer the moments of the experts that it takes from them. A new
-owner trains at once, and adds the moments when they come. That is exact: the moments after t
-updates equal those grown from zeros, plus beta^t times the missing ones.
+When a manifest is adopted, an owner offers the moments of each expert for which the manifest names
+new owners. A new owner trains at once, and adds the moments when they arrive. That is exact: after
+t updates, the moments equal those grown from zeros plus beta^t times the missing ones.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from swarm.train.engine.muon import MOMENTUM_DECAY
 logger = logging.getLogger(__name__)
 
 TOGETHER = 2
-"""Experts that a leaver hands over at a time; what has no time to arrive is not copied either."""
+"""Experts that a leaver hands over at a time: copies that have no time to arrive are not made."""
 
 
 class ExpertMoments:
-    """Everything the trainer does about moments; only its thread calls this."""
+    """The trainer's part of handing moments over; only the trainer's thread calls this."""
 
     def __init__(self, model: LiveModel, exchange: MomentsExchange, status: PeerStatus) -> None:
         self.model, self.exchange, self.status = model, exchange, status
         self.before_change: Callable[[], None] = lambda: None
         """Called before moments of the engine change: another thread may be reading them."""
         self._out: list[handover.Moments] = []
-        """All that was put out so far."""
+        """All moments that were offered so far."""
         self._leaving: dict[int, tuple[PeerId, ...]] = {}
-        """What a leaver has still to put out, and for whom."""
+        """Experts whose moments a leaver has still to offer, with their new owners."""
         self._leaving_round = 0
         self._steps: dict[int, int] = {}
-        """Expert whose moments are looked for -> updates that it had since it was taken up."""
+        """Expert whose moments are awaited -> its updates since this peer took it up."""
 
     # ------------------------------------------------ giving
 
     def before_adopt(self, previous: Manifest, manifest: Manifest) -> None:
-        """Puts out the moments of experts that others own from `manifest` on."""
+        """Offers the moments of experts that get new owners in `manifest`."""
         me = self.model.me
         number = handover.handover_round(me, previous, manifest)
         for expert, peers in handover.handed_over(me, previous, manifest).items():
             self._give(expert, number, peers)
 
     def leave(self, adopted: Manifest, tip: Manifest) -> None:
-        """Everything that a tip without this peer gives to others is to be handed over.
+        """Notes the experts that a tip without this peer gives to others, to be handed over.
 
         Args:
             adopted: the manifest that the engine is at.
@@ -68,7 +68,7 @@ class ExpertMoments:
         self._leaving_round = handover.handover_round(self.model.me, adopted, tip)
 
     def hand_over(self) -> None:
-        """Puts out the next experts of a leaver, a few at a time, as those before arrive."""
+        """Offers the next experts of a leaver, a few at a time, as earlier ones arrive."""
         under_way = sum(map(self.exchange.is_waited_for, self._out))
         while self._leaving and under_way < TOGETHER:
             expert, peers = self._leaving.popitem()
@@ -76,11 +76,11 @@ class ExpertMoments:
             under_way += 1
 
     def all_handed_over(self) -> bool:
-        """Whether everything that others need is confirmed to be there, or given up."""
+        """Whether all needed moments are confirmed to have arrived, or were given up."""
         return not self._leaving and not any(map(self.exchange.is_waited_for, self._out))
 
     def summary(self) -> str:
-        """What was handed over, for people."""
+        """The moments that were handed over, in a sentence."""
         wanted = {moments.expert for moments in self._out} | self._leaving.keys()
         if not wanted:
             return "no moments were handed over"
@@ -88,20 +88,21 @@ class ExpertMoments:
         if not self._leaving:
             return said
         rest = sum(self._layout(expert).num_bytes for expert in self._leaving)
-        return f"{said}; no time for {rest / 1e9:.1f} GB more, a longer --leave-timeout has it"
+        return f"{said}; no time for {rest / 1e9:.1f} GB more (--leave-timeout gives more time)"
 
     def _layout(self, expert: int) -> UnitLayout:
-        """Of its blob; masters go along where the wire rounds them.
+        """Layout of an expert's moments blob; it has masters where the wire rounds them.
 
-        Where experts move by deltas, a master is as far from the agreed value as one coding is off,
-        and whose it is nobody could tell: that one error is lost with the owner.
+        Where experts move by deltas, a master differs from the agreed value by a coding's error.
+        The new owner could not tell which owner's error it is, so that error is lost with the
+        owner.
         """
         wire = self.model.run.wire
         with_master = wire.experts != "fp32" and wire.experts_coding == "none"
         return handover.moments_layout(self.model.agreed.layout, expert, with_master=with_master)
 
     def _give(self, expert: int, number: int, peers: tuple[PeerId, ...]) -> None:
-        """Puts out an expert's moments, unless the disk refuses them: nothing depends on it."""
+        """Offers an expert's moments, unless the disk refuses them: nothing depends on them."""
         if expert not in self.model.bases:
             return
         content = encoded(self._layout(expert), cut_from(self._read))
@@ -127,7 +128,7 @@ class ExpertMoments:
     # ------------------------------------------------ taking
 
     def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
-        """Looks for the moments of what is new here, and no longer for what went again."""
+        """Requests the moments of experts taken up here; drops requests of those that left."""
         taken = [
             expert
             for expert, decision in adoption.experts.items()
@@ -140,26 +141,26 @@ class ExpertMoments:
         self.exchange.take_up(taken, previous, manifest)
 
     def on_step(self, *, skipped: bool) -> None:
-        """A local step was done: adds what has come meanwhile."""
+        """A local step was done: adds moments that have arrived meanwhile."""
         if not skipped:
             self._steps = {expert: steps + 1 for expert, steps in self._steps.items()}
         self.install()
 
     def install(self) -> None:
-        """Adds the moments that have come to those of the engine, of each expert once."""
+        """Adds arrived moments to those of the engine, once for each expert."""
         while True:
             try:
                 arrival = self.exchange.arrivals.get_nowait()
             except queue.Empty:
                 return
             try:
-                if arrival.expert in self._steps:  # else it went meanwhile
+                if arrival.expert in self._steps:  # else the expert has left meanwhile
                     self._add(arrival, self._steps.pop(arrival.expert))
             finally:
                 self.exchange.taken(arrival)
 
     def _add(self, arrival: Arrival, steps: int) -> None:
-        """Adds moments tensor by tensor: three tensors in fp32 are held at the peak."""
+        """Adds moments tensor by tensor: at most three tensors are in memory, in fp32."""
         expert, moments = arrival.expert, arrival.moments
         if moments is None:
             self.status.took_moments(expert, None, arrival.reason)
@@ -193,7 +194,7 @@ class ExpertMoments:
         self.status.took_moments(expert, moments, reason)
 
     def _aged(self, tensor: str, came: Mapping[str, Tensor], steps: int) -> Mapping[str, Tensor]:
-        """The engine's moments plus what is left, after so many updates, of those that came."""
+        """The engine's moments plus the arrived ones, decayed by this number of updates."""
         if not steps:
             return came
         first, second = self.model.run.optimizer.betas
@@ -204,7 +205,7 @@ class ExpertMoments:
         return aged
 
     def _add_master(self, expert: int, masters: Callable[[Slice], Tensor]) -> bool:
-        """Adds what the wire had rounded off, if the masters are those of the agreed value."""
+        """Adds the part that the wire rounded off, if the masters are of the agreed value."""
         model, layout = self.model, self.model.agreed.layout.by_unit[expert_unit(expert)]
         base = model.bases[expert]
         if digest_of_chunks(encoded(layout, masters)) != base:
@@ -220,5 +221,5 @@ class ExpertMoments:
 
 
 def _master(part: Slice) -> Slice:
-    """Where the masters of a run of elements lie in a moments blob."""
+    """The place of a run of elements of the masters in a moments blob."""
     return Slice(f"{handover.MASTER}.{part.name}", part.start, part.stop)

@@ -1,4 +1,4 @@
-"""How a peer leaves: it finishes its round and hands over, within a time."""
+"""How a peer leaves: it finishes its round and hands its experts over, before a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_S = 0.2
 SERVE_LOOK_S = 0.5
 MAX_SERVING_S = 86_400.0
 COURTESY_S = 30.0
-"""With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
+"""Longest wait for the manifest without this peer, once nothing is left to hand over."""
 
 
 class Stopped(Exception):
@@ -36,7 +36,7 @@ class StopAsked(Exception):
 
 
 class Stop:
-    """The wish that a peer leaves, from any thread or a signal handler, and its time-out."""
+    """The request that a peer leaves, from any thread or a signal handler, and its time limit."""
 
     def __init__(self, leave_timeout_s: float) -> None:
         self.leave_timeout_s = leave_timeout_s
@@ -44,16 +44,16 @@ class Stop:
         self._asked_s = inf
         self._why: SwarmError | None = None
         self.ends_at_once = False
-        """Whether the main thread is at work that a signal may end where it is."""
+        """Whether a signal may interrupt the main thread's work."""
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Work before a run that may take hours, such as reading a text, and that is lost anyway.
+        """Marks long work before a run, such as reading a text, whose result is lost anyway.
 
-        A signal that asks to stop need not wait for its end, if it is the main thread's.
+        A signal that asks to stop may interrupt this work, if the main thread does it.
 
         Raises:
-            Stopped: this peer was asked to, also from another thread before it began.
+            Stopped: this peer was asked to stop before the work, or by a signal during it.
         """
         if self():
             self.raise_why()
@@ -65,10 +65,10 @@ class Stop:
             self.ends_at_once = False
 
     def ask(self, why: SwarmError | None = None) -> None:
-        """The peer leaves as soon as its round is over, or the time is; asking again is nothing.
+        """Asks the peer to leave after its round, or at the time limit. Later calls do nothing.
 
         Args:
-            why: what `Peer.train` raises once it has left, if not a person has asked.
+            why: raised by `Peer.train` once the peer has left; None if a person has asked.
         """
         if not self._asked.is_set():
             self._asked_s, self._why = time.monotonic(), why
@@ -83,13 +83,13 @@ class Stop:
         return self._asked.wait(timeout_s)
 
     def raise_why(self) -> None:
-        """Ends a peer that has left for a reason of its own with that."""
+        """Raises the reason with which the peer was asked to leave, if there is one."""
         if self._why:
             raise self._why
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until a peer that was asked to stop goes, whatever is not done by then."""
+        """Seconds until a peer that was asked to stop leaves, even with work undone."""
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
 
     def lacks_time(self, steps_left: int, step_s: float) -> bool:
@@ -108,15 +108,16 @@ class Stop:
 
 
 def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[None]:
-    """Yields twice a second while a finished peer is still of use, a day at most.
+    """Yields twice a second while a finished peer still serves others, a day at most.
 
-    A quorum has the last round; over thin lines the others may fetch it for hours, and if all that
-    have it went they would train that round once more, as a generation of their own.
+    Only a quorum has the last round at first, and over slow links the others may need hours to
+    fetch it. If all peers that have it left, the others would train that round again as a new
+    generation.
 
     Args:
         stop: ends it.
         sent: how many bytes of blobs others have fetched so far.
-        seconds: after which nobody is expected any more, since somebody has fetched last.
+        seconds: it ends this long after the last fetch.
     """
     last_s = began_s = time.monotonic()
     before = sent()
@@ -129,22 +130,22 @@ def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[Non
 
 
 def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:
-    """Says good-bye and hands over; returns what became of it, in a sentence.
+    """Leaves the run and hands experts over; returns the outcome in a sentence.
 
-    The masters are agreed values already, or go with the moments. Owners by the manifest without
-    this peer ask for them and fetch.
+    The masters are agreed values already, or travel with the moments. The owners named by the
+    manifest without this peer ask for the moments and fetch them.
 
     Args:
         driver: of the rounds.
         moments: of the experts.
         adopted: the manifest that the engine is at.
-        stop: bounds all of it.
+        stop: limits the time of all this.
     """
     driver.leave()
     began_s, is_handing_over = time.monotonic(), False
     while stop.remaining_s > 0:
         may_go = driver.left is not None or time.monotonic() - began_s > COURTESY_S
-        tip = driver.tip  # read after `left`, so that it is the one without this peer
+        tip = driver.tip  # read after `left`: the tip without this peer
         if not is_handing_over and moments.model.me not in tip.members:
             is_handing_over = True
             moments.leave(adopted, tip)
@@ -152,6 +153,6 @@ def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: 
         if may_go and moments.all_handed_over():
             break
         driver.wait_for_tip(tip.digest, POLL_S)
-        time.sleep(POLL_S if driver.left else 0)  # it no longer waits once this peer has left
+        time.sleep(POLL_S if driver.left else 0)  # `wait_for_tip` returns at once then
     why = driver.left or "the others did not answer in time"
     return f"{why}; {moments.summary()}"

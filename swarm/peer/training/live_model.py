@@ -44,20 +44,20 @@ def put_aside(
     threads: UnitThreads,
     patiently: Patiently,
 ) -> Iterator[None]:
-    """Has the agreed values of these units in the engine for as long as it lasts.
+    """Puts the agreed values of these units into the engine for the duration of the block.
 
     Args:
         engine: trains them.
-        store: has their local progress meanwhile, in fp32.
+        store: keeps their local progress meanwhile, in fp32.
         layout: of the run.
         units: with values in the engine that are not the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
-        threads: to do that.
-        patiently: writes progress into the store, again where that may help.
+        threads: do that.
+        patiently: writes progress into the store, and tries again after errors that may pass.
 
     Raises:
-        StateError: progress could not be written, and all of it is in the engine, or not be read
-            again, and the engine is of no use any more.
+        StateError: progress could not be written, and the engine still has all of it; or it could
+            not be read again, and the engine is unusable.
     """
     aside: dict[Unit, Digest] = {}
     elements = sum(layout.by_unit[unit].num_elements for unit in units)
@@ -79,7 +79,7 @@ def put_aside(
 
 
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
-    """The same elements, in the bits of their masters."""
+    """The same elements as fp32, the type of their masters."""
     num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
     return replace(layout, codec="fp32", num_bytes=num_bytes)
 
@@ -87,14 +87,14 @@ def _in_fp32(layout: UnitLayout) -> UnitLayout:
 def merge_blobs(
     manifest: Manifest, run: RunConfig, agreed: Agreed
 ) -> tuple[dict[Unit, Content], Donors]:
-    """The merged experts of a due manifest, and who the donors were.
+    """The merged experts of a manifest whose merge is due, and their donors.
 
-    Donors are found first; the experts' contents are read and computed as they are asked for, a
-    chunk at a time. See `swarm.model.merge` for what is held: chunks of all experts in fp64 while
-    donors are looked for, 16 bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form after.
+    Donors are found first. The experts' contents are read and computed on demand, a chunk at a
+    time. While donors are looked for, chunks of all experts are in memory in fp64; after that, 16
+    bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form. See `swarm.model.merge`.
 
     Raises:
-        BlobGone: the manifest is no longer the newest; so do the contents.
+        BlobGone: the manifest is no longer the newest. Reading the contents may raise it too.
     """
 
     def read(part: Slice) -> Tensor:
@@ -113,19 +113,19 @@ def merge_blobs(
 Result = TypeVar("Result")
 
 _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
-"""Local progress is kept, and the agreed value moves beneath it."""
+"""Local progress is kept, and moves along with the agreed value."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """How the live value of a unit gets to the agreed one.
+    """How the live value of a unit moves towards the agreed one.
 
     Attributes:
         after: the agreed value.
-        before: the value that local progress is counted from; None: there is no progress to keep.
-        counted: this peer's delta that the agreed value has in it already.
-        is_jump: whether progress is added to the agreed value, as `rebase` does; else the live
-            value moves as the agreed one did, as `follow` does.
+        before: the value that progress is measured from; None: there is no progress to keep.
+        counted: this peer's delta that the agreed value already contains.
+        is_jump: True adds progress to the agreed value, as `rebase` does. False moves the live
+            value as the agreed one moved, as `follow` does.
     """
 
     after: Digest
@@ -142,7 +142,7 @@ class Move:
 def moves_to(
     manifest: Manifest, decision: Adoption, layout: Layout, before: Manifest | None
 ) -> dict[Unit, Move]:
-    """The moves of the units that are trained here, but for those that stay; see `adopt`."""
+    """The moves of units that are trained here, except units that stay as they are; see `adopt`."""
     chosen = {expert_unit(e): (d.action, d.rebase_from) for e, d in decision.experts.items()}
     for unit in _shared_units(layout):
         if unit not in decision.kept_parts:
@@ -163,10 +163,12 @@ def moves_to(
 def _followed(
     manifest: Manifest, layout: UnitLayout, before: Manifest | None, offered: Digest | None
 ) -> Move | None:
-    """As the agreed value moved, if it has, less what the unit has brought into that itself [W8].
+    """The move of the agreed value, if it moved, without this unit's own contribution.
 
-    That is the delta that was offered, or where values are offered what that one has over the value
-    before.
+    Policy: carried steps.
+
+    With deltas, the contribution is the offered delta. Where values are offered, it is the
+    difference between the offered value and the one before.
     """
     entry = manifest.entries[layout.unit]
     is_known = before is not None and before.digest != manifest.digest
@@ -192,14 +194,14 @@ class LiveModel:
         self.me, self.run, self.engine, self.agreed = me, run, engine, agreed
         self.threads, self._parts = threads, OneAtATime(engine)
         self.bases: dict[int, Digest] = {}
-        """Of each owned expert: the agreed value that its local progress started from."""
+        """For each owned expert, the agreed value that its local progress started from."""
         self.held: dict[Unit, Digest] = {}
-        """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+        """For each unit that is frozen here or was just adopted, the value in the engine."""
         self.local_parts: frozenset[Unit] = frozenset()
-        """Parts of the shared tensors whose values in the engine are not the agreed ones."""
+        """Parts of the shared tensors whose values in the engine differ from the agreed ones."""
         self._offered: list[Digest] = []
         self._rests_on = frozenset[Digest]()
-        """Values that the next deltas are counted from."""
+        """Values from which the next deltas are computed."""
         self.is_coded = any(unit.coding != "none" for unit in agreed.layout.units)
 
     # ------------------------------------------------ engine -> blobs
@@ -209,52 +211,55 @@ class LiveModel:
         return encoded(self.agreed.layout.by_unit[unit], self._parts.read_part)
 
     def difference(self, unit: Unit, base: Digest) -> Content:
-        """What a unit that is trained here has over the agreed value, as a delta of that."""
+        """The difference between a unit trained here and its agreed value, as a delta."""
         return difference(self._parts, self.agreed.layout.by_unit[unit], self.agreed.read(base))
 
     def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
-        """The value, which raises BadBlob while it is read if it is beyond the bound [U1]."""
+        """The value; reading it raises BadBlob if the value is outside the bound.
+
+        Policy: update bounds.
+        """
         base, layout = self.agreed.read(bound.base), self.agreed.layout.by_unit[unit]
         return guarded(layout, value, base, absolute=bound.absolute, relative=bound.relative)
 
     def begin_anew(self, tip: Manifest, unit: Unit) -> None:
-        """Gives the engine the agreed value of a unit that is trained here; progress is lost."""
+        """Restarts a unit that is trained here from its agreed value; its progress is lost."""
         self._move(unit, Move(tip.entries[unit].digest))
 
     def each(self, work: Callable[[Unit], Result], units: Iterable[Unit]) -> list[Result]:
-        """What `work` makes of each of these units, which several threads do."""
+        """The results of `work` for each of these units, computed by several threads."""
         found, layouts = list(units), self.agreed.layout.by_unit
         return self.threads.each(work, found, sum(layouts[unit].num_elements for unit in found))
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
-        """Keeps what was offered until `drop_offered`: adopting a mean may need it.
+        """Keeps offered blobs until `drop_offered`, since adopting a mean may need them.
 
-        Several threads may call it at a time.
+        Several threads may call this at a time.
         """
         fresh = list(digests)
         self.agreed.store.pin(fresh)
         self._offered.extend(fresh)
 
     def drop_offered(self) -> None:
-        """Says that what was offered has been adopted, or never will be."""
+        """Drops offered blobs, which were adopted or never will be."""
         dropped, self._offered = self._offered, []
         self.agreed.store.unpin(dropped)
 
     # ------------------------------------------------ blobs -> engine
 
     def adopt(self, manifest: Manifest, decision: Adoption, before: Manifest | None = None) -> None:
-        """Moves the engine to an agreed state, as was decided for each piece of local progress.
+        """Moves the engine to an agreed state, by the decision for each piece of local progress.
 
-        First the store keeps all values that are needed, then the engine is given them.
+        The store first keeps all needed values, and the engine gets them after that.
 
         Args:
             manifest: the agreed state.
             decision: by `swarm.protocol.training.adoption`.
-            before: the manifest that the engine is at, if known; without it no value keeps its
-                local progress by a delta.
+            before: the manifest that the engine is at; without it, each unit counts as being at the
+                `base` of its entry.
 
         Raises:
-            BlobGone: the manifest is no longer the newest; the engine is as it was.
+            BlobGone: the manifest is no longer the newest; the engine is unchanged.
         """
         moves = moves_to(manifest, decision, self.agreed.layout, before)
         rests_on = {digest for move in moves.values() for digest in move.rests_on}
@@ -272,7 +277,7 @@ class LiveModel:
         self.bases = decision.bases
 
     def adopt_frozen(self, tip: Manifest) -> None:
-        """Adds the foreign experts to masters that were loaded from this peer's disk.
+        """Adds the experts of others to masters that were loaded from this peer's disk.
 
         Raises:
             BlobGone: the manifest is no longer the newest.
@@ -289,7 +294,7 @@ class LiveModel:
         return _shared_units(self.agreed.layout)
 
     def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
-        """Keeps the values that deltas are counted from, those of the shared tensors among them."""
+        """Keeps the values from which deltas are computed, with those of the shared tensors."""
         shared = (manifest.entries[unit].digest for unit in self._shared_units)
         rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
         self.agreed.store.pin(rests_on)
@@ -299,7 +304,7 @@ class LiveModel:
     def _move(self, unit: Unit, move: Move, gone: Collection[Digest] = ()) -> None:
         layout, agreed = self.agreed.layout.by_unit[unit], self.agreed
         after, lost = agreed.read(move.after), [each for each in move.rests_on if each in gone]
-        if lost:  # as when two merges were jumped, or after a restart
+        if lost:  # for example, two merges were skipped
             logger.info("%s restarts from its agreed value: %s", unit, BlobGone(lost[0]))
         if move.before is None or lost:
             overwrite(self._parts, layout, after)
@@ -310,7 +315,7 @@ class LiveModel:
             follow(self._parts, layout, agreed.read(move.before), after, counted)
 
     def _write_others(self, manifest: Manifest) -> None:
-        """Frozen experts, a matrix at a time: they may be stored with scales of whole rows."""
+        """Writes frozen experts, one matrix at a time: scales may cover whole rows."""
         owned = self.engine.owned
         for unit, entry in manifest.entries.items():
             expert = expert_of_unit(unit)
@@ -334,9 +339,9 @@ class LiveModel:
     ) -> float:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
-        The agreed values of owned experts come from the store matrix by matrix; see
-        `Engine.evaluate` for what is held. Local progress of shared tensors is put aside on the
-        disk meanwhile; `patiently` calls what writes it.
+        The agreed values of owned experts come from the store matrix by matrix; `Engine.evaluate`
+        says what is in memory. Local progress of shared tensors is on disk meanwhile; `patiently`
+        calls the function that writes it.
 
         Raises:
             BlobGone: the manifest is no longer the newest.

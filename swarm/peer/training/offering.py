@@ -1,6 +1,6 @@
-"""What a peer offers, judged here first by the rule of all who will fetch it [U1].
+"""The offers of a peer, checked here first as by all peers that will fetch them (update bounds).
 
-The values are read in a thread of its own while the peer trains on [V9].
+A thread of its own reads the values while the peer continues to train (background offers).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rounds(Protocol):
         """Tips since the one with digest `after`, oldest first; empty if none came in time."""
 
     def store_value(self, value: Content) -> tuple[Digest, int]:
-        """Stores a value of this peer's own; returns digest and size."""
+        """Stores one of this peer's own values; returns digest and size."""
 
     def offer(self, offer: Offer) -> None:
         """Puts an offer into the round."""
@@ -63,23 +63,23 @@ class Rounds(Protocol):
 
     @property
     def last_reason(self) -> str:
-        """Reason for the last action of the protocol, for people."""
+        """Reason for the last action of the protocol, in a sentence."""
 
 
 Result = TypeVar("Result")
 
 
 class BackgroundWork(Generic[Result]):
-    """One piece of work at a time, which reads what the thread that began it does not change.
+    """One background task at a time, which reads values that the starting thread leaves unchanged.
 
-    That thread calls `wait` before it changes anything, and what the work itself has to change is
-    done there, see `in_turn`.
+    The starting thread calls `wait` before it changes these values. If the task itself has to
+    change one, the starting thread does it; see `in_turn`.
     """
 
     def __init__(self) -> None:
         self._thread: Joinable | None = None
         self._is_running = False
-        """Also read by the work itself, which may begin before `_thread` is known."""
+        """Also read by the task, which may run before `_thread` is set."""
         self._owner, self._is_calling = 0, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Result | None = None
@@ -87,13 +87,13 @@ class BackgroundWork(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """Whether something was begun that nobody has waited for."""
+        """Whether a task was begun that nobody has waited for."""
         return self._is_running
 
     def begin(self, work: Callable[[], Result]) -> None:
-        """Begins with it, or does it at once where no thread can be started.
+        """Starts a task, or runs it here if no thread can be started.
 
-        What came before has been waited for.
+        The previous task must have been awaited.
         """
         assert not self._is_running, "one at a time"
         self._result = self._error = None
@@ -102,7 +102,7 @@ class BackgroundWork(Generic[Result]):
         def run() -> None:
             try:
                 self._result = work()
-            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - `result` raises it
                 self._error = error
             finally:
                 self._calls.put(None)
@@ -126,7 +126,7 @@ class BackgroundWork(Generic[Result]):
         def run() -> None:
             try:
                 call()
-            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
                 failed.append(error)
             finally:
                 done.set()
@@ -137,17 +137,17 @@ class BackgroundWork(Generic[Result]):
             raise failed[0]
 
     def require_waiter(self) -> None:
-        """Of what is running, that who calls this may wait for it.
+        """Requires that the caller may wait for the running task.
 
         Raises:
-            MemoryError: it is the work itself, which would wait for its own end: an engine asks
-                for that before it makes room. There is some once the step has let its memory go.
+            MemoryError: the caller is the task, which would wait for its own end. An engine asks
+                this before it frees memory. The step frees some once it ends.
         """
         if self._is_calling or threading.get_ident() != self._owner:
             raise MemoryError("a step runs at the same time")
 
     def wait(self) -> None:
-        """Returns when nothing runs any more; raises as `require_waiter`."""
+        """Returns when no task runs any more; raises as `require_waiter`."""
         if not self._is_running:
             return
         self.require_waiter()
@@ -162,7 +162,7 @@ class BackgroundWork(Generic[Result]):
         self._thread, self._is_running = None, False
 
     def result(self) -> Result:
-        """What the last work has made; waits for it, and raises what it raised."""
+        """The result of the last task; waits for it, and raises the error that it raised."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -180,20 +180,20 @@ class Offering:
         status: PeerStatus,
         in_turn: Callable[[Callable[[], None]], None] = lambda call: call(),
     ) -> None:
-        """Offers nothing yet; `in_turn` has the thread that may change the engine do something."""
+        """Offers nothing yet; `in_turn` runs a call in the thread that may change the engine."""
         self.model, self.rounds, self.status = model, rounds, status
         self._in_turn = in_turn
         self._refusing = threading.Lock()
         self._before_refusal: Callable[[], None] = lambda: None
         self._named: dict[Unit, OfferedUnit] = {}
-        """Deltas of the live values as they are: a delta that has a name is not made again."""
+        """Deltas of the live values as they are now: a delta listed here is not computed again."""
 
     def changed(self) -> None:
         """Says that live values have changed."""
         self._named.clear()
 
     def resume(self, tip: Manifest, saved: SavedWork) -> None:
-        """Knows again what was offered of live values that were loaded, if it is on this tip."""
+        """Restores the deltas that were offered of loaded live values, if they are on this tip."""
         layouts = self.model.agreed.layout.by_unit
         for unit, digest in saved.offered.items():
             layout, delta = layouts[unit], saved.deltas.get(unit)
@@ -205,7 +205,7 @@ class Offering:
 
     @contextmanager
     def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
-        """In its block a value restarts only once `end` has returned: something reads the values.
+        """Within its block, a value restarts only after `end` has ended the reader of values.
 
         `end` may be called several times.
         """
@@ -216,7 +216,7 @@ class Offering:
             self._before_refusal = before
 
     def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        """Makes values offered as deltas durable: they may count while this peer is down."""
+        """Makes offered deltas and values durable: they may count while this peer is down."""
         layouts = self.model.agreed.layout.by_unit
         coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
         blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
@@ -230,9 +230,9 @@ class Offering:
         tokens: int,
         patiently: Callable[[Callable[[], OfferedUnit]], OfferedUnit] = lambda work: work(),
     ) -> dict[Unit, OfferedUnit]:
-        """What is offered of these units, several at a time; `bases` and the others as `offered`.
+        """The offers of these units, computed several at a time; arguments as of `offered`.
 
-        `patiently` calls it, again where that may help.
+        `patiently` makes each call, and repeats it after errors that may pass.
         """
 
         def offered(unit: Unit) -> OfferedUnit:
@@ -241,14 +241,14 @@ class Offering:
         return dict(zip(bases, self.model.each(offered, bases), strict=True))
 
     def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
-        """What is offered of a unit, whose blobs are in the store.
+        """The offer of a unit, whose blobs are in the store.
 
-        Where adopting may need them they are kept from now on.
+        Blobs that adopting may need are kept from now on.
 
         Args:
-            tip: on which it is offered.
-            unit: that is trained here.
-            base: the agreed value that it was trained from.
+            tip: the tip on which it is offered.
+            unit: trained here.
+            base: the agreed value from which it was trained.
             tokens: of the local steps since the tip.
         """
         layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)
@@ -267,7 +267,10 @@ class Offering:
         return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
 
     def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
-        """The delta of a unit [W5]; the value that it makes too, where that may become agreed."""
+        """A unit's delta, and the value that the delta makes if that may become agreed.
+
+        Policy: delta means.
+        """
         bound = update_bound(unit, [self.model.me], {self.model.me: tokens}, tip, self.rounds.rules)
         limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
         with self.model.agreed.held([base]):
@@ -311,10 +314,10 @@ class Offering:
         return store(self.model.value_of(unit))
 
     def _stored(self, content: Content) -> tuple[Digest, int]:
-        """Stores what may be needed until it is adopted, and keeps it.
+        """Stores content that may be needed until it is adopted, and keeps it.
 
-        Each round that is decided meanwhile drops blobs unknown to it. A blob that is dropped
-        before it is kept is stored again, under the same digest, which is kept by then.
+        Each round that is decided meanwhile drops blobs that it does not know. A blob that is
+        dropped before it is kept is stored again under its digest, which is kept by then.
         """
         digest, num_bytes = self.rounds.store_value(content)
         self.model.keep_offered([digest])

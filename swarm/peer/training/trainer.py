@@ -1,9 +1,9 @@
-"""The shell round a peer's main loop: carries out its decisions with engine, disk and rounds.
+"""The shell of a peer's main loop: executes its decisions with engine, disk and rounds.
 
 The loop itself is `swarm/protocol/training/loop.py`.
 """
 
-# What the methods of a shell do is said in `TrainingShell`.
+# `TrainingShell` documents the methods of a shell.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 WAIT_SLICE_S = 0.5
 """How soon a waiting trainer notices that it was asked to stop."""
 SAY_WHY_EVERY_S = 15.0
-"""A peer that waits says what for, so often."""
+"""How often a waiting peer logs the reason."""
 
 
 class Trainer(TrainingShell):
@@ -86,7 +86,7 @@ class Trainer(TrainingShell):
         self.offering = Offering(model, rounds, status, self.making.in_turn)
         self.moments.before_change = self._finish_making
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
-        """Private state that is to be written during the steps."""
+        """Private state that is written while steps continue."""
         self._waited_s = 0.0
 
     def main_loop(self) -> Manifest:
@@ -94,7 +94,7 @@ class Trainer(TrainingShell):
 
         Raises:
             StopAsked: a person stopped it.
-            TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
+            TrainingDiverged, SwarmError: this peer cannot continue; its state directory is intact.
         """
         try:
             return at_once(self.training.run())
@@ -107,11 +107,11 @@ class Trainer(TrainingShell):
     # ------------------------------------------------ the start
 
     def newest(self) -> Applied:
-        # A peer that starts again in the middle of a round is done when the others are.
+        # A peer that restarts in the middle of a round is done when the others are.
         return replace(self.rounds.newest, at_s=time.monotonic() - self.directory.record_age_s())
 
     def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
-        """Masters are in the swarm: a peer without its state would lose no more than moments."""
+        """The swarm has the weights, so losing the private state only loses moments."""
         engine = self.model.engine
         engine.count_from(tip.step)
         try:
@@ -205,9 +205,9 @@ class Trainer(TrainingShell):
     async def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> dict[Unit, OfferedUnit]:
-        """Values and state at once, as the state names what was offered only at its end."""
+        """Saves values and state together: the state names the offered values only at its end."""
         engine, rng = self._begun or self._state()
-        self._begun = None  # the next state is another
+        self._begun = None  # the next offer reads the state again
         path = self.directory.private_path
         with self._offering(), checkpoint.Saving(path, engine, rng) as begun:
             with self.offering.refusing_after(begun.give_up):
@@ -227,7 +227,7 @@ class Trainer(TrainingShell):
         try:
             checkpoint.save_private(self.directory.private_path, private)
         except StateError as error:
-            logger.error("what was trained since the last private state is lost: %s", error)
+            logger.error("training since the last private state is lost: %s", error)
             return False
         return True
 
@@ -247,7 +247,7 @@ class Trainer(TrainingShell):
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Until the engine is to change a value, which is after the products of a step."""
+        """Runs until the engine is about to change a value, after the products of a step."""
         engine, overlaps = self.model.engine, self.rounds.rules.overlaps
         if not (overlaps and engine.before_update(self._finish_making)):
             return await super().beside(offered, saves_state=saves_state)
@@ -264,12 +264,12 @@ class Trainer(TrainingShell):
         return self.model.engine.state_dict(), checkpoint.read_rng(torch.device("cpu"))
 
     def _offering(self) -> AbstractContextManager[None]:
-        """A phase of the trainer's, unless it trains meanwhile."""
+        """The phase of the trainer's thread, unless that thread trains meanwhile."""
         return nullcontext() if self.making.is_running else self.status.phases.within("offering")
 
     def _finish_making(self) -> None:
         if self.making.is_running:
-            self.making.require_waiter()  # the phases are those of the thread that trains
+            self.making.require_waiter()  # phases belong to the training thread
             with self.status.phases.within("offering"):
                 self.making.wait()
 
@@ -277,11 +277,11 @@ class Trainer(TrainingShell):
         try:
             work = self.directory.read_offer()
         except CorruptState as error:
-            logger.error("%s; what was offered last is not offered again", error)
+            logger.error("%s; the last offer is not repeated", error)
             return None
         if work is None:
             return None
-        self.model.keep_offered(work.blobs)  # before the look, so that no collection falls between
+        self.model.keep_offered(work.blobs)  # first: none may be collected
         return work if all(map(self.model.agreed.store.has, work.blobs)) else None
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
@@ -292,7 +292,7 @@ class Trainer(TrainingShell):
     # ------------------------------------------------ waiting and leaving
 
     async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
-        """Waits, and says what for."""
+        """Waits for a newer tip, and logs the reason at intervals."""
         if self.training.made is not None:
             await self.training.made()
         self.status.begin(state)
@@ -322,11 +322,11 @@ class Trainer(TrainingShell):
         return []
 
     def _wait_to_leave(self, state: PeerState) -> None:
-        """With an offer out, the round that counts it is also the one that lets this peer go."""
+        """With an offer submitted, the round that counts it also lets this peer leave."""
         can_wait = state is PeerState.AVERAGING and self.rounds.left is None
         if not can_wait or self.stop.remaining_s < self.stop.leave_timeout_s / 4:
             raise StopAsked
-        if len(self.rounds.newest.manifest.members) > 1:  # one alone would go without its round
+        if len(self.rounds.newest.manifest.members) > 1:  # else it would skip its round
             self.rounds.leave()
 
     def may_stop(self) -> None:
@@ -336,7 +336,7 @@ class Trainer(TrainingShell):
             raise asked
 
     def _lose_unoffered(self, asked: StopAsked) -> None:
-        """Counts steps that were neither offered nor saved, and end with this life."""
+        """Counts steps as lost that were neither offered nor saved before this process ends."""
         training, work = self.training, self.training.work
         is_out = training.made is not None and not training.rules.overlaps
         if isinstance(work, LocalStats) and work.tokens and not (is_out or asked.has_saved):

@@ -445,7 +445,7 @@ def test_a_draft_that_an_exception_leaves_is_discarded(tmp_path):
     assert files(tmp_path) == []
     with pytest.raises(ValueError, match="finished or discarded"):
         draft.write(bytes(1))
-    with pytest.raises(ValueError, match="10 of 1000 bytes came; the draft is closed"):
+    with pytest.raises(ValueError, match="10 of 1000 bytes arrived; the draft is closed"):
         draft.finish()
 
 

@@ -85,7 +85,7 @@ def test_why_it_cannot_be_dialled_is_said(pair, closed_port) -> None:
         threading.Thread(target=lambda: silent.accept()[0].close(), daemon=True).start()
         port = silent.getsockname()[1]
         fault = me.run(dial_back(me, peer.peer_id, port), WAIT_S)
-    assert fault == f"127.0.0.1 port {port}: it hung up at once"
+    assert fault == f"127.0.0.1 port {port}: it closed the connection at once"
 
 
 def test_one_neighbour_that_can_dial_is_enough_and_silence_is_no_fault(pair, monkeypatch) -> None:

@@ -172,7 +172,7 @@ def test_threads_are_measured_only_where_there_is_a_choice(
 ) -> None:
     caplog.set_level("INFO")
     assert not isinstance(made_for(RUN, tmp_path), ThreadedEngine)
-    assert "threads: 1 (no more cores may be used)" in caplog.text
+    assert "threads: 1 (only one core may be used)" in caplog.text
     torch.set_num_threads(2)
     assert isinstance(made_for(RUN, tmp_path), ThreadedEngine)
 

@@ -101,7 +101,7 @@ def says(started: Started) -> bytes:
 def test_nobody_at_a_new_address_starts_no_old_run(machine: Machine) -> None:
     with pytest.raises(NobodyReachable, match=f"{DEAD}.*{machine.started.run_id}") as refused:
         machine.is_there()
-    assert f"without --initial-peers this peer goes on with {machine.started.run_id}" in str(
+    assert f"without --initial-peers this peer resumes {machine.started.run_id}" in str(
         refused.value.hint
     )
     assert machine.node.asked > 1, "a line may lose the first connection"
@@ -234,6 +234,8 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
     async def nothing(*_: object, **__: object) -> None: ...
 
     monkeypatch.setattr(run_search, "find_run", nothing)
-    with pytest.raises(NobodyReachable, match=f"{begun.run_id} was begun.*--run-id {first}"):
+    with pytest.raises(
+        NobodyReachable, match=f"this peer was joining {begun.run_id}.*--run-id {first}"
+    ):
         machine.starter(Wanted()).resume_or_join()
     assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"

@@ -68,7 +68,7 @@ def test_how_far_a_run_does_not_fit_the_link_is_said_in_the_same_line(
     text = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (None, rate_mbit)).text
     needed = NEEDED_MBIT * 0.97 / 0.03
     said = (
-        f"; so {share} of the time is computed, and 97% takes {needed:.3g} Mbit/s each way, "
+        f"; so the peer computes {share} of the time, and 97% needs {needed:.3g} Mbit/s each way, "
         f"{times} times as much, or other settings (swarm-plan --link)"
     )
     assert text.endswith(said) if share else "of the time" not in text

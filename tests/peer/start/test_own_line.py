@@ -160,7 +160,7 @@ def test_uploads_take_nine_tenths_of_a_thin_line_that_two_measurements_agree_abo
     measured.full_mbit = [19.0, 20.0]
     with caplog.at_level(logging.INFO):
         assert measured.starts() == pytest.approx(CAP_SHARE * 19.0)
-    assert "link: 19 Mbit/s up, of which uploads take 16.7" in caplog.text
+    assert "link: 19 Mbit/s up, uploads are capped at 16.7" in caplog.text
     assert "--max-upload" in caplog.text
 
 
@@ -402,7 +402,7 @@ def test_a_damaged_file_is_passed_over(
     measured.full_mbit = [20.0, 20.0]
     assert measured.starts() == pytest.approx(CAP_SHARE * 20.0)
     assert len(measured.calls) == 1
-    assert "the line is measured" in caplog.text
+    assert "the link is measured" in caplog.text
 
 
 def test_a_disk_that_refuses_keeps_nobody_from_starting(

@@ -130,7 +130,7 @@ def test_a_peer_is_warned_once_at_each_mark_and_leaves_while_it_still_can(
                 warned[gb] = caplog.text
             assert (why is not None) == (gb >= 96), gb
     assert sorted(warned) == [50, 80, 90]
-    assert "80 of 100 GB of 2026-11 are used; at this rate it leaves in 16.0 h" in warned[80]
+    assert "80 of 100 GB of 2026-11 are used; at this rate the peer leaves in 16.0 h" in warned[80]
     assert why == "96 of 100 GB of 2026-11 are used, and leaving takes up to 4 GB"
 
 
@@ -145,7 +145,7 @@ def test_the_rate_that_a_warning_names_is_that_of_the_last_day(
             now_s += 3600.0
             moved += GB if hour >= 14 * 24 else 0
             data.look(moved)
-    assert "50 of 100 GB of 2026-11 are used; at this rate it leaves in 46.0 h" in caplog.text
+    assert "50 of 100 GB of 2026-11 are used; at this rate the peer leaves in 46.0 h" in caplog.text
 
 
 def test_what_leaving_takes_is_a_round_both_ways_and_the_moments() -> None:

@@ -44,7 +44,7 @@ def test_a_tokenizer_that_forgets_how_a_text_was_written_gives_no_text() -> None
     # As many bytes, and the same tokens: the capitals are gone, and nobody can tell.
     assert held_out_text(agreed(lower, ["All Lower"])) == ["all lower"]
     made.normalizer = tokenizers.normalizers.Replace(" ", "")
-    with pytest.raises(DataError, match="does not give back the held-out text"):
+    with pytest.raises(DataError, match="does not reproduce the held-out text"):
         held_out_text(agreed(FileTokenizer.of(made.to_str().encode()), ["two words"]))
 
 
@@ -55,5 +55,5 @@ def test_tokens_that_no_text_has_give_no_text() -> None:
         found.manifest.founding, validation=found.store.put(torn), tokenizer=None
     )
     changed = dataclasses.replace(found.manifest, founding=founding)
-    with pytest.raises(DataError, match="does not give back"):
+    with pytest.raises(DataError, match="does not reproduce"):
         held_out_text(dataclasses.replace(found, manifest=changed))
