@@ -1,7 +1,7 @@
-"""No thread and no task of a peer ends for good, or fails unheard, by an exception of its own.
+"""No thread or task of a peer ends for good, or fails silently, by its own exception.
 
-The syntax trees say where threads and tasks are started. Each of those that live as long as the
-process is then made to fail once, as the real class with what it needs faked, and goes on.
+The syntax trees say where threads and tasks are started. Each one that lives as long as the process
+then fails once, as the real class with faked dependencies, and must continue.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class HastySystem(System):
 
 
 class Once:
-    """Raises a fault at one of its calls, the first, and else does what it stands for."""
+    """Raises a fault at its first call. All other calls go to the real function."""
 
     def __init__(
         self, fault: BaseException, then: Callable[..., Any] = lambda *_: None, at: int = 1
@@ -259,7 +259,7 @@ STARTS = frozenset(
 SUPERVISES = frozenset({"SupervisedThread", "supervise", "supervised", "supervised_async"})
 HELPER = "swarm/background.py"
 
-HEARD = "who starts it waits for it, and hears what it raises"
+HEARD = "its starter waits for it, and receives its exceptions"
 SHORT = {
     "swarm/data/encoders.py": {
         "encode": "its futures are waited for in their order",
@@ -289,7 +289,7 @@ SHORT = {
     "swarm/network/runs/run_search.py": {"_heard_of": HEARD, "_open_first": HEARD},
     "swarm/network/runs/joiner.py": {
         "_comes": HEARD,
-        "_Keeping.arrived": "what it has not synced the sync of everything does, or raises",
+        "_Keeping.arrived": "the sync of everything syncs the rest, or raises",
     },
     "swarm/network/wire/loop_thread.py": {"LoopThread.run": HEARD, "started_pool": HEARD},
     "swarm/network/rounds/moments_exchange.py": {"MomentsClient._download": HEARD},
@@ -300,7 +300,7 @@ SHORT = {
         "Relay._splice": "ends with its streams, as which a fault shows"
     },
     "swarm/network/rounds/round_driver.py": {
-        "RoundDriver.start": "the coroutine itself tells the trainer what it raises"
+        "RoundDriver.start": "the coroutine itself passes its exceptions to the trainer"
     },
     "swarm/network/node/substrate.py": {"Substrate.ended": HEARD},
     "swarm/network/runs/tips.py": {"first_and_soon": HEARD},
@@ -492,7 +492,7 @@ def shaper_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
 
 
 def fail_in_select(loop: asyncio.AbstractEventLoop, fault: BaseException) -> Once:
-    """The loop itself fails, as without memory: no exception of what it runs does that."""
+    """The loop itself fails, as without memory. No exception of a task has this effect."""
     selector = getattr(loop, "_selector")  # noqa: B009 - private to every loop
     select = Once(fault, selector.select)
     selector.select = select

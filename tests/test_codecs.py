@@ -216,7 +216,7 @@ def test_weights_whose_shares_were_rounded_up_keep_the_limit() -> None:
 
 
 CASES = [(number, weight) for number in (2, 3, 5, 7, 40) for weight in (2, 3, 5, 11)]
-"""So many peers of this weight beside one of weight 1."""
+"""`number` peers of weight `weight`, and one of weight 1."""
 
 
 def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:

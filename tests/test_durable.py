@@ -13,7 +13,7 @@ from swarm import durable
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the disk is told, in order: `sync NAME` and `rename NAME`."""
+    """Calls of the disk, in order: `sync NAME` and `rename NAME`."""
     told: list[str] = []
     sync, rename = os.fsync, Path.replace
 

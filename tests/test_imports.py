@@ -34,7 +34,7 @@ MAX_FOLDER_FILES = 25
 FRAGMENT_LINES = 40
 """A file that is shorter has two importers, or is part of a thought that another file has."""
 
-# Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
+# Part -> the other parts that it may import. A part is swarm.X, or peers as a whole.
 BASE = frozenset(
     {"swarm.canonical", "swarm.config", "swarm.errors", "swarm.experts", "swarm.version"}
 )
@@ -72,7 +72,7 @@ MAY_IMPORT["peers"] = frozenset(MAY_IMPORT) - {"swarm.api"}
 LONGEVITY = "swarm.emulation.longevity"
 MAY_IMPORT[LONGEVITY] = frozenset(MAY_IMPORT) - {"swarm.api", "peers"}
 # The package's own file hands on the names of swarm.api, when they are first used: a script gets
-# them by `import swarm`, and whoever imports a part of the library pays for that part only.
+# them by `import swarm`, and an import of one part of the library loads that part only.
 FACADE = ("swarm.api", "swarm.version")
 
 # Outside package -> the only parts that may import it.
@@ -124,7 +124,7 @@ PURE_MODULES = frozenset(
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
 UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "__import__", "importlib.import_module"})
-# What a module may do at its top level besides defining: statements of these kinds act at import.
+# At its top level a module may only define names. These kinds of statements act at import.
 ACTS_AT_IMPORT = (ast.For, ast.While, ast.With, ast.Delete, ast.Raise, ast.Assert)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_REASON_WORDS = 3
@@ -246,7 +246,7 @@ def call_offences(sources: tuple[Module, ...], forbidden: frozenset[str]) -> lis
 
 
 def impurities(sources: tuple[Module, ...]) -> list[str]:
-    """What swarm.protocol, or what it imports of ours, does besides computing."""
+    """Impure statements of swarm.protocol, and of our modules that it imports."""
     protocol = tuple(m for m in sources if m.part == "swarm.protocol")
     offences = [
         f"{module.path}:{line} imports {name}"
@@ -408,7 +408,7 @@ def long_chains(sources: tuple[Module, ...]) -> list[str]:
 def folder_circles(sources: tuple[Module, ...]) -> list[str]:
     """Imports between folders, at the depth where their paths part, that lead back.
 
-    The files of a folder count as a folder beside those that it holds. Each file of `swarm` itself
+    The files of a folder count as one more folder inside it. Each file of `swarm` itself
     is a part of its own, see MAY_IMPORT.
     """
     graph: dict[str, set[str]] = {}
@@ -563,7 +563,7 @@ def test_an_error_is_no_link_of_a_chain() -> None:
 
 
 def imports(*edges: tuple[str, str]) -> tuple[Module, ...]:
-    """Modules of which each imports another one."""
+    """Modules that import each other."""
     paths = {path for edge in edges for path in edge}
     texts = {
         path: "".join(f"import {module_at(b, '').name}\n" for a, b in edges if a == path)

@@ -1,4 +1,4 @@
-"""Shards that are made beforehand: alike whoever makes them, and after any kill."""
+"""Prepared shards: their bytes depend neither on the machine that writes them nor on kills."""
 
 import json
 import os

@@ -193,7 +193,7 @@ def test_derived_losses_are_what_their_sources_say() -> None:
     assert LINKS["home-100-20-bursty"].mean_loss_pct == pytest.approx(0.1, rel=0.01)
     satellite = LINKS["satellite"].bursts
     assert satellite and satellite.loss_pct == pytest.approx(1.0, rel=0.02)
-    # 0.3 of every 15 s are bad, of which packets of 12,000 bits at 10 Mbit/s are 250.
+    # 0.3 of every 15 s are bad. That is 250 packets of 12,000 bits at 10 Mbit/s.
     assert 100 / satellite.r_pct == pytest.approx(250, rel=0.01)
     in_flight = LINKS["in-flight"].bursts
     assert in_flight and 1 <= in_flight.p_pct <= 8 and 8 <= in_flight.r_pct <= 50

@@ -70,9 +70,9 @@ class Chain:
     Attributes:
         run: of all of it.
         manifests: that are agreed, in order.
-        gone: rounds whose blobs nobody has any more.
+        gone: rounds whose blobs no peer has any more.
         brought: rounds that `bring` was called for.
-        fetched: what `bring` had to fetch, a set of digests per call.
+        fetched: a set of fetched digests for each call of `bring`.
     """
 
     run: RunConfig

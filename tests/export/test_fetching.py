@@ -26,7 +26,7 @@ RUN = toy_run()
 
 
 class Swarm:
-    """An `Observer` of two peers, of which one sends what it is asked for when it is `willing`."""
+    """An `Observer` of two peers. One of them sends requested blobs while it is `willing`."""
 
     def __init__(self, held_out: bytes = b"held") -> None:
         self.remote = BlobStore()

@@ -1,4 +1,4 @@
-"""A forger: a node with a key of its own that is in no run, but says and serves what it likes."""
+"""A forger: a node with its own key, outside of any run, that sends and serves invented data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Forger:
-    """See the module; what it says is made with the project's own functions."""
+    """See the module. Its messages are made with the project's own functions."""
 
     node: Node
     store: BlobStore

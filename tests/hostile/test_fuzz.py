@@ -167,7 +167,7 @@ def started() -> RoundMachine:
 
 
 def hear_message(encoded: bytes) -> None:
-    """Decodes a message with what may be beside it, and hands it to a member of the run."""
+    """Decodes a message and its attachments, and hands them to a member of the run."""
     bare = BareMessage(encoded)
     bare.attachments_within(BLOBS)
     bare.holders(BLOBS)
@@ -179,7 +179,7 @@ def hear_message(encoded: bytes) -> None:
 
 
 def hear_content(encoded: bytes) -> None:
-    """Manifest, offer or evidence beside a message: sound digests, spoilt content."""
+    """Attachments of a message (manifest, offer, evidence): sound digests, spoilt content."""
     for message in MESSAGES[2], MESSAGES[-2]:
         payload, blobs = encode(HEADER, message)
         for digest, blob in blobs.items():
@@ -203,7 +203,7 @@ def ask_for_heads(encoded: bytes) -> None:
 
 
 def show_heads(encoded: bytes) -> None:
-    """To a peer that lacks them: what it takes was there."""
+    """To a peer that lacks them. It accepts only heads of the real chain."""
     page = decode_page(encoded)
     gap = GAP.extended(page, lambda certificate, _: certificate)
     chain, problem = filled(GAPPED, gap.path)

@@ -1,13 +1,13 @@
-"""Attacks on a whole swarm that goes on training: what they cost it, beside the same time without.
+"""The cost of attacks on a training swarm, compared with equal times without them.
 
 Three honest peers, in M1 and M3 a lying fourth member; phases without and with the attack take
 turns in one swarm, and at the end of each a newcomer joins. Prints a line of figures.
 
 Two things are emulated, because peers and attackers have machines of their own and here all share
 one. A local step is a timed wait (`peers/emulated.py`), so that rounds last about two seconds and
-the honest peers leave the processor free. The attacker has a low priority, so that what *it*
-computes is not billed to them. What an attack makes an honest peer and its daemon compute is
-therefore not hidden in the length of a round, and has a limit of its own.
+the honest peers leave the processor free. The attacker has a low priority, so that its own
+computing does not slow the honest peers. Computing that an attack causes at an honest peer and its
+daemon hardly shows in the length of a round, and so has a limit of its own.
 """
 
 from __future__ import annotations
@@ -342,9 +342,9 @@ MEMBERS = {"M1": "bad_prepare", "M3": IMPLAUSIBLE}
 
 @contextmanager
 def attacked(name: str, honest: Sequence[LocalPeer], switch: Path) -> Iterator[list[Effort]]:
-    """The attack goes on while this is open; it fails if the attack itself does.
+    """Runs the attack while the context is open, and fails if the attack itself fails.
 
-    Yields what is known of it at the end.
+    Yields the efforts of the attack, which are complete at the end.
     """
     efforts: list[Effort] = []
     if name in MEMBERS:

@@ -54,7 +54,7 @@ def alone(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def without_one(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """Another goes, and what it owned is the forger's."""
+    """Another member leaves, and the forger gets its experts."""
     victim = next(peer for peer in manifest.members if peer != me)
     members = {peer: member for peer, member in manifest.members.items() if peer != victim}
     owners = {e: (me,) if victim in names else names for e, names in manifest.owners.items()}

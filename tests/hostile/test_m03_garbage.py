@@ -1,4 +1,7 @@
-"""M3: finite garbage enters no manifest; who made it by mistake is told, and goes on."""
+"""M3: finite garbage enters no manifest.
+
+A peer that made it by mistake learns so, and continues.
+"""
 
 import asyncio
 import re

@@ -197,7 +197,7 @@ def test_what_hivemind_writes_itself_passes() -> None:
 
 @pytest.mark.parametrize(("num_records", "passes"), [(1024, True), (1100, False)])
 def test_an_answer_has_no_more_records_than_a_holder_hands_out(num_records, passes) -> None:
-    """Each costs its reader a signature, and whoever answers is charged nothing."""
+    """Each record costs its reader a signature check, and the answering peer pays nothing."""
     dictionary = DictionaryDHTValue()
     for number in range(num_records):
         dictionary.store(number.to_bytes(32), b"", get_dht_time() + 60)

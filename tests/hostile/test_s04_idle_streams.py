@@ -33,7 +33,7 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
 
 
 async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[socket.socket]:
-    """As many streams as the attacker is given, none of which asks for anything."""
+    """As many streams as the attacker can get. None of them asks for anything."""
     opened = []
     for _ in range(ATTEMPTS):
         try:
@@ -48,7 +48,7 @@ async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[so
 
 
 async def ended(connection: socket.socket) -> None:
-    """Returns when the other side has ended the stream; what it says before is dropped."""
+    """Returns when the other side has ended the stream. Its earlier bytes are dropped."""
     loop = asyncio.get_running_loop()
     try:
         while await loop.sock_recv(connection, 65_536):

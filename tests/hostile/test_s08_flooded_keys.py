@@ -57,7 +57,7 @@ def honest(lasting_peers: Peers, lonely: Lonely) -> Node:
 
 @pytest.fixture(scope="module")
 def attacker(lasting_peers: Peers, honest: Node) -> Node:
-    """Holds nothing itself, so what it reads comes from the two that are flooded."""
+    """Stores nothing itself, so all records that it reads come from the two flooded peers."""
     return lasting_peers.node(network=NetworkSection(client_mode=True))
 
 

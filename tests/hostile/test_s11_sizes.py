@@ -1,7 +1,7 @@
-"""S11: a configuration of a stranger from which billions of parts, layers or experts follow.
+"""S11: a stranger's configuration implies billions of parts, layers or experts.
 
-Whoever reads it computes the layout of its model. So every number is bounded, alone and in the
-products that the layout is made of, before anything is computed.
+Each reader computes the layout of its model. So every number is bounded, alone and in the products
+that make up the layout, before anything is computed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from tests.network.conftest import Peers
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 MOST_SLOWER = 2.0
-"""What joining, an export and a look at the monitor may take, beside the same without strangers."""
+"""Limit of the time with strangers over that without: joining, an export, a monitor's look."""
 TIMES = 3
 NETWORKS = ("127.0.1", "127.0.2")
 KEYS_EACH = 8

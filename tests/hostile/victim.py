@@ -1,4 +1,4 @@
-"""A real node with everything of a peer that others can reach, and strangers beside it."""
+"""A real node with every interface of a peer that others can reach, and strangers around it."""
 
 from __future__ import annotations
 

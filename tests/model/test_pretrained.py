@@ -1,4 +1,4 @@
-"""A run starts from a checkpoint of Transformers, or is told by name why it cannot."""
+"""A run starts from a checkpoint of Transformers, or an error names the reason why not."""
 
 import gc
 import json
@@ -106,7 +106,7 @@ def test_tied_embeddings_and_bf16_are_read_as_they_are(tmp_path: Path, kind: str
     ours, tokens = agreed_model(run, tmp_path), tokens_of()
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
-    # What is stored beside the tie is not read, in Transformers neither.
+    # A head stored in addition to the tie is not read. Transformers does not read it either.
     stored = load_file(tmp_path / SINGLE_FILE)
     extra = {"lm_head.weight": stored["model.embed_tokens.weight"] + 1}
     save_file(stored | extra, tmp_path / SINGLE_FILE, metadata={"format": "pt"})

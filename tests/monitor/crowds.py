@@ -47,7 +47,7 @@ def crowd(peers: int, experts: int, rounds: int, *, seen_rounds: int = 4) -> Sna
 
 
 def sighting(peers: int, experts: int, round_: int) -> Sighting:
-    """One look, right after a round was decided: now and then a peer is late, or one is gone."""
+    """One look, right after a round was decided. Now and then a peer is late or has left."""
     rng = random.Random(round_)
     ids = sorted(peer_id(k) for k in range(peers))
     out = ids[round_ % peers] if round_ % 3 == 0 and peers > 2 else None

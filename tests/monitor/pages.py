@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Where it is, and what it shows."""
+    """The address of a page, and its content."""
 
     feed: Feed
     port: int

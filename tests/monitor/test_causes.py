@@ -1,4 +1,4 @@
-"""Five faults, each told by its true cause and with its name, within two heartbeats."""
+"""Five faults, each reported with its true cause and its peer's name within two heartbeats."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a monitor remembers of looks before, and what it says has changed."""
+"""A monitor's memory of earlier looks, and the changes that it reports."""
 
 import dataclasses
 import json

@@ -35,7 +35,7 @@ from tests.monitor.pages import WAIT_S, Page, page_of
 FIRST_PAINT_BYTES = 1_000_000
 BYTES_PER_S = 200_000
 LOOK_S = 2.0
-"""Between two looks; the shortest time in which a page may have to be sent everything anew."""
+"""Between two looks. No page needs everything again after a shorter time."""
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",

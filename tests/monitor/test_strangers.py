@@ -186,7 +186,7 @@ def test_who_is_no_member_comes_and_goes_unsaid_and_a_member_does_not() -> None:
     gone = dataclasses.replace(seen, tip=joined)
     texts = [event.text for event in looks(member, gone).events]
     assert f"name-of-{STRANGER} is gone; its last word was: training" in texts
-    # A member that the others let go, and that is still there, is not called gone.
+    # A removed member that is still running is not reported as gone.
     texts = [event.text for event in looks(member, there).events]
     assert not [text for text in texts if "is gone" in text]
     assert f"name-of-{STRANGER} is no member any more; its last word was: training" in texts

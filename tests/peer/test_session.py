@@ -106,7 +106,7 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
 def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given(
     tmp_path: Path,
 ) -> None:
-    """They do not follow from the seed, so what it would compute is not the run's."""
+    """They do not follow from the seed, so computed ones would differ from the run's."""
     made, tokenizer = train_tokenizer([b"some words, and some more words"] * 9, 270), tmp_path / "t"
     tokenizer.mkdir()
     made.save(tokenizer, model_max_length=32)

@@ -1,4 +1,4 @@
-"""swarm-doctor: its exit code, its JSON, and what it leaves behind."""
+"""swarm-doctor: its exit code, its JSON, and the files that it leaves."""
 
 import json
 import socket

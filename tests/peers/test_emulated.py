@@ -1,4 +1,4 @@
-"""swarm-peer inside a drill: where it is caught, and what it is at that moment."""
+"""swarm-peer inside a drill: where it is caught, and its role at that moment."""
 
 import asyncio
 import json
@@ -118,7 +118,7 @@ def carry_out(emulation: Emulation, *effects: Effect) -> list[Effect]:
 def test_a_convener_is_caught_between_its_decision_and_its_commit(
     trapped: Trapped, tmp_path: Path
 ) -> None:
-    """What it announces waits until it is on its disk, if somebody is to be caught there."""
+    """Its announcement waits until the record is on its disk, if a trap waits for that phase."""
     founded = found(make_rules(), ["me", "other"])
     file = RecordFile(tmp_path / "record")
     file.write(Record(founded, None, None))

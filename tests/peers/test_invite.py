@@ -1,4 +1,4 @@
-"""swarm-invite prints what swarm-peer takes, and a joiner is told why it may not come."""
+"""swarm-invite prints input for swarm-peer, and a refused joiner learns the reason."""
 
 import json
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def test_admission_is_a_setting_that_all_peers_share() -> None:
 
 
 def test_a_run_for_peers_that_are_invited_gathers_no_strangers() -> None:
-    """Whoever is there when a run is founded votes."""
+    """Every peer that is present when a run is founded gets a vote."""
     closed, is_open = demo("run.admission=invited"), demo()
     with pytest.raises(ConfigError, match="strangers would be let in") as refused:
         require_closed_founding(closed, is_open=True)

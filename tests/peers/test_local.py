@@ -1,4 +1,4 @@
-"""What swarm-local hands on to its peers, and what it refuses before it starts any."""
+"""Options that swarm-local passes to its peers, and those that it refuses before it starts any."""
 
 import contextlib
 import shutil

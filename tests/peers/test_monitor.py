@@ -1,4 +1,4 @@
-"""swarm-monitor: when it asks for what, what it remembers, and how it ends."""
+"""swarm-monitor: its requests and their times, its memory, and its end."""
 
 import errno
 import io
@@ -54,7 +54,7 @@ def run_record(state: RunState) -> RunRecord:
 
 
 class Guest:
-    """Stands in for an Observer; says what it was asked."""
+    """Stands in for an Observer, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""swarm-peer: what signals do, and what it prints for others."""
+"""swarm-peer: its reaction to signals, and its output for other programs."""
 
 import errno
 import io
@@ -128,7 +128,10 @@ def test_a_founder_that_waits_for_others_gives_them_an_invitation_in_its_line(
 
 
 class Trained:
-    """A peer of a run of two rounds that has applied so many of them; keeps what it served."""
+    """A peer of a run of two rounds that has applied `rounds` of them.
+
+    Records how long it served.
+    """
 
     addresses, run_id, run = (), "run-1", SimpleNamespace(run=SimpleNamespace(rounds=2))
 

@@ -1,4 +1,4 @@
-"""swarm-worker says in one line what is in the way, and ends when it is told to."""
+"""swarm-worker names an obstacle in one line, and ends on request."""
 
 import signal
 import socket

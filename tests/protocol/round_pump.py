@@ -184,7 +184,7 @@ class Pump:
         self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
         """Whether a reducer waits for ever for what a peer has offered."""
         self.fetch_s: Callable[[PeerId, events.Purpose], float] = lambda peer, purpose: 0.0
-        """How long a peer's fetches of a kind take besides."""
+        """Additional seconds of a peer's fetches of a kind."""
         self.merge_result: Callable[[PeerId, str, str], str] = lambda peer, unit, old: name(
             "merged", unit, old
         )

@@ -33,7 +33,7 @@ def classes() -> Classes:
 
 
 def aliases(function: ast.AST) -> dict[str, str]:
-    """Local name -> what it stands for, as in `work, life = self.work, self.life`."""
+    """Local name -> the attribute behind it, as in `work, life = self.work, self.life`."""
     found = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
@@ -48,7 +48,7 @@ def aliases(function: ast.AST) -> dict[str, str]:
 
 
 def touched(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
-    """What a function stores to or has changed, and what it calls; dotted, from `self` on."""
+    """Attributes that a function changes, and those that it calls: dotted, from `self` on."""
     names = aliases(function)
 
     def dotted(node: ast.expr) -> str:

@@ -46,7 +46,7 @@ class Forked:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            # It may have ended, though its parent has not told its exit code yet.
+            # It may have ended, though its parent has not reported its exit code yet.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -71,10 +71,10 @@ IN_CI = tuple(
 
 
 def faults_of(cell: Cell) -> list[Fault]:
-    """What a plan with `in_order` says to bring a cell about.
+    """The faults of a plan with `in_order` that produce a cell.
 
-    A peer is caught on its way out by whoever comes to the phase: it was asked to leave in its
-    role while it trained.
+    The phase "leave" has a trap for any role: the peer was asked to leave in its role while it
+    trained.
     """
     if cell.phase != "leave":
         return [_met(cell, At(round=FIRST_ROUND, phase=cell.phase))]

@@ -1,4 +1,4 @@
-"""A peer with a cap and a quota: counted though it is slow, and gone in order when it must."""
+"""A peer with a cap and a quota: counted though slow, and it leaves in order at its quota."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Faults of living peers, told by a monitor with their true cause and the peer's name."""
+"""Faults of living peers: a monitor reports their true cause and the peer's name."""
 
 import json
 import re
@@ -31,10 +31,10 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 LOOK_EVERY_S = 2.0
 LOG_BYTES = 20_000
 told_s: list[str] = []
-"""What was told, and how long after the fault; shown at the end."""
+"""The reports, and their delays after the fault. Shown at the end."""
 STEP_S = 0.2
 STARVED = 8.0
-"""Steps of a peer that take so many times longer: the others go on without it."""
+"""Factor of a peer's longer steps: the others continue without it."""
 MISSED = 12
 """Rounds, many more than a fault may pause without being a new one."""
 
@@ -63,7 +63,7 @@ def watch(runner: FaultRunner) -> Iterator[Watch]:
 
 
 def told(watch: Watch, peer: LocalPeer, fault: Fault) -> Cause:
-    """What the monitor says of a peer, as soon as it is this fault."""
+    """The monitor's report on a peer, as soon as it is this fault."""
     began_s, me = time.monotonic(), peer_id(peer)
     seen: tuple[Cause, ...] = ()
     while time.monotonic() - began_s < 2 * ROUND_S:
@@ -74,7 +74,7 @@ def told(watch: Watch, peer: LocalPeer, fault: Fault) -> Cause:
                 told_s.append(f"{time.monotonic() - began_s:.1f} s: {cause.text}")
                 return cause
         time.sleep(LOOK_EVERY_S)
-    raise AssertionError(f"not told of {peer.index}: {[cause.text for cause in seen]}")
+    raise AssertionError(f"no report on {peer.index}: {[cause.text for cause in seen]}")
 
 
 def test_a_starved_founder_logs_what_the_monitor_says_of_it_once(
@@ -129,7 +129,7 @@ def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
             began_s, text = time.monotonic(), ""
             while not ("peer-0" in text and "peer-1" in text):
                 took_s = time.monotonic() - began_s
-                assert took_s < 2 * ROUND_S, f"not told, but {text!r}"
+                assert took_s < 2 * ROUND_S, f"no report, but {text!r}"
                 text = _told_of(peer_id(swarm.peers[2]), next(seen))
             took_s = time.monotonic() - began_s
     sys.stdout.write(f"{took_s:.1f} s: {text}\n")

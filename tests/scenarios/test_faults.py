@@ -1,7 +1,7 @@
-"""Peers that stay away: their experts are adopted, and whoever comes back finds the one chain.
+"""Peers that stay away: their experts are adopted, and returning peers find the one chain.
 
-What a death in each phase of a round does is in `test_matrix.py`. The tests share one swarm; each
-begins by starting again whom the one before left dead.
+What a death in each phase of a round does is in `test_matrix.py`. The tests share one swarm. Each
+begins by restarting the peers that the test before left dead.
 """
 
 import time
@@ -41,7 +41,7 @@ def assert_one_chain(swarm: LocalSwarm) -> None:
 
 
 def revive(swarm: LocalSwarm) -> None:
-    """Starts again whoever is dead and waits until they contribute."""
+    """Restarts all dead peers, and waits until they contribute."""
     dead = [peer for peer in swarm.peers if not peer.alive]
     other = next(other for other in swarm.peers if other.alive)
     for peer in dead:

@@ -49,7 +49,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
     assert [event["round"] for event in rounds[0]] == list(range(1, ROUNDS + 1))
     for event in rounds[0]:
         assert len(event["contributors"]) >= 3
-    # What it offers after its last lie is in order again.
+    # Its offers after its last lie are in order again.
     counted = [liar_id in event["contributors"] for event in rounds[0]]
     assert counted == [True] + [False] * LIES + [True]
     refused: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""Peers that come, leave and come back, through whoever happens to live.
+"""Peers that join, leave and come back, through any living peer.
 
-The tests share one swarm and run in order: each begins with what the one before left.
+The tests share one swarm and run in order: each begins with the swarm that the one before left.
 """
 
 import json
@@ -23,8 +23,10 @@ NUM_FOUNDERS = 3
 START_S = 30.0
 """A peer prints its line within this."""
 NOISE_S = 10.0
-"""Processes that start beside a swarm on two cores slow every peer of it down; a joiner that was
-waited for would cost 14 s (T_late)."""
+"""Processes that start on the two cores of a swarm slow every peer down.
+
+Waiting for a joiner would cost 14 s (T_late).
+"""
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
 def test_a_process_that_gets_no_more_memory_works_on_or_ends_with_the_remedy(
     swarm: LocalSwarm,
 ) -> None:
-    """What it has may suffice; if not, the others go on, and it is back when it is started."""
+    """Its memory may suffice. If not, the others continue, and it returns when it is restarted."""
     victim = swarm.peers[2]
     assert victim.process is not None
     status = Path(f"/proc/{victim.process.pid}/status").read_text()

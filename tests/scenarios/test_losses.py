@@ -1,4 +1,4 @@
-"""Many peers lost at once, partitions, and one slow peer: the rest goes on, and all meet again.
+"""Many lost peers, partitions, and one slow peer: the rest continues, and all meet again.
 
 Rounds take about 2 s: compute is a timed wait, so that twelve peers fit a small machine.
 """

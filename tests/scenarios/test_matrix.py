@@ -1,6 +1,6 @@
 """Every valid cell of the fault matrix in real processes: one chain, no hang, nothing unowned.
 
-One swarm goes through many cells; what it survived is read from the histories of its peers.
+One swarm goes through many cells. The histories of its peers show which ones it survived.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 pytestmark = pytest.mark.scenario
 
 REFORM_S = 20.0
-"""One peer of two goes on alone after this, while its record of the other runs out."""
+"""One peer of two continues alone after this, while its record of the other expires."""
 
 
 @pytest.fixture(scope="module")

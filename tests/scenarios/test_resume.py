@@ -1,4 +1,4 @@
-"""A peer that was killed goes on from its disk: bit for bit, and without what was damaged."""
+"""A killed peer resumes from its disk: bit for bit, and without damaged files."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

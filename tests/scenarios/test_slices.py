@@ -144,7 +144,7 @@ def _train_in_slices(
                 for expert, owner in owners.items():
                     for name in names[expert]:
                         value = agreed[name]
-                        if owner == peer:  # what it has not offered yet moves along
+                        if owner == peer:  # progress that it has not offered yet stays
                             ahead = engine.read([name])[name] - before[name]
                             value = torch.where(ahead == 0, value, value + ahead)
                             if torch.equal(agreed[name], before[name]):

@@ -38,7 +38,7 @@ UNLIKE = ("experts dealt out over 2", "a pipeline of 2 stages", "streaming")
 
 
 class Training:
-    """A peer that writes what it says to a file beside its state directory."""
+    """A peer whose output goes to a file next to its state directory."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.path = folder.with_suffix(".log")
@@ -52,7 +52,7 @@ class Training:
         return self.path.read_text()
 
     def says(self, pattern: str) -> str:
-        """The first group of what it has said, as soon as it has."""
+        """The first group of the first match in its output."""
         end_s = time.monotonic() + LIMIT_S
         while not (match := re.search(pattern, self.log)):
             assert self.process.poll() is None and time.monotonic() < end_s, self.log[-3000:]

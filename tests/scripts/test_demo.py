@@ -1,4 +1,4 @@
-"""scripts/demo, with stand-ins for what it calls: the model of before stays until there is another.
+"""scripts/demo, with stand-ins for its programs: the old model stays until there is a new one.
 
 And the check of its export, with stand-ins for the two losses.
 """

@@ -1,4 +1,4 @@
-"""Ways to exchange at a small scale: their bytes, and that a killed reproduction goes on."""
+"""Ways to exchange at a small scale: their bytes, and resuming a killed reproduction."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ from tests.train.runs import new_streaming
 
 @pytest.fixture(scope="session")
 def crews() -> Iterator[Crews]:
-    """Workers for all tests of a process: each starts in 3 s, most of which torch takes."""
+    """Workers for all tests of a process. Each starts in 3 s, most of them for torch."""
     with shared_crews() as crews:
         yield crews
 

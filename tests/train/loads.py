@@ -66,7 +66,7 @@ def measured(
     *,
     counts: bool = True,
 ) -> Measured:
-    """Two steps of one rank, of which the second is measured; nobody holds their tokens besides."""
+    """Measures the second of two steps of one rank. Nothing else holds their tokens."""
     live = LiveBytes()
     with live if counts else nullcontext():
         engine = rank_engine(run, options, ranks)

@@ -36,7 +36,7 @@ RUN = run_of(3, **FIVE)
 
 @pytest.fixture
 def meshed(crews):
-    """Makes engines of two groups of two stages, each of which two workers share."""
+    """Makes engines of two groups of two stages. Two workers share each stage."""
     with lent_engines(crews, workers=8, ep=2, pp=2) as make:
         yield make
 
@@ -113,7 +113,7 @@ def test_who_holds_a_tensor_reads_and_writes_it(meshed, cut):
 @SLOW
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed, cut):
-    """Of nine micro-batches, the last of which is smaller; and where most pipelines have none."""
+    """With nine micro-batches, the last one smaller, and with none for most pipelines."""
     run = run_of(3)
     engine, straight = meshed(run, OWNED, **cut), new_engine(run, OWNED)
     before = straight.read(all_names(run))

@@ -68,7 +68,7 @@ def test_recomputed_layers_keep_little_more_than_their_inputs():
         kind: (bytes_kept(many, kind) - bytes_kept(few, kind)) / 10 for kind in ("none", "layer")
     }
     one_input = 4 * 16 * 16 * 4  # sequences, tokens, hidden size, fp32
-    # Beside a layer's input the graph keeps its routing's logits and probabilities for the losses.
+    # The graph keeps a layer's input, and its routing's logits and probabilities for the losses.
     assert grows["layer"] < 2 * one_input
     assert grows["none"] > 8 * grows["layer"]
 

@@ -38,7 +38,7 @@ class Work:
     slip: float = 1.0
     """Steps that follow the first take this multiple of it, and the peer does not notice."""
     stuck_from: int | None = None
-    """Round from which on it goes on living, but ends no step any more."""
+    """From this round on the peer is alive, but ends no step any more."""
 
     @classmethod
     def of_seconds(cls, seconds: float, step_s: float) -> Work:
@@ -119,7 +119,7 @@ class Course:
         return next(node.machine.campaign.convener for node in self.world.alive())
 
     def restart_convener(self, after_s: float = 5.0) -> None:
-        """Kills whoever convenes, and starts it again."""
+        """Kills the current convener, and starts it again."""
         peer = self.convener()
         self.world.crash(peer)
         self.world.at(after_s, self.world.reboot, peer)

@@ -33,7 +33,7 @@ def test_a_peer_that_lives_and_never_offers_does_not_lengthen_rounds_more_and_mo
     course = go_through(works, 100)
     assert course.widest.roster_s <= 1.5 * 60.0 + 6.0
     assert course.widest.reform_s == 600.0
-    assert max(course.durations_s) < 95.0  # once, before it has been waited for in vain
+    assert max(course.durations_s) < 95.0  # once: nobody waits for it twice
     later = course.durations_s[stuck_from:]
     assert len(later) >= 97 and max(later) < 75.0
     assert all(present == ALL - {"p3"} for present in course.contributors[stuck_from:])
@@ -77,8 +77,11 @@ def who_is_cut_off_while_it_works_is_counted(tested: UnderTest) -> None:
 
 
 def a_thin_line_holds_nobody_up(tested: UnderTest) -> None:
-    """1 Mbit/s beside three of 20: its expert alone, 9 MB to three, takes 72 s. A peer without its
-    expert is counted: its shared tensors take no longer than its work is worth."""
+    """One uplink of 1 Mbit/s and three of 20: its expert alone, 9 MB to three peers, takes 72 s.
+
+    The round counts the peer without its expert, because its shared tensors take no longer than its
+    work is worth.
+    """
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
     course = go_through(
         {peer: Work(6.0, 10) for peer in sorted(ALL)},

@@ -18,7 +18,7 @@ FOUNDER = PEERS[0]
 
 
 def world_of(*script, heal_s):
-    """Five founders of which the first is the run's, and one more that may join."""
+    """Five founders, the first one the run's, and one more peer that may join."""
     this = scenario(script, heal_s=heal_s, peers=(*PEERS, NEW))
     this = replace(this, setup=replace(this.setup, founders=PEERS))
     return this, build(this, Random(0))
@@ -33,7 +33,7 @@ def test_a_reform_is_believed_by_newcomers_only_with_the_founder(survivors):
         heal_s=150.0,
     )
     play(world, this)
-    assert best_tip(world).generation != FOUNDING_GENERATION  # the case is what it says
+    assert best_tip(world).generation != FOUNDING_GENERATION  # checks the set-up
     assert (NEW in world.nodes) == (FOUNDER in survivors)
 
 

@@ -19,7 +19,7 @@ ISOLATED = replace(
     ),
     stable=SPARED,
 )
-"""One peer is cut off for 140 s, so that it reforms and goes on alone."""
+"""One peer is cut off for 140 s, so that it reforms and continues alone."""
 
 
 class _WaitsForAll(Collector):
@@ -44,7 +44,7 @@ def test_a_spared_majority_goes_on_beside_a_victim_that_goes_on_alone():
         for manifest in world.invariants.manifests.values()
         if manifest.generation != FOUNDING_GENERATION
     ]
-    assert len(of_victim) > 10  # the case is what it says
+    assert len(of_victim) > 10  # checks the set-up
     assert best_tip(world).generation == FOUNDING_GENERATION
 
 

@@ -217,7 +217,7 @@ def test_a_pack_that_is_shorter_than_its_index_says_is_an_error_and_never_zeros(
 def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(
     tmp_path, monkeypatch
 ):
-    """As with blobs beyond 2 GiB, of which Linux reads no more at once."""
+    """As with blobs beyond 2 GiB, the most that Linux reads at once."""
     size, at_once = 8 * 2**20, 3 * 2**20
     store = BlobStore(tmp_path)
     digest = store.put(content(0, size))

@@ -63,7 +63,7 @@ def assert_survives(store: BlobStore, tmp_path: Path, *seeds: int) -> None:
 def shrinking(
     store: BlobStore, is_ended: Callable[[], bool] = lambda: False
 ) -> Iterator[Future[None]]:
-    """A shrink that stands still at its first piece while this lasts, then goes on to its end."""
+    """A shrink that pauses at its first piece while the context lasts, then finishes."""
     reads, goes_on = threading.Event(), threading.Event()
     read, pool = FilePack.read, ThreadPoolExecutor(1)
 
@@ -174,7 +174,7 @@ def test_garbage_that_comes_while_a_pack_is_rewritten_goes_too(
 def test_a_copy_that_the_disk_may_not_have_takes_no_blobs_place(
     store: BlobStore, tmp_path: Path
 ) -> None:
-    """Its pack was synced for others in vain, so that the system takes its pages for clean."""
+    """A failed sync on behalf of others has left the pack's pages marked as clean in the system."""
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

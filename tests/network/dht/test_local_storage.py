@@ -1,4 +1,4 @@
-"""What a holder keeps: bounded, members first, then whoever takes least room."""
+"""Records that a peer stores for others: bounded, members first, then the smallest users."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 class Unhurried(asyncio.SelectorEventLoop):
-    """A loop whose time goes on only when a test says so."""
+    """A loop whose clock advances only when a test says so."""
 
     now_s = 0.0
 

@@ -427,7 +427,7 @@ def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again
         (child_id, "unreachable"),
     }
     assert (digest, child_id, reason) in failures
-    # Each piece comes once whole; of those on their way at the end, parts came in vain.
+    # Each piece arrives whole once. Parts of the pieces in flight at the end are wasted.
     verified_first = NUM_BYTES - second.traffic.blob_bytes_sent
     assert verified_first >= 2 * PIECE_BYTES
     assert second.traffic.blob_bytes_sent % PIECE_BYTES == 0

@@ -70,7 +70,10 @@ def swarm(trio):
 
 
 def all_sent(servers):
-    """Bytes of blobs that these have sent, once the last are counted: they count what has gone."""
+    """Bytes of blobs that these peers have sent.
+
+    Waits until the last bytes are counted, because a peer counts bytes once they are out.
+    """
     sent = -1
     while sent != (sent := sum(server.traffic.blob_bytes_sent for server in servers)):
         time.sleep(0.2)

@@ -508,7 +508,7 @@ async def _bounded(work: Coroutine[Any, Any, None]) -> None:
 
 
 def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tuple[str, ...]]:
-    """The sources of all that is asked for beside a message of A, which came so long ago first."""
+    """Sources asked for the attachments of a message of A whose first copy is this old."""
     now = [0.0]
     shown = inbound.Shown(lambda: now[0])
     payload, attachments = encode(HEADER, message)

@@ -194,7 +194,7 @@ def test_a_kill_at_any_moment_of_a_write_after_damage_leaves_an_intact_record(
 
 def test_a_record_before_the_last_but_one_is_never_fallen_back_to(written: RecordFile) -> None:
     """Whose peer may have voted at more heights than it abstains from."""
-    cut(written.path)  # while its peer runs, and knows what it has promised
+    cut(written.path)  # while its peer runs, and knows its promises
     later = replace(FIRST, tip=replace(FIRST.tip, height=2, round=2))
     written.write(later)
     cut(written.path)

@@ -1,4 +1,4 @@
-"""The shell around the round machine: effects in order, long work beside it, nothing lost.
+"""The shell around the round machine: effects in order, long work in threads, nothing lost.
 
 The machine here only does what a test scripts; node and disk are fakes, loop and store are real.
 """
@@ -89,7 +89,7 @@ def manifest(height: int, parent: Manifest = TIP, **changes: Any) -> Manifest:
 
 
 class FakeNode:
-    """Its loop is real; what it posts is noted, and fails if a test says so."""
+    """Its loop is real. Its posts are recorded, and fail if a test says so."""
 
     def __init__(self, log: list[str]) -> None:
         self.thread = LoopThread("test-network")
@@ -219,7 +219,7 @@ def applying(*manifests: Manifest) -> list[Effect]:
 
 
 class Holding(RoundObserver):
-    """Holds the first message back until something was made durable; writes down what it hears."""
+    """Holds the first message back until something was made durable. Records what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -315,7 +315,7 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
     bench.start(Reduce("roster", "shared.0", (("A", here), ("B", "0" * 64))))
     assert wait_until(lambda: len(bench.driver._work) == 1), "it asks for heads, and no more"
     ticks = len(bench.machine.of(Tick))
-    # The second of these comes only once nothing is left that the work has told.
+    # The second event comes only after all reports of the work were handled.
     assert wait_until(lambda: len(bench.machine.of(Tick)) > ticks + 1)
     assert not bench.machine.of(UnitReduced)
 
@@ -323,7 +323,7 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
 def test_means_that_the_disk_holds_up_take_neither_the_voice_nor_all_helpers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vote waits for the record, and whoever asks or decodes for a helper."""
+    """A vote waits for the record. Requests and decoding wait for a helper thread."""
     goes_on, waiting = threading.Event(), []
 
     def synced_late(effect: Reduce, _: str | None) -> None:

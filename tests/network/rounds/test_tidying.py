@@ -1,4 +1,4 @@
-"""Room that is given back beside the rounds: one at a time, and not beyond the end of its peer."""
+"""Disk space is freed during rounds, one step at a time, and never after its peer's end."""
 
 from __future__ import annotations
 

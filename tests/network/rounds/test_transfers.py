@@ -1,4 +1,4 @@
-"""However a fetch ends, it holds no blob that it has not told of."""
+"""However a fetch ends, it pins no blob that it has not reported."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def find(**options: Any) -> Opened | None:
 
 
 def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms: Swarms) -> None:
-    """A founder printed its line, somebody founds a second run beside it, and a third comes."""
+    """A founder prints its line, a second peer founds another run there, and a third peer comes."""
     swarms.answers_after_s = 0.1
     opened = find()
     assert opened and opened.announced.record.run == "mine-1"

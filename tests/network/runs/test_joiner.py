@@ -50,7 +50,7 @@ LAYOUT = layout_of(RUN)
 
 
 def state() -> tuple[Manifest, dict[str, bytes]]:
-    """Manifest 0 of a run, and its blobs, no two of which are the same."""
+    """Manifest 0 of a run, and its blobs, all of them different."""
     blobs: dict[str, bytes] = {}
 
     def put(blob: bytes) -> tuple[str, int]:

@@ -81,11 +81,11 @@ class Lonely:
     run: RunConfig = field(default_factory=tiny_run)
     store: BlobStore = field(default_factory=BlobStore)
     shown: Manifest | None = None
-    """What it shows as its tip."""
+    """The tip that it shows."""
     votes: dict[str, Signature] = field(default_factory=dict)
     """Signatures under it."""
     told: bytes = b""
-    """What it answers when it is asked for its run."""
+    """Its answer to a request for its run."""
 
     def start(self, peers) -> Node:
         server = BlobServer()
@@ -127,7 +127,7 @@ class Lonely:
         return payload
 
     def path(self) -> tuple[Link, ...]:
-        """What it claims to be a proof of the tip that it shows."""
+        """The claimed proof of the tip that it shows."""
         founding = Link(self.manifest.head)
         if self.shown is None or self.shown == self.manifest:
             return (founding,)

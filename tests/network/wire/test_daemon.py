@@ -1,4 +1,4 @@
-"""Which of a machine's addresses others are told, and what is at those that a start enters by."""
+"""The addresses that a machine announces, and what answers at the addresses that a start uses."""
 
 import asyncio
 import socket

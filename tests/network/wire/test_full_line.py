@@ -1,4 +1,4 @@
-"""What a line carries is told from what a receiver, a processor or TCP's caution lets through."""
+"""Limits of a line are told apart from those of a receiver, a processor or TCP's control."""
 
 import asyncio
 import socket
@@ -78,7 +78,7 @@ def test_what_was_bound_by_something_else_says_nothing_of_the_line(other: list[S
 def test_two_receivers_have_to_agree_and_the_fastest_of_such_pairs_counts(
     rates: list[float], agreed: float | None
 ) -> None:
-    """Whoever is busy takes less than the line carries, and hardly ever as little as another."""
+    """A busy receiver takes less than the line carries, and rarely as little as another one."""
     assert agreed_mbit({str(number): rate for number, rate in enumerate(rates)}) == agreed
 
 

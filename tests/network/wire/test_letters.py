@@ -107,7 +107,7 @@ def test_what_is_remembered_of_peers_is_bounded(monkeypatch: pytest.MonkeyPatch)
 def test_a_stamp_is_like_no_other_to_the_same_destination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relayed_messages, "MAX_PEERS", 1)
     sender, stamps = RelayedMessages(), []
-    for second, peer in enumerate("aaabaa"):  # what is forgotten of a peer begins anew, higher
+    for second, peer in enumerate("aaabaa"):  # a forgotten counter restarts higher
         stamped = sender.stamped(peer, b"content", NOW_S + second / 1e3)
         assert len(stamped) == len(b"content") + 16
         stamp, content = split(stamped)

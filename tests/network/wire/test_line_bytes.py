@@ -197,7 +197,7 @@ KNOWN = {
 
 
 def test_no_other_file_opens_a_socket_on_the_line() -> None:
-    """Whoever adds one here counts it by `LineBytes.connection`, or says why that is not needed."""
+    """A new one must be counted by `LineBytes.connection`, or a comment says why not."""
     folder = Path(swarm.network.__path__[0])
     found = {path.name: len(OPENS.findall(path.read_text())) for path in folder.rglob("*.py")}
     assert {name: count for name, count in found.items() if count} == KNOWN

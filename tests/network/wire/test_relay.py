@@ -155,7 +155,7 @@ def stamped_letter(
 
 
 class Passing:
-    """A relay between two peers without a network, which keeps what it passed on."""
+    """A relay between two peers without a network, which records all messages that it passes on."""
 
     def __init__(self, tmp_path, monkeypatch) -> None:
         self.inbox, self.letters, self.answers = Inbox(), list[bytes](), list[bytes]()

@@ -1,4 +1,4 @@
-"""Streams that are kept for whoever wants them next."""
+"""Streams that are kept open for the next user."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
 
 
 def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
-    """Weeks of looks without effect: a pair of which neither side can be dialled."""
+    """Weeks of failed attempts, for a pair of peers that can both not be dialed."""
     num_failures = 5_000
 
     class Nowhere:

@@ -60,7 +60,7 @@ def test_whoever_was_idle_has_one_burst_at_once_and_no_more() -> None:
 def test_a_cap_a_little_below_the_line_never_fills_a_routers_queue(
     mbit: float, num_streams: int
 ) -> None:
-    """All streams begin at once on a machine that was idle; headers are 4 % beside the payload."""
+    """All streams begin at once on a machine that was idle. Headers add 4 % to the payload."""
     throttle, line = Throttle(0.92 * mbit), Line(mbit)
     bucket = Bucket(throttle.bytes_per_s)
     free_s = [0.001 * stream for stream in range(num_streams)]

@@ -124,7 +124,7 @@ def test_all_relays_together_get_the_time_of_one() -> None:
 
 
 class Direct:
-    """Streams beside libp2p's, to a peer whose way is known."""
+    """Streams outside of libp2p, to a peer whose address is known."""
 
     def __init__(self) -> None:
         self.limits_s: list[float] = []

@@ -217,7 +217,7 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str, most: in
 
 
 def test_the_program_lets_threads_wait_passively_before_torch_is_there() -> None:
-    """OpenMP says itself what it has read."""
+    """OpenMP itself prints the settings that it has read."""
     environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
     script = "import sys; from peers.peer import launch; assert 'torch' not in sys.modules\n"
     script += "try:\n    launch()\nfinally:\n    import torch"  # which --help does not load
@@ -329,7 +329,7 @@ def test_results_come_in_the_order_of_the_items_from_as_many_threads():
     together = threading.Barrier(3, timeout=30.0)
 
     def work(item: int) -> tuple[int, int]:
-        together.wait()  # nobody goes on unless three are at work
+        together.wait()  # waits until three are at work
         return 10 * item, torch.get_num_threads()
 
     usual = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""A peer that is started again listens where it did and is called what it was."""
+"""A restarted peer listens at its old port and keeps its name."""
 
 import json
 import logging

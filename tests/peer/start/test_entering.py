@@ -1,4 +1,4 @@
-"""What a peer that enters a run keeps of what it knew, and of what it cannot know."""
+"""What a peer that enters a run keeps of its earlier knowledge, and what it cannot know."""
 
 import asyncio
 from collections.abc import Iterator

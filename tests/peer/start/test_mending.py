@@ -1,4 +1,4 @@
-"""What a lone peer mends of its own state directory, and what it goes back to."""
+"""Repairs of a lone peer in its own state directory, and the round that it falls back to."""
 
 from __future__ import annotations
 

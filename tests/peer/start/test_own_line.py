@@ -63,7 +63,7 @@ class Measured:
         self.node: Any = self
 
     def begins_anew(self, cap_mbit: float | None = None) -> None:
-        """As after a kill: of what it knew, its state directory is left."""
+        """As after a kill: only its state directory is left."""
         self.lines = LinkHealth(lambda: self.now)
         self.traffic = SimpleNamespace(sent=Sent(), up=Throttle(cap_mbit), bytes_sent=0)
         self.config = SimpleNamespace(network=NetworkSection(max_upload_mbit=cap_mbit))

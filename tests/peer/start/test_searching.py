@@ -1,4 +1,4 @@
-"""While a founder prepares its run, others wait for it, and found none beside it."""
+"""While a founder prepares its run, others wait for this run, and found no second one."""
 
 import asyncio
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def looked(host: Any, wanted: Wanted) -> Opened | None:
 def test_a_run_that_is_being_prepared_is_waited_for(
     entrance: Entrance, wanted: Wanted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Many times as long as a peer looks for one of which nobody says anything."""
+    """Much longer than a peer searches for a run that no record announces."""
     entrance.answers = [*(200 * [PREPARING]), b"", encode_record(record_of(RUN))]
     with caplog.at_level("INFO"):
         opened = looked(host_of(entrance), wanted)

@@ -1,4 +1,4 @@
-"""Why a round went without a peer: what it did itself, and what the convener said of it."""
+"""Why a round excluded a peer: its own actions, and the convener's account."""
 
 import errno
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a round decided is told in few lines, without long names and without empty reasons."""
+"""The log reports a round's decision in few lines, without long names and empty reasons."""
 
 import logging
 from dataclasses import replace

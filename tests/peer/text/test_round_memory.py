@@ -105,7 +105,7 @@ def test_a_merge_holds_a_few_percent_of_the_experts(
 ) -> None:
     agreed = Agreed(store, LAYOUT)
     peak = peak_of(live, lambda: consume(iter(merge_blobs(founded, RUN, agreed)[0].values())))
-    # Chunks of all experts as they came and twice in fp64, beside the cosines.
+    # Chunks of all experts, as received and twice in fp64, and the cosines.
     assert peak <= EXPERTS * CHUNK * (2 + 8 + 8) + 8 * EXPERTS**2 * 8, peak / CHUNK / EXPERTS
     assert peak < 0.1 * ALL_EXPERTS
 
@@ -216,6 +216,6 @@ def test_a_step_down_never_holds_two_engines(live: LiveBytes, tmp_path: Path) ->
     gc.collect()
     assert engine.options == below[0]
     assert live.now == pytest.approx(before, rel=0.01)
-    # One tensor beside it, and the stack of one layer as experts change sides.
+    # One more tensor, and the stack of one layer while experts change owners.
     assert live.peak <= before + LARGEST + 3 * EXPERTS * MATRIX * 8
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Work beside the steps: nothing it reads changes, and what it has to change is done in turn."""
+"""Work during the steps: its inputs do not change, and its changes wait for their turn."""
 
 import math
 import threading
@@ -196,7 +196,7 @@ def test_a_streaming_engine_is_read_while_layers_pass_and_has_finished_its_updat
 
 
 def test_what_is_changed_while_a_step_waits_is_updated_by_it():
-    """As where a refused unit begins anew: both engines come to the same."""
+    """As where a refused unit starts again: both engines compute the same values."""
     run, made = tiny_run(), []
     for make in (new_engine, new_streaming):
         engine, names = make(run, owned=[0, 1]), all_names(run)

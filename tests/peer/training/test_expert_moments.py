@@ -1,4 +1,4 @@
-"""What the trainer does about moments: bits that arrive, or late, masters, and who is told."""
+"""What the trainer does about moments: bits on time or late, masters, and whom it informs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PEERS = ("me", "other", "third")
 
 
 class Exchange:
-    """Remembers what it was told; blobs by digest."""
+    """Records its calls. Blobs are stored by digest."""
 
     def __init__(self, store: BlobStore) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -164,7 +164,7 @@ class Process:
         at_once(training.save())
 
     def resume(self) -> Exchange:
-        """Returns what the exchange was told."""
+        """Returns the exchange, which has recorded its calls."""
         self.trainer.training.resume()
         return self.side.exchange
 

@@ -1,4 +1,4 @@
-"""Live values beside agreed ones that move by deltas: nothing is lost, nothing comes twice."""
+"""Live values while agreed ones move by deltas: nothing is lost, nothing is counted twice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

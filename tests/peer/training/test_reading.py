@@ -1,4 +1,4 @@
-"""What the trainer reads in a round, for how long, and what it offers of that after a crash."""
+"""What the trainer reads in a round, for how long, and how much it offers after a crash."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def crashed_between(store: BlobStore, second: Manifest, tmp_path: Path) -> Offer
     adopt_into(life.model, second, previous="")
     life.model.engine.step(batch(RUN, 0), lr=1e-2)
     offer = life.finish(second, SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {}))
-    life.trainer.release()  # what it held dies with it
+    life.trainer.release()  # its memory dies with it
     return offer
 
 

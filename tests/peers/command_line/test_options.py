@@ -30,7 +30,7 @@ Call = Callable[..., Options]
 
 @pytest.fixture
 def given() -> Call:
-    """Runs a program that takes every option and returns what it was given."""
+    """Runs a program that takes every option, and returns their values."""
 
     def call(*args: str, **environment: str) -> Options:
         found: list[Options] = []

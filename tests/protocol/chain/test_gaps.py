@@ -239,7 +239,7 @@ def test_heads_of_no_gap_and_beyond_the_tip_are_refused() -> None:
         assert problem
 
 
-# ---------------------------------------------------------------- what it is for
+# ---------------------------------------------------------------- use
 
 
 def test_who_joined_along_a_proof_proves_its_tip_to_who_has_a_head_that_it_passed_over() -> None:

@@ -16,7 +16,7 @@ from swarm.protocol.values.manifest import turn
 
 
 class PlainSourcing(Sourcing[int]):
-    """Looks at everything anew for each job that it hands out."""
+    """Looks at everything again for each job that it hands out."""
 
     def assign(self, now, most=None):
         self._wake(now)

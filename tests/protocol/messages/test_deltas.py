@@ -256,7 +256,7 @@ def test_no_way_is_longer_than_its_limit() -> None:
 
 
 class Lone:
-    """The machine of C, which is told of what A and B have done, and its effects."""
+    """The machine of C, which hears of actions of A and B, and its effects."""
 
     def __init__(self) -> None:
         stored = [entry.digest for entry in TIP.entries.values()]
@@ -385,7 +385,7 @@ def test_deltas_of_the_tip_are_kept() -> None:
     assert kept and kept[-1].digests >= set(NEXT.deltas)
 
 
-# ---------------------------------------------------------------- what goes on
+# ---------------------------------------------------------------- adoption
 
 
 MEANS = coded(make_rules(owners_per_expert=2), SHARED, EXPERT)
@@ -393,7 +393,7 @@ START = found(MEANS, ["A", "B", "C"])
 
 
 def adopted(peers: str, offers: list[Offer], *, me: str = "A", **options: Any) -> Adoption:
-    """What A makes of a round of these peers."""
+    """How A adopts a round of these peers."""
     manifest, _, _ = composed(peers, MEANS, START)
     bases = {0: START.entries[EXPERT].digest}
     fields = {"previous": START.digest, "bases": bases, "offers": offers, **options}

@@ -237,7 +237,7 @@ def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing()
 
 
 def test_who_most_reducers_wait_for_is_left_out_and_not_these() -> None:
-    """A line that is far too thin: T_red, as long again, and the round goes on without it."""
+    """One uplink is far too slow. After twice T_red the round continues without this peer."""
     pump = in_training("ABCDE", rules=make_rules(parts=8))
     thin = last_of(pump)
     pump.stall_inputs = lambda peer, source: source == thin
@@ -259,7 +259,10 @@ def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> 
 
 
 def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
-    """Its line needs 16 s for what it sends, the others' one; it has worked for a second [D5]."""
+    """Its uplink needs 16 s for its values, the others' one second.
+
+    It has worked for a second [D5].
+    """
     rules = make_rules(parts=1)
     rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))
     pump = start_swarm("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1})

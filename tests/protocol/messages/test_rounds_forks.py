@@ -273,7 +273,7 @@ def test_a_booting_peer_waits_for_the_survivors_chain_longer_than_it_listens() -
 
 def test_a_survivors_chain_that_cannot_be_had_does_not_silence_a_peer_for_ever() -> None:
     pump, first, _ = tie_breaker_comes_back()
-    # The survivor goes on: a newer manifest each second must not count as progress.
+    # The survivor continues: a newer manifest each second must not count as progress.
     pump.run(pump.now + REFORM_S / 2 + 5)
     assert pump.nodes[first].machine.phase is not Phase.LISTENING
     pump.run(pump.now + 20)

@@ -24,7 +24,7 @@ MANY = string.ascii_letters[:48]
 
 
 def many(timers: Timers | None = None) -> Pump:
-    """48 voters, each of which owns an expert, in training for the first round."""
+    """48 voters with an expert each, in training for the first round."""
     pump = start_swarm(MANY, make_rules(experts=len(MANY)), timers=timers)
     for node in pump.nodes.values():
         node.train_s = 20.0

@@ -242,7 +242,7 @@ def test_a_peer_that_comes_back_does_not_end_the_campaign_that_went_on_without_i
     first, second, third, *_ = order_of(pump)
     train_times(pump, dict.fromkeys(set("ABCDE") - {second}, 40.0))
     pump.kill(first)
-    # The next in turn is cut off. What it hears first is no quorum, and nothing of a campaign.
+    # The next in turn is cut off. First it hears from less than a quorum, and of no campaign.
     pump.lose = lambda source, destination, message: second in (source, destination)
     pump.run(pump.now + 30.0)
     pump.lose = lambda source, destination, message: (
@@ -360,7 +360,7 @@ def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:
     before = node.machine.record
     old_tip = node.applied[0]
     header = Header(old_tip.code, old_tip.digest, old_tip.generation)
-    now = pump.now + pump.timers.poll_s  # it may have been told the tip just now
+    now = pump.now + pump.timers.poll_s  # it may just have received the tip
     effects = node.machine.handle(Received(second, header, Prepare(Ballot(4, second))), now)
     assert node.machine.record is before
     (answer,) = [effect for effect in effects if isinstance(effect, Send)]

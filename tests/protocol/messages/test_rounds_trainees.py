@@ -64,7 +64,7 @@ def members(pump: Pump) -> dict[str, Member]:
 
 
 def test_keys_that_join_and_vanish_cost_three_voters_no_quorum() -> None:
-    """Before, seven members of which four were gone waited for T_reform [S12]."""
+    """Without the rule, seven members with four dead ones waited for T_reform [S12]."""
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     for key in "WXYZ":
@@ -101,7 +101,7 @@ def test_a_trainee_works_owns_and_reduces_but_convenes_and_votes_in_nothing() ->
 
 
 def test_a_slow_trainee_is_counted_in_a_patient_round_and_waited_for_from_then_on() -> None:
-    """A quarter of the voters' time is less than it needs, and what it needs is worth waiting."""
+    """It needs more than a quarter of the voters' time, and its work is worth the wait."""
     pump = swarm_of("ABC", "X", train_s=38.0, voters_train_s=30.0, kind=Talking)
     pump.run(pump.now + 900, lambda: pump.nodes["A"].machine.tip.round >= PATIENT_EVERY + 3)
     counted = [m.round for m in pump.nodes["A"].applied if "X" in m.contributors]
@@ -278,7 +278,7 @@ def test_a_trainee_that_hears_the_voters_says_nothing_however_long_a_round_is() 
 
 
 def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it() -> None:
-    """Had it gone on by itself, its chain would be better than that voter's, and not believed."""
+    """Had it continued alone, its chain would be longer than that voter's, and not believed."""
     pump = swarm_of("ABC", "X")
     pump.run_to_height(1)
     pump.kill("A")

@@ -207,7 +207,7 @@ def test_whatever_a_message_lists_has_a_bound_on_the_wire_too() -> None:
 
 
 def test_a_message_that_would_be_too_large_is_an_error_that_its_sender_survives() -> None:
-    """`RoundDriver` logs a StateError and goes on; an assertion ended the convener's process."""
+    """`RoundDriver` logs a StateError and continues. An assertion ended the convener's process."""
     code = LARGEST_CODE[:-1] * 3
     with pytest.raises(StateError, match="HELLO of"):
         encode(replace(LARGEST_HEADER, code=code), Hello(ask=True))

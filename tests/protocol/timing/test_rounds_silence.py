@@ -17,7 +17,7 @@ def timers(phase_s: float) -> Timers:
 
 
 def until_stage(pump: Pump, stage: str) -> None:
-    """Goes on until the convener has come so far."""
+    """Runs until the convener has reached this stage."""
     convener = pump.nodes[first_of(pump)].machine
     assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == stage)
 

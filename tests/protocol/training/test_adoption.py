@@ -195,5 +195,5 @@ def test_an_owner_whose_offer_is_not_in_the_mean_restarts_from_it(sources):
 def test_a_reform_keeps_the_shared_work_of_its_members_alone():
     reform = replace(manifest(entry("e0"), kind=Kind.REFORM), members={"you": Member(0, 1.0)})
     without = adopt("me", reform, previous=TIP, bases={0: "e0"}, offers=[])
-    assert without.shared is Action.RESTART  # what it has read is dealt to others
+    assert without.shared is Action.RESTART  # the text that it has read is dealt to others
     assert adopt("you", reform, previous=TIP, bases={}, offers=[]).shared is Action.KEEP

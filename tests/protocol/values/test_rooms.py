@@ -96,7 +96,7 @@ def test_losing_a_peer_does_not_give_the_others_more_than_fits_them():
 
 
 def rounds_of(rooms, **rounds) -> tuple[Pump, Manifest]:
-    """Three peers with two experts each, of which c dies in the first round."""
+    """Three peers with two experts each. Peer c dies in the first round."""
     rules = make_rules(experts=6, **rounds)
     pump = Pump(rules, rooms=rooms)
     tip = found(rules, ["a", "b", "c"])

@@ -1,4 +1,4 @@
-"""The main loop of a peer, and what it has done for it."""
+"""The main loop of a peer, and its calls."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class Over(Exception):
 
 @dataclass
 class Peer(TrainingShell):
-    """A shell that acts by script, and remembers what it was asked for."""
+    """A shell that acts by script, and records its calls."""
 
     tips: list[list[Applied]]
     """What each wait gives."""

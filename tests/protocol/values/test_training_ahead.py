@@ -1,4 +1,4 @@
-"""The main loop where rounds overlap: steps beside an offer, and what becomes of them [V1, V6]."""
+"""The main loop with overlapping rounds: steps during an offer, and their fate [V1, V6]."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -193,7 +193,7 @@ def test_after_a_restart_behind_its_round_steps_are_counted_once(peers: tuple[st
 
 
 def test_where_rounds_overlap_parts_that_are_sent_whole_follow_too() -> None:
-    """Their progress since the offer would be gone with a jump to the mean."""
+    """A jump to the mean would lose their progress since the offer."""
     whole = after(
         TIP, contributors=("me", "you"), sources={"shared.0": (("me", "m"), ("you", "y"))}
     )

@@ -80,7 +80,7 @@ def test_it_holds_up_one_round_in_nine() -> None:
 
 
 def test_a_peer_that_falls_silent_is_waited_for_in_the_next_round() -> None:
-    """It has died, or is cut off: what it offers when it is back counts."""
+    """It has died, or is cut off. Its offer after its return counts."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS)
     pump.run_rounds(2)
     victim = last_of(pump)

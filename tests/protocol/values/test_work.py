@@ -292,7 +292,7 @@ def test_one_voter_alone_moves_no_limit_of_a_deal(paces, weight, lie):
 
 @pytest.mark.parametrize("rules", [AHEAD, TIMED], ids=["beside", "timed"])
 def test_of_a_text_of_its_own_nobody_counts_more_than_it_would_be_dealt(rules: Rules) -> None:
-    """What it says it has done is what its values weigh, and how far they may have moved."""
+    """Its claimed work is the weight of its values, and limits how far they may have moved."""
     own = replace(rules, is_dealt=False)
     tip = found(own, ["A", "B"])
     assert not tip.dealt
@@ -410,7 +410,10 @@ BATCH = 100
 
 @dataclass
 class Run:
-    """Rounds of members with so many steps in the time of one; a liar counts what it is dealt."""
+    """Rounds of members that take `steps` steps in the time of one.
+
+    A liar counts its whole deal.
+    """
 
     steps: Mapping[PeerId, int]
     vouched: Mapping[PeerId, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a step does with routing besides gradients: biases that move, noise, drops, statistics."""
+"""What a step does with routing apart from gradients: moving biases, noise, drops, statistics."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_what_guides_a_step_is_seen_in_its_statistics():
     assert (stats.dropped, stats.similarity) == (0, None)
     controls = RoutingControls(capacity_factor=0.5, own_expert_bias=5.0, probe=True)
     stats = guided.step(batch(run, 0), lr=1e-2, controls=controls)
-    # Nearly all choose the two own experts, each of which takes a quarter of the choices.
+    # Nearly all tokens choose the two own experts. Each of these takes a quarter of the choices.
     assert [layer[:2] for layer in stats.expert_tokens] == [(64, 64), (64, 64)]
     assert stats.dropped == 2 * 2 * (2 * 32 - 2 * 8)  # layers, micro-batches, choices less places
     assert stats.similarity is not None and abs(stats.similarity) <= 1.01

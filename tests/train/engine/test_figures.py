@@ -103,7 +103,7 @@ def test_seconds_on_a_gpu_are_those_of_its_queue():
 
 
 def ranks_of(run, size, slow=None):
-    """Figures of a step by threads, of which one may have a layer that sleeps."""
+    """Figures of a step by threads. One of them may have a layer that sleeps."""
 
     def work(ranks):
         engine = RankEngine(run, EngineOptions.of(run), ranks)

@@ -25,7 +25,7 @@ RUN = tiny_run()
 
 
 class Recorder:
-    """Stands where an engine would, notes what it is asked and answers from a list."""
+    """Takes the place of an engine, records its calls and answers from a list."""
 
     def __init__(self, losses):
         self.losses, self.asked, self.masks = iter(losses), [], []

@@ -261,7 +261,7 @@ def test_more_bandwidth_never_makes_a_plan_slower(found, what, times):
     before = plan_engine(run, owned, machine, wishes)
     after = plan_engine(run, owned, replace(machine, fabric=fabric), wishes)
     assert before.fits == after.fits
-    if before.fits:  # what does not fit is chosen by what it needs
+    if before.fits:  # among plans that do not fit, the need decides
         assert after.step_s <= before.step_s * (1 + 1e-12)
 
 

@@ -176,7 +176,7 @@ def sharded_engine(run, **options):
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("make", [new_engine, new_streaming, sharded_engine])
 def test_each_tensor_of_a_state_is_read_from_its_file_once(monkeypatch, make, form):
-    """Also where it is looked up whether there is one, and of which form."""
+    """The look-up of a tensor's existence and form counts as well."""
     run = tiny_run()
     source = new_engine(run, [1, 3], moments=form)
     source.step(batch(run, 0), lr=1e-2)

@@ -233,7 +233,7 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(piped):
     ]
     assert values[0] == values[1] != engine.evaluate(batch(RUN, 1))
     assert same(engine.read(all_names(RUN)), before)
-    # Nine micro-batches, of which the last is smaller, and predictions that do not count.
+    # Nine micro-batches, the last one smaller, and predictions that do not count.
     tokens_BT1 = torch.cat([batch(RUN, k) for k in range(5)])[:17]
     scored_BT = torch.arange(16).repeat(17, 1) % 3 > 0
     for run, options in ((run_of(), {}), (run_of(4), CHUNKS)):

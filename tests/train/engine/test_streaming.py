@@ -327,7 +327,7 @@ def test_threads_that_wait_for_the_device_enter_it_first(engines, monkeypatch):
     engine = engines(tiny_run(), OWNED)
     engine.step(batch(tiny_run(), 0), lr=1e-2)
     engine.read(all_names(tiny_run()))  # the host's thread enters it with its first update
-    # Places are made anew when other experts are owned.
+    # Places are made again when other experts are owned.
     assert set(entered) == {"swarm-host", "swarm-fetch"}
 
 

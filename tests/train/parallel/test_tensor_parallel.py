@@ -1,6 +1,6 @@
 """Heads and experts of every layer shared by ranks with the same tokens: the values of one process.
 
-What moves is counted, and what is told by whole names is put together from the parts.
+Traffic is counted, and values under whole names are put together from the parts.
 """
 
 import functools

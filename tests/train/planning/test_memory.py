@@ -118,7 +118,7 @@ def test_state_between_steps_is_the_formula_to_a_hundredth_of_a_percent(frozen):
     run = sized(BF16)
     state, _ = measured(run, EngineKind.RESIDENT, frozen=frozen)
     need = planned(run, EngineKind.RESIDENT, frozen=frozen)
-    # Beside it only each layer's group numbers: 8 experts x 8 bytes.
+    # The rest is each layer's group numbers: 8 experts x 8 bytes.
     assert state == pytest.approx(need.device_state, rel=1e-4)
     sizes = sizes_of(run.model, len(OWNED))
     if frozen != "int8":

@@ -68,8 +68,8 @@ def measuring(run, options):
 
 
 def assert_as_predicted(run, options, found):
-    # Beside it only each layer's group numbers, and tables of routers between stages; where state
-    # is cut no rank has less than 64 elements of a tensor, or a block of 256 in int8.
+    # The rest is each layer's group numbers, and tables of routers between stages. Where state is
+    # cut, each rank has at least 64 elements of a tensor, or a block of 256 in int8.
     exactly = 1e-3 * options.chunks if options.shards == 1 else 0.02
     for rank, mine in enumerate(found):
         need = mine.predicted(run, len(OWNED), options, workers=len(found), rank=rank)

@@ -115,7 +115,7 @@ def test_rows_of_a_stack_are_saved_without_their_neighbours(path):
 
 
 def test_a_state_whose_tensors_come_one_by_one_is_the_same_file(path):
-    """As that of workers, of which none is looked up to know what there is."""
+    """As the state of workers: listing its tensors reads none of them."""
     state = small_state()
     save_private(path, state)
     whole = path.read_bytes()
@@ -290,7 +290,7 @@ class Killed(BaseException):
 
 
 def killed_after(moment):
-    """Wraps functions, of which so many calls in all are carried out before the process dies."""
+    """Wraps functions. The process dies after so many calls of them in all."""
     left = moment
 
     def killing(real):
@@ -395,7 +395,7 @@ def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path,
 
 
 def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
-    """More chunks than wait at once, so that whoever hashes must not wait for ever."""
+    """More chunks than the queue holds, so that the hashing thread must not wait forever."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
@@ -511,7 +511,7 @@ def test_a_disk_that_does_not_answer_is_given_up(path, monkeypatch, caplog, call
     assert "a disk may not answer: swarm-private" in caplog.text
     monkeypatch.undo()
     save_private(path, state)
-    answers.set()  # what it writes now is in no file of that name
+    answers.set()  # its bytes from now on go to no file of that name
     begun._file._pool.shutdown()
     assert_equal(load_private(path), state)
 

@@ -191,7 +191,7 @@ def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
 
 
 def saved_and_resumed(engine, path, others, run):
-    """The files hold the bits of the state, and each engine goes on from them as from memory."""
+    """The files hold the bits of the state, and each engine resumes from them as from memory."""
     save(path, engine.state_dict(), 1)
     assert len(list(folder_of(path).iterdir())) == len(engine.pids)
     state = load_private(path).engine
@@ -254,7 +254,7 @@ def test_workers_that_are_killed_while_they_save_begin_again(dealt, tmp_path, mo
 def test_workers_that_are_killed_before_they_save_may_have_other_experts(
     dealt, tmp_path, monkeypatch
 ):
-    """Those that take their place deal the experts out anew, and are asked again who has what."""
+    """Their replacements deal the experts out again, and are asked again who has which."""
     path = tmp_path / "private"
     engine = dealt(RUN, OWNED, given={"folder": tmp_path, "saved": Saved.at(path)})
     train(engine, RUN, [0])

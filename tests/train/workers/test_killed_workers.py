@@ -57,7 +57,7 @@ def values(names, number):
 
 
 def all_of(engine, path, number):
-    """A step and a round of a peer: all that an engine is asked for; returns what it gave."""
+    """A step and a round of a peer: all calls of an engine. Returns the engine's answers."""
     given = [train(engine, RUN, [number])]
     given.append(engine.read(all_names(RUN)))
     save(path, engine.state_dict(), number)

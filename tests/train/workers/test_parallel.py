@@ -41,7 +41,7 @@ ONE_SEQUENCE = {"train": {"micro_batch_sequences": 1}, **CLIPPED}
 
 
 class InBlocks(ResidentEngine):
-    """One process that adds gradients up as so many ranks do, each of which has a block of them."""
+    """One process that adds gradients up as several ranks do, with one block of them each."""
 
     size = 1
 
@@ -89,7 +89,7 @@ def is_same(run, left, right):
 
 
 def assert_equal(run, left, right):
-    """Five steps, of which each is clipped, with other experts after the third."""
+    """Five clipped steps, with other experts after the third."""
     stats = train(left, run, range(3))
     assert stats == train(right, run, range(3))
     assert all(step.grad_norm > run.optimizer.clip_norm for step in stats)
@@ -243,7 +243,7 @@ WIDE = tiny_run(
 
 
 def allow_no_more(pid):
-    """A process gets no memory beside what it has."""
+    """A process gets no more memory than it has."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
@@ -376,7 +376,7 @@ def is_gone(pid):
 def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_bit(
     parallel, tmp_path
 ):
-    """They end within 10 s, whatever they compute; the state on disk is whole, and goes on."""
+    """They end within 10 s, whatever they compute. The state on disk is whole, and resumes."""
     path = tmp_path / "private"
     command = [sys.executable, "-c", CONTROLLER, str(path)]
     with running(command, stdout=subprocess.PIPE) as controller:

@@ -41,7 +41,7 @@ def ends():
 
 
 def beside(work):
-    """Does something in a thread; its result or error is the list's only element."""
+    """Calls a function in a thread. Its result or error becomes the only element of the list."""
     found = []
 
     def run():

@@ -28,7 +28,7 @@ Act = Callable[[Message], Message]
 
 
 class FakeCrew(Crew):
-    """Answers as it is told, and knows how long it was given."""
+    """Gives the scripted answers, and records its time limits."""
 
     may_grow = False
 

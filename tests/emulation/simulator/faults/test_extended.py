@@ -180,7 +180,7 @@ def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
 
 
 class _ShownAnotherReform:
-    """Of two that reform one goes on alone, forgets it, and is shown the founder's reform."""
+    """Two peers reform. One continues alone, forgets that, and is shown the founder's reform."""
 
     def __init__(self):
         self.reform = self.last = self.other = None

@@ -76,7 +76,7 @@ def test_a_fast_minority_that_was_cut_off_does_not_roll_the_majority_back():
         for m in manifests
         if m.generation == FOUNDING_GENERATION and world.invariants.first_seen_s[m.digest] < 300
     ]
-    # The case is what it says: the minority went on, and further than the majority.
+    # Checks the set-up: the minority has continued, and is further than the majority.
     assert max(m.tokens for m in of_minority) > max(before_healing)
     assert best_tip(world).generation == FOUNDING_GENERATION
 

@@ -1,4 +1,4 @@
-"""The check that a decided manifest is not fetched anew [X1]."""
+"""The check that a decided manifest is not fetched a second time [X1]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thousands of swarms under random faults, none of which may break an invariant [I1-I11]."""
+"""Thousands of swarms under random faults: none may break an invariant [I1-I11]."""
 
 from functools import cache
 

@@ -40,7 +40,7 @@ def test_deltas_survive_what_befalls_their_peers(seed: int) -> None:
 
 
 def test_deltas_survive_a_liar_beside_odd_arithmetic() -> None:
-    """A value that a peer makes otherwise comes whole here, and is proposed anew."""
+    """A value that a peer computes differently arrives whole here, and is proposed again."""
     assert as_found("Y", 13).violation is None
 
 

@@ -111,7 +111,7 @@ def test_only_those_are_counted_that_come_as_soon() -> None:
 def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
     remaining_s: float, waits: bool
 ) -> None:
-    """20 s beside their steps, then 3.33 s of three peers [V8]."""
+    """20 s during their steps, then 3.33 s of three peers [V8]."""
     why = why_close(replace(absent(remaining_s=remaining_s), spare_s=20.0), TIMERS)
     assert (why is None) == waits
     if why:
@@ -201,7 +201,7 @@ HOUR = replace(ROSTER, age_s=3700.0, waited_s=100.0, fastest_s=3600.0)
 def test_who_says_that_it_is_done_may_be_late_by_a_part_of_its_word(
     contributed: bool, total_s: float, limit_s: float
 ) -> None:
-    """To write its offer down; less if the round before waited for it in vain."""
+    """Time to write its offer to disk. It is less if the previous round waited without success."""
     for over_s, waits in ((limit_s - 0.1, True), (limit_s, False)):
         done = replace(
             BUSY,

@@ -1,4 +1,4 @@
-"""Whose line is too thin for a round: what it would send, and what leaving it out is worth."""
+"""Which peer's uplink is too slow for a round: its bytes, and the gain of leaving it out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
