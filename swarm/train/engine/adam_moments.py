@@ -1,6 +1,6 @@
 """AdamW's two moments of one parameter, in fp32, bf16 or int8, and one update of a piece of it.
 
-Each machine chooses its own format. Moments that are handed to another peer travel in fp32.
+Each machine chooses its own format. Moments travel to another peer in fp32.
 
 Shapes: R rows (experts of a stack; 1 for other tensors), X elements of a row, x elements of a
 piece, b blocks of a piece.
@@ -32,7 +32,7 @@ SCALE = "_scale"
 class Piece:
     """A run of elements of one row of a parameter: [start, stop).
 
-    `offset` is where the row begins in the flattened parameter.
+    `offset` is the start of the row in the flattened parameter.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Piece:
 
     @property
     def in_row(self) -> slice:
-        """Where it lies in its row."""
+        """Its place in its row."""
         return slice(self.start, self.stop)
 
     @property
     def in_whole(self) -> slice:
-        """Where it lies in the flattened parameter."""
+        """Its place in the flattened parameter."""
         return slice(self.offset + self.start, self.offset + self.stop)
 
 
@@ -80,17 +80,18 @@ class Moments:
         return cls(form, parts)
 
     def flat(self) -> Moments:
-        """The same memory as one row, where no scales belong to rows.
+        """The same memory as one row, for formats without scales.
 
-        Cut anywhere else than at multiples of a vector register's width, the fused kernel would
-        round its last elements otherwise than it does in the middle of a whole parameter.
+        Pieces of the row can then begin at any multiple of a vector register's width. Elsewhere the
+        fused kernel would round the last elements of a piece differently from those in the middle
+        of a parameter.
         """
         if self.form == "int8":
             return self
         return Moments(self.form, {name: part.view(1, -1) for name, part in self.parts.items()})
 
     def copy_row(self, row: int, old: Moments, old_row: int) -> None:
-        """Takes over a row of other moments, which may have another format."""
+        """Copies a row of other moments, which may have another format."""
         if old.form == self.form:
             for name, part in self.parts.items():
                 part[row] = old.parts[name][old_row]
@@ -122,8 +123,8 @@ class Moments:
             part: of the row.
             values: of the piece, both fp32 [x].
             seed: draws the directions in bf16.
-            among: where the piece begins in a longer one, whose directions are drawn, and the
-                length of that; None for a piece of its own.
+            among: the start of the piece in a longer one, and the length of the longer one, for
+                which directions are drawn. None if the piece is not a part of another.
         """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
@@ -166,7 +167,7 @@ def update_tensors(
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; torch's fused kernel.
     """
-    # The kernel counts in fp32 itself, exact up to 2^24 updates.
+    # The kernel itself counts in fp32, which is exact up to 2^24 updates.
     counts = torch.full((len(parameters),), float(update.count - 1), device=parameters[0].device)
     settings = update.settings
     adamw(
@@ -196,7 +197,7 @@ def update_piece(
         master_x: the piece of the parameter.
         gradient_x: its fp32 gradient.
         moments: of the parameter; see `Moments.flat`.
-        piece: where; `start` is a multiple of `BLOCK`.
+        piece: its place. `start` is a multiple of `BLOCK`.
         update: lr and count.
     """
     values = moments.load(piece.row, piece.in_row)
@@ -206,7 +207,7 @@ def update_piece(
 
 
 def seed_of(piece: Piece, update: Update) -> int:
-    """Of place and count alone, so that a resumed peer draws the same numbers."""
+    """Depends on place and count alone, so that a resumed peer draws the same numbers."""
     place = f"{update.count} {piece.name} {piece.row} {piece.start}"
     return zlib.crc32(place.encode())
 

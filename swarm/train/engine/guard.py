@@ -1,4 +1,4 @@
-"""Decisions of an engine about a step before it changes anything: clip it, scale it, skip it."""
+"""Decisions about a step before it changes anything: clip, scale or skip it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarm.errors import TrainingDiverged
 from swarm.experts import EMBEDDING, layer_of
 
 SKIPS_UNTIL_DIVERGED = 3
-"""So many steps in a row without a finite loss and gradient end the training of a peer."""
+"""A peer's training ends after this many steps in a row without a finite loss and gradient."""
 SPIKE = 4.0
-"""A gradient norm of so many times its running mean is counted as a spike."""
+"""A gradient norm of this many times its running mean counts as a spike."""
 MEMORY = 0.98
-"""Of the running mean of gradient norms: it looks back some 50 steps."""
+"""Decay of the running mean of gradient norms, which looks back some 50 steps."""
 SQUARED = 2**16
-"""Elements that a CPU converts to fp64 at once: they stay in its cache."""
+"""Elements that a CPU converts to fp64 at once. They fit its cache."""
 SQUARED_GPU = 2**24
-"""Those of a GPU: 128 MiB in fp64, and few enough kernels."""
+"""The same for a GPU: 128 MiB in fp64, and few enough kernels."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ def unit_of(name: str) -> str:
 def square_sum(gradient: Tensor) -> Tensor:
     """The sum of the squares of an fp32 gradient, as an fp64 scalar.
 
-    In fp64, so that sums of parts, however a gradient is cut, make the same fp32 norm as a sum of
-    the whole; an fp32 norm of 2^24 elements is 0.07 % too small on a CPU, besides.
+    In fp64 the sums of parts give the same fp32 norm as a sum of the whole, however a gradient is
+    cut. Also, an fp32 norm of 2^24 elements is 0.07 % too small on a CPU.
     """
     first, *others = gradient.view(-1).split(SQUARED_GPU if gradient.is_cuda else SQUARED)
     total = _squared(first)
@@ -59,12 +59,12 @@ def _squared(piece: Tensor) -> Tensor:
 
 
 def norm_of(square: Tensor, scale: float) -> Tensor:
-    """The fp32 norms whose squares are given, of gradients that were multiplied by a scale."""
+    """The fp32 norms of gradients, from their squares, which contain a scale of the gradients."""
     return (square.sqrt() / scale).float()
 
 
 def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
-    """The norm of all gradients from the norms of each, added up in the order of their names."""
+    """The norm of all gradients from their single norms, added up in the order of names."""
     total: Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in sorted(norms)]))
     return total
 
@@ -90,20 +90,20 @@ def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict
 
 
 def unit_factor(norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int) -> Tensor:
-    """The factor of the gradients of one of so many units."""
+    """The factor of the gradients of one unit, given the number of units."""
     return _factor(total_norm(norms), settings.clip_norm / math.sqrt(num_units))
 
 
 def _factor(norm: Tensor, limit: float) -> Tensor:
-    # As torch.nn.utils.clip_grad_norm_ has it, bit for bit.
+    # The same formula as torch.nn.utils.clip_grad_norm_, bit for bit.
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor of the loss with which small fp16 gradients do not vanish.
+    """The factor of the loss that keeps small fp16 gradients from underflow.
 
-    Halves on overflow, doubles after 2000 steps without one; always a power of two, so that
+    Halves on overflow, doubles after 2000 steps without one. It is always a power of two, so that
     dividing by it is exact. 1 for the other types.
 
     Source: Micikevicius et al., arXiv 1710.03740; the numbers are those of torch.amp.GradScaler.
@@ -125,7 +125,7 @@ class LossScale:
 
 
 UNSCALED = LossScale()
-"""The one of all types but fp16."""
+"""The scale of all types but fp16."""
 
 
 class Guard:
@@ -136,7 +136,7 @@ class Guard:
         skipped: steps skipped so far.
         skipped_in_a_row: of these, the ones since the last update.
         spikes: steps whose gradient norm was far above the running mean.
-        spiked: whether the last finite step was one.
+        spiked: whether the last finite step was a spike.
     """
 
     def __init__(self, compute: str) -> None:
@@ -149,14 +149,14 @@ class Guard:
     def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
         """Resumes from the counts of a saved state."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
-        # A state of another type's engine says nothing about the scale of fp16.
+        # The state of an engine of another type has no scale for fp16.
         if self._scaled and scale.value > 1:
             self.scale = scale
 
     def finite(self, loss: float, norm: float) -> bool:
-        """Judges a step; False means that it must change nothing.
+        """Judges a step. False means that the step must change nothing.
 
-        An fp16 overflow under a finite loss lowers the scale and is no sign of divergence.
+        An fp16 overflow with a finite loss lowers the scale, and is no sign of divergence.
 
         Raises:
             TrainingDiverged: the third skipped step in a row.

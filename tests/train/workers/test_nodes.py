@@ -260,7 +260,7 @@ def test_workers_of_a_node_end_with_a_controller_that_is_killed(key_file):
             controller.kill()
             wait_until(lambda: all(map(is_gone, pids)), within_s=GONE_S)
             assert agent.wait(LIMIT_S) == 0
-            assert "the controller is gone" in agent.stderr.read()
+            assert "the controller has ended" in agent.stderr.read()
 
 
 PROGRAMS = Path(sys.executable).parent
