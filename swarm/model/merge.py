@@ -1,10 +1,10 @@
-"""Expert merging: each expert moves towards those whose gate projections point its way.
+"""Expert merging: each expert moves towards the experts with similar gate projections.
 
 Source: SPES (arXiv 2602.11543, eq. 5-6): phi_j + alpha * mean over the K most similar experts of
 (phi_k - phi_j), all read from the values before the merge (Jacobi). Deviation from the reference
 code, which compares matrices concatenated in differing orders: here they are aligned.
 
-Nothing here holds more than chunks: matrices are read run by run, from wherever they lie.
+Only chunks are in memory: matrices are read run by run from their storage.
 
 Shapes: E experts, X elements of a gate projection.
 """
@@ -22,12 +22,12 @@ from swarm.experts import Slice, expert_tensor, place_of
 COLUMNS = 2**16
 """Elements per expert that exist in fp64 at once."""
 DECIMALS = 12
-"""Similarities are rounded to these: the order of an fp64 sum (1e-15) must not choose a donor."""
+"""Decimals of similarities. The order of an fp64 sum (1e-15) must not choose a donor."""
 
 Read = Callable[[Slice], Tensor]
 """Agreed values, before the merge, of a run of elements of a flattened matrix."""
 Donors = tuple[tuple[tuple[int, ...], ...], ...]
-"""For each layer and expert those that it moves towards, ascending."""
+"""The donors of each expert of each layer, ascending."""
 
 
 def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: int) -> Tensor:
@@ -60,7 +60,7 @@ def _dots(gates: Sequence[Tensor]) -> Tensor:
 def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], ...]:
     """The `top_k` experts most similar to each expert of one layer, ascending.
 
-    An expert is no donor of its own; of equally similar ones the lower index is taken.
+    An expert is never its own donor. Of equally similar experts the lower index is chosen.
     """
     rows = similarity_EE.tolist()
     chosen = []
@@ -87,11 +87,11 @@ def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor
     """The merged values, fp32, of a run of elements of one expert's matrix.
 
     The update is elementwise with separate multiplications and additions, donors in ascending
-    order, and so carries the same bits whatever the run's length and the number of threads:
+    order, and so gives the same bits for every run length and number of threads:
     own + alpha * (sum of (donor - own) / K).
 
-    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, besides those that
-    `read` gives. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, in addition to the
+    elements from `read`. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
     """
     place = place_of(part.name)
     assert place is not None, f"{part.name} is of no expert"
