@@ -220,7 +220,7 @@ def test_another_text_or_other_options_do_not_go_on_with_it(corpus: Corpus, tmp_
     (out / PROGRESS).write_text(json.dumps({"key": "0" * 64, "shards": []}))
     with pytest.raises(DataError, match=r"another text, tokenizer or other options.*remove"):
         made(corpus, out)
-    with pytest.raises(DataError, match=r"not finished.*it goes on"):
+    with pytest.raises(DataError, match=r"not finished.*it resumes"):
         open_prepared(out)
     (out / PROGRESS).write_text("{")
     with pytest.raises(DataError, match="damaged"):

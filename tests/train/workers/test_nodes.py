@@ -285,7 +285,7 @@ def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(ke
             goes_s[0] = began_s + 1.0
             stopped(engine, 0)  # so that a step is under way
             soon(launcher.terminate)
-            with pytest.raises(WorkersFailed, match=r"this peer has to go|of 2 workers"):
+            with pytest.raises(WorkersFailed, match=r"this peer must end|of 2 workers"):
                 train(engine, RUN, range(1, 100))
             assert time.monotonic() - began_s < LEAVES_S
             said = launcher.communicate(timeout=LEAVES_S)[1].splitlines()
