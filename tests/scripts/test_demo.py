@@ -139,7 +139,7 @@ def test_a_mistyped_option_costs_nothing(checkout: Checkout) -> None:
 def test_where_things_go_is_not_for_the_caller(checkout: Checkout, options: list[str]) -> None:
     done = checkout.demo(*options)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"demo: {options[0].partition('=')[0]} is not for you")
+    assert done.stderr.startswith(f"demo: {options[0].partition('=')[0]} cannot be set")
     assert (checkout.calls, checkout.weights, checkout.left) == ([], "old", [])
 
 
