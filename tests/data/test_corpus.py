@@ -36,7 +36,7 @@ def test_the_default_corpus_is_the_standard_library_without_tests_and_packages()
     assert {"argparse.py", "asyncio/locks.py", "json/decoder.py"} <= set(corpus.files)
     assert folders.isdisjoint({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
     assert not any("_sysconfigdata" in file for file in corpus.files)
-    # 11.9 MB with Python 3.11; far less would mean that folders were left out by mistake.
+    # 11.9 MB with Python 3.11. Far less would mean that folders were left out by mistake.
     assert sum((corpus.root / file).stat().st_size for file in corpus.files) > 8_000_000
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
 
 
 def test_links_that_leave_the_folder_are_named_and_followed_only_when_asked_for(tmp_path):
-    """What lies outside could be published as held-out text."""
+    """Files outside of the folder could be published as held-out text."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key.txt").write_text("secret")
     (tmp_path / "secret" / "back").symlink_to(tmp_path)
@@ -256,7 +256,7 @@ def test_a_name_has_no_control_characters(tmp_path):
 
 
 def test_what_an_installation_writes_is_no_part_of_the_standard_library():
-    """Its own paths are in there, so two machines with one Python would never agree."""
+    """Such files have the installation's paths, so two machines with one Python would not agree."""
     prefix = sysconfig.get_config_var("prefix").encode()
     corpus = standard_library_corpus()
     assert platform.python_version() in corpus.name

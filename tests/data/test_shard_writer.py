@@ -186,7 +186,7 @@ def test_ended_and_run_again_it_leaves_the_same_out(
 
 
 def key_of(corpus: Corpus) -> str:
-    """What a half-made folder says it is made of."""
+    """The source that a half-made folder names."""
     named = [FORMAT, BYTE.name, SHARD_TOKENS, True, False, corpus.fingerprint()]
     return blake3(json.dumps(named).encode()).hexdigest()
 

@@ -76,7 +76,7 @@ def test_a_changed_corpus_gets_a_cache_in_place_of_the_one_before(corpus, tmp_pa
 def test_a_text_with_another_mode_owner_or_place_is_not_tokenised_again(
     corpus, tmp_path, monkeypatch
 ):
-    """A container and a copy change what stat tells of each file, and of the folder."""
+    """A container and a copy change the stat of each file, and of the folder."""
     open_shards(corpus, tmp_path / "cache", BYTE)
     for path in corpus.root.iterdir():
         path.chmod(0o600)
@@ -259,7 +259,7 @@ def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_pa
 
 
 class Killed(BaseException):
-    """Nothing of ours tidies up behind it."""
+    """No code of ours cleans up after it."""
 
 
 class Fatal(ByteTokenizer):

@@ -1,4 +1,4 @@
-"""A tokenizer that came as a file, perhaps from a stranger: bounded, refused, or run elsewhere."""
+"""A tokenizer from a file, perhaps a stranger's: bounded, refused, or run in another process."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A folder of exports: whatever happens while one is written, those that were there are whole."""
+"""A folder of exports: existing ones stay whole, whatever happens during a write."""
 
 import contextlib
 import dataclasses
@@ -106,7 +106,7 @@ def test_what_has_an_exports_name_is_not_overwritten(tmp_path: Path) -> None:
 
 
 class Breaking:
-    """The disk fails at the n-th of all that changes it or makes it durable."""
+    """The disk fails at the n-th call that changes it or makes it durable."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.left = at
@@ -169,7 +169,7 @@ def check_whole(path: Path) -> None:
 
 
 class Writers:
-    """Starts processes that export without end, one after the other, and kills them."""
+    """Starts processes that export endlessly, one after the other, and kills them."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.export.endless", str(folder)]

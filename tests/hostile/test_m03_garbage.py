@@ -101,7 +101,7 @@ GARBAGE = "garbage"
 
 
 class Judging(Pump):
-    """A pump in which values are garbage or not, and what has a bound is judged."""
+    """A pump with sound and garbage values, in which values with a bound are checked."""
 
     def __init__(self, rules: Rules, **options: float) -> None:
         super().__init__(rules, **options)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.scenario
 
 ROUNDS = 12
 TRIES = 20
-"""Of each of the five kinds."""
+"""Tries of each of the five kinds."""
 
 
 def forgeries(liar: Forger, tip: Manifest, number: int) -> list[Commit]:

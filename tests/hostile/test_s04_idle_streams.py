@@ -21,7 +21,7 @@ from tests.hostile.victim import WAIT_S, Victim, wait_until
 from tests.network.conftest import Peers
 
 ATTEMPTS = 24
-"""By each of two keys, through one relay."""
+"""Streams of each of two keys, through one relay."""
 STREAMS = LIMITS[Cost.STREAMS]
 
 
@@ -76,7 +76,7 @@ def test_a_relay_is_served_while_strangers_hold_all_the_streams_they_get_through
     assert victim.node.traffic.refused == {}, "none of it was refused first"
     assert len(held) <= 2 * LIMITS[Cost.RELAYED].stranger.most
     wait_until(lambda: victim.ledger.left(relay.peer_id, Cost.STREAMS, 0) == STREAMS.member.most)
-    for attacker in (first, second):  # what is idle costs nobody anything
+    for attacker in (first, second):  # idle streams cost nobody anything
         most = STREAMS.stranger.most
         assert victim.ledger.left(attacker.peer_id, Cost.STREAMS, 0) == most
     for attacker, connection in held:

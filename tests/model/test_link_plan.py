@@ -1,4 +1,4 @@
-"""What a link makes of a run: a table for the 7B, and what the program accepts."""
+"""The plan of a run on a link: a table for the 7B, and accepted inputs of the program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from swarm.model.link_plan import (
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 STEP_S = 36.0
-"""Of the 7B in its last phase, on 8 GPUs a peer: 50 steps are half an hour."""
+"""Seconds of the 7B's last phase on 8 GPUs per peer: 50 steps are half an hour."""
 COMPUTE_S = 50 * STEP_S
 
 

@@ -1,4 +1,4 @@
-"""A page on loopback, served as swarm-monitor serves it."""
+"""A page on loopback, served as by swarm-monitor."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""Many schedules on several processes: their order, and their end when nobody wants more."""
+"""Many schedules on several processes: their order, and an early end."""
 
 import time
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""Rounds of minutes and hours, in virtual time: who is waited for, and how long."""
+"""Rounds of minutes and hours in virtual time: which peers a round waits for, and how long."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def steps(*step_s: float, num_steps: int = 20) -> dict[str, Work]:
 
 
 def attempts(course: Course) -> list[int]:
-    """Of the rounds that the newest manifest's peers know a certificate of."""
+    """Attempts of the rounds with a certificate at the newest manifest's peers."""
     records = [node.disk.record for node in course.world.alive()]
     return [record.certificate.ballot.attempt for record in records if record.certificate]
 
@@ -90,14 +90,14 @@ def a_thin_line_holds_nobody_up(tested: UnderTest) -> None:
         unit_bytes=3_000_000,
         tested=tested,
     )
-    assert max(course.durations_s[:3]) < 60.0 + 15.0  # 68 to 73 s, by who convenes
+    assert max(course.durations_s[:3]) < 60.0 + 15.0  # 68 to 73 s, depending on the convener
     assert not any("p3" in contributors for contributors in course.contributors[:3])
     assert ("p3",) not in course.applied[2][1].owners.values(), "its expert went stale"
     assert course.contributors[3] == ALL and course.durations_s[3] < 60.0 + 35.0
 
 
 def a_thin_line_is_not_waited_for(tested: UnderTest) -> None:
-    """Its peer is 10 s late, which its work would be worth; but its line would have it left out."""
+    """Its peer is 10 s late. Its work would be worth this wait, but its slow line excludes it."""
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
     course = go_through(
         {peer: Work(7.0 if peer == "p3" else 6.0, 10) for peer in sorted(ALL)},
@@ -137,12 +137,12 @@ def test_a_removed_rule_of_waiting_is_caught(name: str) -> None:
 
 
 def local_steps(step_s: float) -> Work:
-    """Everybody takes as many; who is eight times slower is too late by its own word."""
+    """All peers take the same number. A peer that is eight times slower is late by its own word."""
     return Work(step_s, 100)
 
 
 def seconds(step_s: float) -> Work:
-    """Everybody takes as many as fit an hour."""
+    """All peers take as many steps as fit an hour."""
     return Work.of_seconds(HOUR, step_s)
 
 
@@ -156,7 +156,7 @@ ALL_AT_ONCE = (True, True, True)
     [
         (seconds, *ALL_AT_ONCE),
         (local_steps, *ALL_AT_ONCE),
-        # What goes wrong alone goes wrong with all the rest.
+        # Each single fault, and all together.
         *[
             pytest.param(mode, *what, marks=pytest.mark.exhaustive)
             for mode in (seconds, local_steps)

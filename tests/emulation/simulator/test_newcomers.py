@@ -1,4 +1,4 @@
-"""Peers that come without a record: whom they believe, and what they know then [L2, L3]."""
+"""Peers that come without a record: their sources, and their knowledge afterwards [L2, L3]."""
 
 from dataclasses import replace
 from random import Random
@@ -67,7 +67,7 @@ def test_a_chain_that_lost_links_on_the_disk_is_whole_again_after_a_start():
     world.run(lambda: world.now > 60.0)
     node = world.nodes[PEERS[2]]
     world.crash(node.me)
-    node.disk.links = (node.disk.links[0], *node.disk.links[-2:])  # lines between were damaged
+    node.disk.links = (node.disk.links[0], *node.disk.links[-2:])  # lines in between were damaged
     world.reboot(node.me)
     assert gaps(node.machine.chain)
     world.run(lambda: not gaps(node.machine.chain))

@@ -1,4 +1,4 @@
-"""The check that peers which are spared from faults have rounds, all of them [I3]."""
+"""The check that all peers without faults make rounds [I3]."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ class _WaitsForAll(Collector):
 
 
 class _FirstNeverApplies(Adopter):
-    """One of the spared peers stays at the tip that it began with."""
+    """One of the spared peers stays at its first tip."""
 
     def _may_apply(self, pursuit):
         return self.me != SPARED[0] and super()._may_apply(pursuit)

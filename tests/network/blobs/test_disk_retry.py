@@ -1,4 +1,4 @@
-"""What a disk's failure means: wait, or give up; with a clock of the test's own."""
+"""Reactions to a disk's failure, waiting or giving up, with a fake clock."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Holder:
         return self.held.store_subkey(key, owner.encode(), value, get_dht_time() + life_s)
 
     def store_from(self, network: int, owner: str, num_bytes: int, life_s: float = 60.0) -> bool:
-        """As sent by a peer of that network, which has paid for it before anything is looked at."""
+        """A store by a peer of that network, charged before any record is checked."""
         sender = f"sender{network}"
         self.ledger.locate(sender, f"/ip4/10.{network // 256}.{network % 256}.1/tcp/1")
         with self.held.stored_by(sender, num_bytes) as may_store:
@@ -192,10 +192,10 @@ def assert_sums_hold(held: LocalStorage) -> None:
     assert held.num_bytes == sum(held._used.values()) == sum(each.num_bytes for each in all_held)
 
 
-# ---------------------------------------------------------------- from where it came
+# ---------------------------------------------------------------- networks of senders
 
 UNPAID = {**LIMITS, Cost.RECORDS: Limit(*[Rate(1e12)] * 3)}
-"""Limits under which rates do not stop a flood."""
+"""Limits without rate limits, which would stop a flood."""
 
 
 def test_a_flood_from_one_network_pushes_out_nothing_of_another() -> None:

@@ -31,7 +31,10 @@ def samples(
     queued_s: Sequence[float] = (0.0, 0.1, 0.1, 0.1),
     each: int = 10,
 ) -> list[Sample]:
-    """Of a transfer at rates of quarters; the line was the bound for a share of the time."""
+    """Samples of a transfer at rates of quarters.
+
+    The line was the limit for a share of the time.
+    """
     found, num_bytes = [Sample(5.0, 0, 0.0, 0.0)], 0.0
     for rate, queued in zip(mbit, queued_s, strict=True):
         for _ in range(each):
@@ -152,7 +155,7 @@ print(asyncio.run(measure()))
 
 
 def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
-    """What a peer behind 8 Mbit/s finds with one behind 80, which pauses after each 16 KiB."""
+    """The result of a peer with 8 Mbit/s and one with 80, which pauses after each 16 KiB."""
     links = NamespaceLinks([Link(8, 80, 50), Link(80, 80, 50)])
     try:
         (send, _), (take, _), host = links.place(0), links.place(1), address_of(1)

@@ -1,4 +1,4 @@
-"""Workers that take long to start: a peer that has to go does not wait for them."""
+"""Workers that take long to start: a peer that must end does not wait for them."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_workers_that_have_started_go_on_while_a_peer_leaves():
         left_s[0] = 0.0
         assert engine.read(["model.norm.weight"]).keys() == {"model.norm.weight"}
         os.kill(engine.pids[0], signal.SIGKILL)
-        with pytest.raises(WorkersFailed, match="this peer has to go"):
+        with pytest.raises(WorkersFailed, match="this peer must end"):
             engine.read(["model.norm.weight"])
     finally:
         engine.close()

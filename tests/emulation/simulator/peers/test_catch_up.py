@@ -18,7 +18,7 @@ STORIES: dict[str, tuple[Step, ...]] = {
     "it is begun after it was given up": (A, "next", "end", "next", A),
     "giving it up twice is giving it up": (A, "next", "end", "next", "end", A),
     "another manifest": (A, "next", ("b", True), "next", A),
-    # A reform: the first Fetch was for the old tip's manifest, but the machine pursues another now.
+    # A reform: the first Fetch was for the old tip's manifest, but now the machine wants another.
     "two within one event": ("next", A, "end", A),
     "two within one event, then a duplicate": ("next", A, "end", A, "next", AGAIN),
 }

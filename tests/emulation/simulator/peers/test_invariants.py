@@ -11,7 +11,7 @@ from tests.emulation.simulator.schedules import as_found
 
 SEEDS_PER_CLASS = 600
 QUICK_SEEDS_PER_CLASS = 20
-"""Campaigns (scripts/simulate) try hundreds of thousands; these notice what breaks at once."""
+"""scripts/simulate tries hundreds of thousands. These find obvious faults at once."""
 SEEDS_PER_TEST = 20
 SEEDS = [
     pytest.param(first, marks=[pytest.mark.exhaustive] if first >= QUICK_SEEDS_PER_CLASS else [])
@@ -21,7 +21,7 @@ SEEDS = [
 
 @cache
 def outcome_of(fault_class: str, seed: int) -> Outcome:
-    """What several tests ask of the same schedule."""
+    """The outcome of a schedule, cached for several tests."""
     return run_schedule(fault_class, seed)
 
 
@@ -97,7 +97,7 @@ def test_schedules_hold_what_they_are_meant_to_try(fault_class):
     outcomes = [outcome_of(fault_class, seed) for seed in range(12)]
     assert min(outcome.rounds for outcome in outcomes) >= 3
     assert sum(outcome.merges for outcome in outcomes) > 0
-    if fault_class == "C":  # half of the survivors cannot go on without a reform
+    if fault_class == "C":  # half of the survivors cannot continue without a reform
         assert sum(outcome.reforms > 0 for outcome in outcomes) >= 3
 
 
