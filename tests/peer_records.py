@@ -1,4 +1,4 @@
-"""Records as peers would have published them."""
+"""Records like those of real peers."""
 
 import dataclasses
 from typing import Any

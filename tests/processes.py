@@ -1,4 +1,4 @@
-"""Processes that end with the test that started them, whatever becomes of it."""
+"""Processes that end with their test, whatever its result."""
 
 import subprocess
 import threading

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back: what is exact, what is bounded, what is refused."""
+"""Tensors to bytes and back: exact cases, bounds, refusals."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: what is synced, and what is there after a step that fails."""
+"""Files that are replaced as a whole: synced paths, and the state after a failed step."""
 
 import errno
 import os

@@ -28,7 +28,7 @@ esac
 
 
 class Checkout:
-    """A copy of what scripts/setup reads, in a folder whose name pip would trip over."""
+    """A copy of the files that scripts/setup reads, in a folder whose name is difficult for pip."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a checkout"

@@ -1,4 +1,4 @@
-"""A peer as a script uses it: two in one process, callbacks, an end that can be resumed."""
+"""A peer in a script: two in one process, callbacks, an end that can be resumed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_unlocked(folder: Path) -> bool:
 
 
 class Heard(swarm.PeerObserver):
-    """All that a peer tells."""
+    """Records all calls of an observer."""
 
     def __init__(self) -> None:
         self.address = self.invitation = ""

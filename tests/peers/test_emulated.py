@@ -81,7 +81,7 @@ def test_a_local_step_takes_as_long_as_it_is_told(emulation: Emulation) -> None:
 
 
 class Trapped(Emulation):
-    """Writes down where it would stand still."""
+    """Records the places where it would stop."""
 
     def __init__(self, folder: ControlFolder) -> None:
         super().__init__(folder, peer=0)
@@ -99,7 +99,7 @@ def trapped(tmp_path: Path) -> Trapped:
 
 
 def carry_out(emulation: Emulation, *effects: Effect) -> list[Effect]:
-    """What is done, in order."""
+    """The carried-out effects, in order."""
     done: list[Effect] = []
 
     async def act(effect: Effect) -> None:

@@ -1,4 +1,4 @@
-"""swarm-export: what is written is what was agreed."""
+"""swarm-export writes the agreed values."""
 
 import contextlib
 import dataclasses
@@ -50,8 +50,8 @@ def test_every_tensor_comes_once_with_its_agreed_value(
 def test_few_tensors_wait_for_their_other_parts(
     found: AgreedModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first tensor is cut into several parts; it leaves as soon as its last part is read, so
-    # that no more than one part's tensors are ever in memory.
+    # The first tensor is cut into several parts. It is freed after its last part, so that memory
+    # never holds more than one part's tensors.
     reads: set[str] = set()
     read = BlobStore.read
 
@@ -72,7 +72,7 @@ def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:
 
 
 class FakeSource:
-    """Peers of a run that have one state."""
+    """Peers of a run with one state."""
 
     agreed: AgreedModel
 

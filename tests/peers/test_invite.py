@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 
 
 def state_of(folder: Path, founder: str | None = None) -> tuple[Path, Manifest]:
-    """A state directory whose peer is at round 40 of a run, which it or another has founded."""
+    """A state directory of a peer at round 40 of a run, which it or another peer has founded."""
     me = load_or_create_identity(folder / "identity.key").peer_id
     tip = replace(found(make_rules(), [founder or me, me]), run=RUN, round=40, height=40)
     run = folder / "runs" / RUN
@@ -122,7 +122,7 @@ def test_hours_follow_from_the_last_rounds() -> None:
 
 
 def shown(private: PrivateInvitation) -> Credential:
-    """What a joiner shows; whether it is signed is not asked here."""
+    """A joiner's credential. Its signature is not checked here."""
     return Credential(private.invitation, "")
 
 

@@ -111,7 +111,10 @@ def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
 
 
 def test_who_watches_many_peers_looks_for_longer_and_less_often(guest: Guest, watch: Watch) -> None:
-    """What 256 peers say of themselves is 3 MB: at first as announced, then by the manifest."""
+    """The records of 256 peers are 3 MB.
+
+    The number is first the announced one, then the manifest's.
+    """
     assert watch.refresh_s == 2.0
     guest.announced_peers = 256
     tip = manifest(2)
@@ -172,7 +175,7 @@ def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> N
 
 
 class FullDisk(HistoryFile):
-    """Keeps nothing while it is full."""
+    """Stores nothing while it is full."""
 
     is_full = True
 

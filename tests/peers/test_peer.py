@@ -23,7 +23,7 @@ from swarm.peer.training.leaving import Stop, Stopped
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Codes with which the process would have ended; handlers of signals are as before after it."""
+    """Records exit codes instead of exiting. Restores signal handlers afterwards."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -88,7 +88,7 @@ def test_a_terminal_that_is_closed_asks_however_often_it_says_so(
         def write(self, _text: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever has started the tests
+    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever started the tests
     stop = Stop(7.0)
     leave_on_signals(stop)
     monkeypatch.setattr(sys, "stderr", Gone())

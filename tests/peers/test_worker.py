@@ -32,7 +32,7 @@ def key(tmp_path: Path) -> str:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
-    """The agents that would have served."""
+    """Records the agents instead of serving."""
     agents: list[Agent] = []
     monkeypatch.setattr(Agent, "serve", lambda agent, *, once: agents.append(agent))
     monkeypatch.setattr(signal, "signal", lambda *_: None)

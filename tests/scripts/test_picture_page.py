@@ -1,4 +1,4 @@
-"""The pictures of the page are of the page as it is."""
+"""The pictures show the present page."""
 
 import shutil
 from pathlib import Path

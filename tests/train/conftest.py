@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Shared fixtures of the tests of engines."""
 
 from collections.abc import Iterator
 

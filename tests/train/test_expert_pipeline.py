@@ -1,6 +1,6 @@
-"""Experts dealt out within the stages of a pipeline, and state cut over equal stages.
+"""Experts distributed within the stages of a pipeline, and state cut over equal stages.
 
-The tests share one crew of eight: two groups of two stages, each of whose experts two workers have.
+The tests share one crew of eight: two groups of two stages, whose experts two workers share.
 """
 
 import pytest
@@ -82,7 +82,7 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(meshed):
     "sections", [BF16, pytest.param(ONE_BY_ONE, marks=SLOW)], ids=["bf16", "fp32"]
 )
 def test_two_pipelines_of_four_with_cut_state_have_the_bits_of_one_process(meshed, sections):
-    """One that adds up as they do, in blocks."""
+    """One process that adds up as they do, in blocks."""
     run = run_of(4, **sections)
     assert_equal(run, meshed(run, OWNED, ep=1, pp=4, shards=2), in_blocks(run, 2))
 

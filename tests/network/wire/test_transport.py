@@ -1,4 +1,4 @@
-"""Straight first, then through others, within the time that was given: with stand-ins for both."""
+"""Direct first, then through relays, within the given time, with stand-ins for both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
 
 class Stage:
-    """What the peer itself, and each relay, answers; and who was asked."""
+    """Answers of the peer and of each relay, and a record of the asked ones."""
 
     def __init__(self, straight: Exception | bytes, **relays: Exception | bytes | float) -> None:
         self.straight, self.relays = straight, relays
@@ -146,7 +146,7 @@ class Direct:
 def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A dial of it takes seconds to fail, and what is wanted is there through others."""
+    """A dial of it takes seconds to fail, while relays have the wanted data."""
 
     async def straight(*_: object) -> str:
         return "straight"

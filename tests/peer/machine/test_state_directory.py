@@ -38,7 +38,7 @@ LOOPBACK = 'network.host_maddrs=["/ip4/127.0.0.1/tcp/0"]'
 
 
 def start(config: PeerConfig, path: Path) -> PeerConfig:
-    """What a start goes by that succeeds."""
+    """The settings of a start that succeeds."""
     whole = with_kept(config, path)
     keep(config, path)
     return whole

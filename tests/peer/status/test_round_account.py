@@ -41,7 +41,7 @@ def test_a_peer_says_what_it_did_while_the_round_went_on_without_it() -> None:
 
 
 def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
-    """The words are those of the rule itself, so they cannot drift apart."""
+    """The rule itself makes the words, so they cannot differ."""
     absent = [
         Absent("C", silent_s=30.0, remaining_s=None, worked_s=30.0),
         Absent("B", silent_s=0.0, remaining_s=500.0, worked_s=1.0),

@@ -1,4 +1,4 @@
-"""The held-out text is spelled from the run's tokens, or not at all."""
+"""The held-out text is decoded from the run's tokens, or not at all."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
-"""What the phases of a round hold above the engine: living tensors, counted as they are made.
+"""Memory of a round's phases above the engine: living tensors, counted when they are made.
 
-Chunks are made small here, in the proportion that they have to the experts of a model of 7B: there
-all experts are 12.9 GB, a chunk of `CHUNK_ELEMENTS` is 2 to 4 MB.
+Chunks are small here, in the same proportion to the experts as in a 7B model, where all experts are
+12.9 GB and a chunk of `CHUNK_ELEMENTS` is 2 to 4 MB.
 """
 
 import gc
@@ -62,7 +62,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def live() -> Iterator[LiveBytes]:
-    """Counts from before there is an engine, so that its own memory is not taken for news."""
+    """Counts from before the engine exists, so that the engine's memory is known."""
     with LiveBytes() as live:
         yield live
 
@@ -87,7 +87,7 @@ def model(store: BlobStore, founded: Manifest) -> LiveModel:
 
 
 def peak_of(live: LiveBytes, phase: Callable[[], object]) -> int:
-    """The most bytes of tensors that are alive at once, above those that were before."""
+    """The peak bytes of living tensors, above those before."""
     gc.collect()
     live.reset()
     before = live.now
@@ -146,7 +146,7 @@ def test_an_export_holds_one_tensor(live: LiveBytes, store: BlobStore, founded: 
 
 
 def averaged(founded: Manifest, store: BlobStore, model: LiveModel) -> tuple[Manifest, Offer]:
-    """A successor in which every value is another one, and the offer that is in its means."""
+    """A successor in which every value differs, and the offer that its means include."""
     units, entries, sources = {}, {}, {}
     for unit, value, base in offered_values(model, founded):
         offered = store_content(store, value)

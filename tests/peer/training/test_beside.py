@@ -76,7 +76,7 @@ def test_without_a_thread_it_is_done_at_once(monkeypatch):
 
 
 def test_work_that_waits_for_itself_is_told_that_memory_is_short():
-    """An engine that lacks memory waits for who reads it, then makes room; the reader cannot."""
+    """An engine without memory waits for its readers, then makes room. The reader itself cannot."""
     making = BackgroundWork[int]()
 
     def work() -> int:

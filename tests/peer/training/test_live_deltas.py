@@ -90,7 +90,7 @@ class Swarm:
         return decision
 
     def train(self, peer: str, moves: Mapping[Unit, Tensor]) -> None:
-        """Adds something to each of the units that a peer trains."""
+        """Adds a change to each unit that a peer trains."""
         for unit, part, values in self.parts(peer):
             start, stop = values
             engine = self.lives[peer].engine
@@ -98,7 +98,7 @@ class Swarm:
         self.offerings[peer].changed()
 
     def parts(self, peer: str) -> Iterator[tuple[Unit, Slice, tuple[int, int]]]:
-        """The slices of the units that a peer trains, and where they lie in these."""
+        """The slices of a peer's units, and their places in the units."""
         for unit in EACH_ROUND.due_of(peer, self.tip):
             start = 0
             for piece in self.layout.by_unit[unit].slices:
@@ -117,7 +117,7 @@ class Swarm:
         return values_in(blob or b"", self.layout.by_unit[unit].codec).float()
 
     def left(self, unit: Unit) -> Tensor:
-        """What means left over, as long as they are due."""
+        """The remainders of means, while they are due."""
         base = self.tip.entries[unit].digest
         digest = self.left_over.of(Reduce("", unit, (), None, base))
         if digest is None:
@@ -127,7 +127,7 @@ class Swarm:
     def round(
         self, counted: Sequence[str] = PEERS, without: Sequence[Unit] = ()
     ) -> dict[str, Adoption]:
-        """Everybody offers, some are counted, all adopt; what nobody keeps is collected."""
+        """All offer, some are counted, all adopt. Unreferenced blobs are collected."""
         offers: dict[str, Offer] = {}
         for peer, live in self.lives.items():
             bases = {}
@@ -299,7 +299,7 @@ def test_two_owners_of_an_expert_close_the_loop_as_shared_tensors_do() -> None:
     total = swarm.agreed(unit)
     for number in range(6):
         for index, peer in enumerate(PEERS):
-            # Far below what bf16 can tell from nothing, next to these values.
+            # Far below bf16's resolution at these values.
             steps = moves(swarm, 2 * number + index, scale=1e-5)
             swarm.train(peer, steps)
             total += steps[unit] / 2
@@ -353,7 +353,7 @@ def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -
 
 
 def test_what_a_collection_drops_while_it_is_offered_is_made_again() -> None:
-    """Rounds go on meanwhile, as those of a peer that has just come back."""
+    """Rounds continue meanwhile, as for a peer that has just returned."""
     swarm = Swarm(tiny_run(wire=CODED))
     swarm.train("me", moves(swarm, 1))
     offering, tip = swarm.offerings["me"], swarm.tip

@@ -1,4 +1,4 @@
-"""What swarm-doctor says about which measurements."""
+"""swarm-doctor's findings from measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which members vote from the next height on: those without an anchor's word stay few [R7]."""
+"""The voters from the next height on: those without an anchor's word stay few [R7]."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ ROUNDS = 1000
 
 
 def swarm(vouched: int, unvouched: int = 0, **trainees: int) -> dict[str, Member]:
-    """So many voters with an anchor's word and without, and trainees counted so many rounds."""
+    """Voters with and without an anchor's word, and trainees that were counted for some rounds."""
     members = {f"v{index:03}": VOUCHED for index in range(vouched)}
     members |= {f"u{index:03}": UNVOUCHED for index in range(unvouched)}
     return members | {peer: replace(TRAINEE, counted=n) for peer, n in trainees.items()}
@@ -75,7 +75,7 @@ def test_unvouched_voters_are_less_than_a_third_of_all(vouched: int, most: int) 
 def test_keys_that_work_are_no_majority_and_block_none_in_a_thousand_rounds(
     honest: int, keys: int
 ) -> None:
-    """The real `next_members`: the keys ask in each round, and every round counts all of them."""
+    """With the real `next_members`: the keys ask in each round, and each round counts them all."""
     parent = replace(parent_of(), members=swarm(honest))
     names = [f"k{index:03}" for index in range(keys)]
     is_settled = False
@@ -101,7 +101,7 @@ def test_keys_that_work_are_no_majority_and_block_none_in_a_thousand_rounds(
 
 
 def test_unvouched_voters_lose_their_votes_when_the_vouched_leave() -> None:
-    """Else they would be the majority once some of those have switched off for the night."""
+    """Otherwise they would be the majority once some vouched peers are off for the night."""
     members = swarm(5, 2, t=SEASONED_ROUNDS)
     members["u001"] = replace(UNVOUCHED, counted=TRIAL_ROUNDS)
     assert voters_after(members) == {*(f"v00{i}" for i in range(5)), "u000", "u001"}

@@ -1,4 +1,4 @@
-"""What is believed of others: offers, rosters, successors, certificates; and hostile events."""
+"""Checks of offers, rosters, successors and certificates of others, and hostile events."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -151,7 +151,7 @@ def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
 
 
 def seconds_of(plan: Plan, uplinks: Mapping[str, int]) -> dict[str, float]:
-    """How long each peer of a plan sends, in units of 100 bytes by its uplink."""
+    """Sending time of each peer of a plan, in units of 100 bytes divided by its uplink."""
     sent = dict.fromkeys(plan.offers, 0)
     for unit, values in plan.sources.items():
         reducer = plan.reducers.get(unit, values[0][0])
@@ -197,7 +197,7 @@ def test_a_roster_of_other_offers_has_another_id() -> None:
 
 
 def test_a_roster_of_other_work_has_another_id() -> None:
-    """Weights follow from it, so the same values would have another mean [W1]."""
+    """Weights follow from the work, so the same values would have another mean [W1]."""
     timed = replace(RULES, round_seconds=5.0)
     offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
     other = {**offers, "B": replace(offers["B"], steps=3, tokens=300)}

@@ -1,4 +1,4 @@
-"""Peers without a vote: they train and are counted, and nothing hangs on them [R7]."""
+"""Peers without a vote train and are counted, and no decision depends on them [R7]."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ IDLE_S = 1e9
 
 
 class Talking(Pump):
-    """Peers that say how long their local steps will take."""
+    """Peers that report the duration of their local steps."""
 
     def _train(self, peer: PeerId, tip: Manifest) -> None:
         super()._train(peer, tip)
@@ -35,7 +35,7 @@ def swarm_of(
     voters_train_s: float = 1.0,
     kind: type[Pump] = Pump,
 ) -> Pump:
-    """A swarm in which some have a vote, and others train so long."""
+    """A swarm with voters and trainees, and given training times."""
     rules = make_rules(experts=16)
     manifest = found(rules, [*voters, *trainees])
     members = {
@@ -55,7 +55,7 @@ TRAINEE = Member(0, 1.0, votes=False, vouched=False)
 
 
 def invitation_by(anchor: str, key: str = "K") -> Credential:
-    """What a guest shows; in these tests nobody checks signatures."""
+    """A guest's credential. These tests check no signatures."""
     return Credential(Invitation(make_rules().run, key, 9, 0, 99, anchor, ""), "")
 
 
@@ -297,7 +297,7 @@ def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it
 
 
 def test_a_trainee_that_fetches_longer_than_a_lone_voter_trains_is_counted_in_the_end() -> None:
-    """One round in so many waits for it; without that it would fetch old tips for ever."""
+    """One round in `PATIENT_EVERY` waits for it. Otherwise it would fetch old tips forever."""
     pump, tip = Pump(make_rules()), found(make_rules(), ["A", "B"])
     tip = replace(tip, members={**tip.members, "B": TRAINEE})
     of_tips = (Purpose.CATCH_UP, Purpose.PROPOSAL)

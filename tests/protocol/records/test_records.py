@@ -1,4 +1,4 @@
-"""Records: what is written is read back, and hostile bytes give one kind of error."""
+"""Records survive writing and reading, and hostile bytes give one kind of error."""
 
 import contextlib
 import dataclasses
@@ -116,7 +116,7 @@ def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
         assert refused.reason in ("record_size", "record_schema")
         assert len(str(refused)) <= records.MAX_REASON
     else:
-        # What was admitted can be shown and published again.
+        # Admitted values can be shown and published again.
         assert decode_record(type(record), encode_record(decoded)) == decoded
 
 
@@ -189,7 +189,7 @@ def test_a_loss_that_is_no_finite_number_is_refused(constant: str) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 3.4e38, records.MAX_REAL])
 def test_whatever_a_peer_may_compute_is_admitted(value: float) -> None:
-    """A diverged run has losses and norms as large as 32 bits can say."""
+    """A diverged run has losses and norms as large as 32 bits allow."""
     record = dataclasses.replace(PEER, loss=-value, grad_norm=value, tokens_per_s=value)
     assert decode_record(PeerRecord, encode_record(record)) == record
 

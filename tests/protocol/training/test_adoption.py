@@ -90,7 +90,7 @@ def test_a_published_value_that_was_merged_at_once_is_rebased_from_the_published
 
 @pytest.mark.parametrize("agreed", ["late", "mine"])
 def test_either_of_two_offers_may_be_the_agreed_value(agreed):
-    """A late offer goes out before the local steps, whose offer may come too late itself."""
+    """A late offer is sent before the local steps, whose own offer may be late too."""
     offers = [offering("late"), offering("mine")]
     decision = decide(manifest(entry(agreed)), offers=offers).experts[0]
     assert (decision.action, decision.base) == (Action.PUBLISHED, agreed)

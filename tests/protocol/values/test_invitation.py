@@ -1,4 +1,4 @@
-"""Who is invited, by whom, how often and how long; and what of it all peers compute alike [R8]."""
+"""Invitations: guests, inviters, uses, duration, and equal computation by all peers [R8]."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +41,7 @@ LINE = as_text(PrivateInvitation(GOOD, "0" * 64))
 
 
 def shown(invitation: Invitation) -> Credential:
-    """What a guest shows; its signatures are for the shell to judge."""
+    """A guest's credential. The shell checks its signatures."""
     return Credential(invitation, "A" * 86 + "==")
 
 
@@ -81,7 +81,7 @@ def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:
     assert still_good(uses, 5) == {}
 
 
-# ---------------------------------------------------------------- as people pass it on
+# ---------------------------------------------------------------- as text
 
 
 def test_the_line_that_people_pass_on_reads_as_it_was_written() -> None:
@@ -273,7 +273,7 @@ def test_a_guest_of_weight_w_takes_w_of_what_its_inviter_may_let_in() -> None:
 
 
 def came_with(parent: Manifest, brought: dict[str, Invitation]) -> Membership:
-    """Members, who show this."""
+    """Members with this credential."""
     return next_members(
         parent,
         heard=list(parent.members),
@@ -314,7 +314,7 @@ def test_one_use_takes_in_one_of_those_that_come_at_once() -> None:
     assert len(came(child, {"W": once}).members) == 3
 
 
-# ---------------------------------------------------------------- what acceptors compute
+# ---------------------------------------------------------------- acceptors
 
 
 def test_acceptors_compute_the_same_uses_and_refuse_any_others() -> None:

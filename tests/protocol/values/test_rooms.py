@@ -1,4 +1,4 @@
-"""Nobody is given an expert that does not fit; an expert that fits nowhere waits, frozen."""
+"""No peer gets an expert that does not fit. An expert that fits nowhere waits, frozen."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ PEERS = "abcdef"
 
 @st.composite
 def cases(draw):
-    """Any previous assignment and any rooms, under any change of members."""
+    """Any previous assignment and any rooms, with any change of members."""
     number = draw(st.integers(1, 8))
     names = draw(st.lists(st.sampled_from(PEERS), min_size=1, unique=True))
     some = st.lists(st.sampled_from(PEERS), unique=True, max_size=3)

@@ -1,4 +1,4 @@
-"""What is durable before an offer where rounds are slices, and what a restart makes of it [P6]."""
+"""The durable state before an offer in rounds with slices, and its use by a restart [P6]."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def tips(number: int) -> list[Manifest]:
 
 
 def offered_on(tip: Manifest) -> SavedWork:
-    """What a peer wrote of its offer on a tip."""
+    """A peer's durable state of its offer on a tip."""
     units = SLICED.schedule.due_of("me", tip)
     bases = {e: tip.entries[f"expert.{e}"].digest for e in tip.owners if "me" in tip.owners[e]}
     offered = {unit: f"offered.{unit}" for unit in units}

@@ -26,7 +26,7 @@ def test_each_step_moves_the_selection_biases_against_the_loads_it_saw():
     found = torch.stack([engine.read([name])[name] for name in BIASES])
     assert torch.allclose(found, expected)
     assert found.abs().max() > 0
-    # Neither weight decay nor a gradient: without a rate they stay where they are.
+    # Neither weight decay nor a gradient: without a rate they do not change.
     still = tiny_run(model={"scoring_func": "sigmoid"})
     engine = new_engine(still, [0, 1])
     engine.write({name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in BIASES})
@@ -121,7 +121,7 @@ EVERYTHING = {
         "own_expert_bias": 0.5,
         "balance_factor": 0.7,
     },
-    # 64 tokens of a micro-batch: some pairs share enough of them to be compared.
+    # Of the 64 tokens of a micro-batch, some pairs share enough to be compared.
     "train": {"micro_batch_sequences": 4, "batch_tokens": 128},
     "loss": {"similarity_weight": 0.5, "similarity_threshold": 0.0},
 }

@@ -149,7 +149,7 @@ def test_the_first_update_of_a_new_expert_is_about_half_of_lr():
         parameter.grad = torch.ones_like(parameter)
     optimizer.update(0.1)
     change = named[STACK][1].detach() - before * (1 - 0.1 * 0.1)
-    # 0.1 / sqrt(0.05) of lr, since bias correction is that of update 201.
+    # 0.1 / sqrt(0.05) of lr, because bias correction is that of update 201.
     torch.testing.assert_close(change, torch.full((3, 2), -0.1 * 0.1 / 0.05**0.5))
 
 

@@ -81,7 +81,7 @@ def engine_of(ranks, run, owned=OWNED, kind=ShardedEngine, **options):
 
 
 def found(engine, run):
-    """Five clipped steps, with other experts after the third, and what the engine then is."""
+    """Five clipped steps, with other experts after the third, and the engine's final state."""
     stats = train(engine, run, range(3))
     engine.own(THEN)
     stats += train(engine, run, range(3, 5))
@@ -129,7 +129,7 @@ def test_two_workers_equal_one_process_in_every_bit(cut, sections):
 
 
 def test_two_by_two_with_dealt_experts_are_within_2_percent_of_the_learning_rate():
-    """As in tests/train/saving/test_expert_parallel.py: there too the order of sums differs."""
+    """As in tests/train/saving/test_expert_parallel.py, because the order of sums differs."""
     run = tiny_run(**CLIPPED, train=ALONE)
     stats, loss, values, state = found(new_engine(run, OWNED), run)
     union = {}
@@ -164,7 +164,7 @@ def test_norms_of_shares_in_fp32_are_noticed():
 
 
 class SkipsIdle(ShardedEngine):
-    """Leaves out the sums where it has no micro-batch."""
+    """Leaves out the sums if it has no micro-batch."""
 
     def _add_up(self):
         if self._ranks.block(2):

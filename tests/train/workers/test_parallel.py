@@ -1,4 +1,4 @@
-"""Several processes as one engine: the bits of one process, whatever happens to them."""
+"""Several processes as one engine have the bits of one process, whatever happens to them."""
 
 import logging
 import os
@@ -158,19 +158,22 @@ def test_micro_batches_are_dealt_in_blocks_that_differ_by_one_at_most():
 
 
 def stopped(engine, rank):
-    """Holds a worker still, so that the next step is under way until something is done."""
+    """Stops a worker, so that the next step lasts until the test acts."""
     os.kill(engine.pids[rank], signal.SIGSTOP)
 
 
 def soon(act):
-    """Does something while the caller waits for a step."""
+    """Calls a function while the caller waits for a step."""
     timer = threading.Timer(0.3, act)
     timer.start()
     return timer
 
 
 def assert_a_kill_costs_nothing(engine, straight, run, rank, caplog):
-    """A worker is killed in the third of four steps: all are others then, with the same figures."""
+    """A worker is killed in the third of four steps.
+
+    All workers are new then, with the same figures.
+    """
     before, victim = engine.pids, engine.pids[rank]
     stopped(engine, rank)
     timer = soon(lambda: os.kill(victim, signal.SIGKILL))
@@ -203,7 +206,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(parallel, caplog, rank):
 
 
 class OnceImpatient(CommandTimeouts):
-    """Waits two seconds for one step, and as long as ever for everything else."""
+    """Waits two seconds for one step, and as long as usual for all else."""
 
     def within_s(self, message, longest_s, num_bytes):
         if message["do"] == "step" and self.is_armed:
@@ -215,7 +218,7 @@ class OnceImpatient(CommandTimeouts):
 
 
 def assert_a_hang_costs_nothing(make, caplog):
-    """A worker hangs in the second of two steps, which has the figures of one process."""
+    """A worker hangs in the second of two steps, which still has the figures of one process."""
     patience = OnceImpatient()
     engine, straight = make(RUN, OWNED, given={"patience": patience}), new_engine(RUN, OWNED)
     assert train(engine, RUN, [0]) == train(straight, RUN, [0])
@@ -235,7 +238,7 @@ def test_a_worker_that_hangs_is_ended_with_one_line(parallel, caplog):
     ]
 
 
-# So many activations that a step has to ask the system for memory.
+# So many activations that a step must request memory from the system.
 WIDE = tiny_run(
     model={"hidden_size": 256, "moe_intermediate_size": 512},
     train={"micro_batch_sequences": 16, "batch_tokens": 32 * 16},
@@ -295,9 +298,8 @@ def test_without_a_level_below_no_memory_ends_the_peer():
 
 @pytest.mark.exhaustive
 def test_new_workers_go_on_from_the_private_state_on_disk(parallel, tmp_path):
-    """With what came after it: other experts, values that were written or lent, and steps.
-
-    A state that was looked at, and not saved before the end, is no beginning.
+    """They repeat the later commands: other experts, written or lent values, and steps. A state
+    that was read but not saved before the end is no beginning.
     """
     path = tmp_path / "private"
     given = {"folder": tmp_path, "saved": Saved.at(path)}
@@ -343,7 +345,7 @@ def save(path, state, step):
 # ------------------------------------------------ a controller that ends
 
 GONE_S = 10.0
-"""So long workers may outlive it."""
+"""Limit for workers that outlive it."""
 
 CONTROLLER = """
 import sys
@@ -364,7 +366,7 @@ for step in range(10**6):
 
 
 def is_gone(pid):
-    """Whether a process has ended, if perhaps nobody has asked for its status yet."""
+    """Whether a process has ended, even if nobody has collected its status yet."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -102,7 +102,7 @@ def test_schedules_hold_what_they_are_meant_to_try(fault_class):
 
 
 def test_the_schedules_contain_crashes_joins_leaves_pauses_partitions_and_fetching_ahead():
-    """And newcomers with an invitation, without, and vouched for later; votes earned and lost."""
+    """Also newcomers with, without or with a later invitation, and earned and lost votes."""
     lines = []
     for fault_class in sorted(CLASSES):
         for seed in range(6):
