@@ -209,7 +209,7 @@ def test_weights_whose_shares_were_rounded_up_keep_the_limit() -> None:
     layout = layout_of("fp32", Slice("x", 0, 1))
     largest = blob_of(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
     sums = [sum(float(numpy.float32(w / (n * w + 1))) for w in [w] * n + [1]) for n, w in CASES]
-    assert max(sums) > 1, "else the test says nothing"
+    assert max(sums) > 1, "otherwise the test proves nothing"
     for number, weight in CASES:
         found = mean([largest] * (number + 1), "fp32", [weight] * number + [1])
         codecs.check_finite(layout, codecs.Content.of(found))

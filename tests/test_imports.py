@@ -552,7 +552,7 @@ def test_a_chain_of_classes_is_followed_through_modules() -> None:
     "text",
     [
         "class A(Protocol):\n    x: int\n",
-        "class A:\n    def f(self) -> None:\n        'What it is for.'\n",
+        "class A:\n    def f(self) -> None:\n        'Its purpose.'\n",
     ],
 )
 def test_an_interface_is_no_link_of_a_chain(text: str) -> None:

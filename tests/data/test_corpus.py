@@ -315,7 +315,7 @@ def test_every_stretch_has_the_shares_and_nothing_comes_twice(folder: Path) -> N
     assert len(set(found)) == len(found) and not any(d.startswith(b"other") for d in found)
     for start in range(0, len(found) - 100, 100):
         assert from_web(found[start : start + 100]) == pytest.approx(0.75, abs=0.04)
-    assert sum(d.startswith(b"web") for d in found) == 400, "it ends with the first that ends"
+    assert sum(d.startswith(b"web") for d in found) == 400, "it ends when the first folder ends"
     assert tally.named == ["code: not read to its end, since web ended first"]
     assert tally.files < 600
     for name in (b"web", b"code"):

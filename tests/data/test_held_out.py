@@ -95,7 +95,7 @@ def test_windows_are_those_of_lm_evaluation_harness(length):
         assert tokens_BT1.shape[1] == scored_BT.shape[1] + 1 <= length + 1
         for row, scored in zip(tokens_BT1.tolist(), scored_BT.tolist(), strict=True):
             first, after = scored.index(True), len(scored) - scored[::-1].index(True)
-            assert all(scored[first:after]), "what counts is in one piece"
+            assert all(scored[first:after]), "the scored tokens are consecutive"
             found.append((row[: first + 1], row[first + 1 : after + 1]))
     wanted = [pair for each in documents for pair in rolling_windows(each, END, length)]
     assert sorted(found) == sorted(wanted)

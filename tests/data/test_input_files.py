@@ -99,7 +99,7 @@ def test_texts_may_lie_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     assert read(tmp_path, "content") == TEXTS[:5]
     one, other = (folder_corpus(tmp_path, column) for column in ("content", "text"))
-    assert one.fingerprint() != other.fingerprint(), "a cache of one is none of the other"
+    assert one.fingerprint() != other.fingerprint(), "their caches differ"
 
 
 def test_a_table_without_the_column_says_which_it_has(tmp_path: Path) -> None:

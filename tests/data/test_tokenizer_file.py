@@ -62,7 +62,7 @@ def test_a_file_says_its_ids_and_its_end_of_text(content: bytes) -> None:
     assert (found.num_ids, found.end_of_text, found.end_of_text_token) == (600, 0, END)
     by_id, by_name = FileTokenizer.of(content, 1), FileTokenizer.of(content, "<|im_start|>")
     assert by_id == by_name and by_id.end_of_text == 1
-    assert by_id.name != found.name, "what closes a document is a part of what it does"
+    assert by_id.name != found.name, "the closing id is part of its behavior"
     assert found.name == FileTokenizer.of(content).name
     assert found.name != FileTokenizer.of(content + b"\n").name
 

@@ -211,7 +211,7 @@ def test_a_cut_has_a_direction_and_a_partition_none() -> None:
     assert cuts.loses(0, 1) and not cuts.loses(1, 0)
     cuts.partition([[0, 1], [2]])
     assert cuts.loses(1, 2) and cuts.loses(2, 1) and not cuts.loses(1, 0)
-    assert cuts.loses(3, 4), "who is in no group reaches nobody"
+    assert cuts.loses(3, 4), "a peer in no group reaches nobody"
     cuts.heal()
     assert not cuts.loses(0, 1) and not cuts.loses(1, 2)
 

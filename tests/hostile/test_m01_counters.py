@@ -119,7 +119,7 @@ def test_what_is_plausible() -> None:
     assert "limit 1024" in str(problem(LEAP + 1, {}))
     assert problem(LEAP + 1, {}, passed_s=1.5) is None, "time makes room for takeovers"
     assert problem(LEAP + 7, {"A": 7, "L": LAST}) is None
-    assert problem(LEAP + 8, {"A": 7, "L": LAST}) is not None, "its own word counts for nothing"
+    assert problem(LEAP + 8, {"A": 7, "L": LAST}) is not None, "its own claim does not count"
     assert problem(LAST, {"A": LAST - 1}) is None
     assert problem(LAST + 1, {"A": LAST}) is not None
     # With a leap at each takeover at one height, the last attempt is months away.
@@ -154,7 +154,7 @@ def test_a_record_beyond_the_bound_is_repaired_and_its_peer_abstains(
     assert read == Record(tip, None, None, None, None, abstain_until_height=tip.height + 1)
     assert "beyond the bound" in caplog.text
     file.write(read)
-    assert file.read() == read, "and is in order from then on"
+    assert file.read() == read, "and is valid from then on"
 
 
 def test_an_abstention_that_goes_further_is_kept(tmp_path: Path) -> None:

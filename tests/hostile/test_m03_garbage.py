@@ -156,7 +156,7 @@ def test_garbage_is_left_out_of_every_round_at_once() -> None:
     assert (pump.now - start) / 6 < 15.0, "even where the liar convenes"
     waits = [float(wait) for wait in re.findall(r"peer D left out after ([\d.]+) s", said)]
     assert waits
-    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster anew"
+    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster again"
 
 
 # ---------------------------------------------------------------- real nodes

@@ -143,4 +143,4 @@ def test_only_the_founder_says_that_its_run_has_begun(
         return begun.record, begun.publishers
 
     assert joiner.run(scene(), WAIT_S) == (lonely.record(), (founder.peer_id,))
-    assert joiner.traffic.refused["record_founder"] > 0, "who gathers signs it"
+    assert joiner.traffic.refused["record_founder"] > 0, "the gathering founder signs it"

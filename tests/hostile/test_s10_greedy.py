@@ -48,7 +48,7 @@ def test_a_flood_of_messages_is_dropped_unread_and_members_are_heard(
     taken = post(attacker, victim, *[HELLO] * HELLOS)
     limit = LIMITS[Cost.MESSAGES].stranger
     most = limit.most + limit.per_s * (time.monotonic() - began_s)
-    assert limit.most <= taken == victim.heard <= most, "nobody looks at the rest"
+    assert limit.most <= taken == victim.heard <= most, "the rest is not examined"
     assert victim.node.traffic.refused == {"messages_of_stranger": HELLOS - taken}
     assert post(member, victim, *[HELLO] * 20) == 20
     victim.settle()

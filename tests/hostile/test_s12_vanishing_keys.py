@@ -35,7 +35,7 @@ def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
               "gone": contacts.gone}  # fmt: skip
     for name, table in tables.items():
         assert MAX_STRANGERS <= len(table) <= MAX_STRANGERS + len(tip.members), name
-        assert key in table, f"{name} forgets those first that came first"
+        assert key in table, f"{name} forgets the oldest first"
     assert tip.members.keys() - {machine.me} <= contacts.heard.keys(), "members are never forgotten"
 
 

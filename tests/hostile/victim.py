@@ -89,5 +89,5 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     """Waits for a condition, and fails after a minute."""
     end_s = time.monotonic() + WAIT_S
     while not is_so():
-        assert time.monotonic() < end_s, "it did not come to be"
+        assert time.monotonic() < end_s, "it did not happen"
         time.sleep(0.01)

@@ -88,7 +88,7 @@ def test_every_layout_gives_back_what_it_holds(tmp_path: Path, layout: ExpertLay
     for name, tensor in weights.items():
         place = layout.stored(name, tuple(tensor.shape), run.model.num_experts)
         whole = files.setdefault(place.name, torch.full(place.shape, torch.nan))
-        assert whole[place.part].isnan().all(), "nothing else is there"
+        assert whole[place.part].isnan().all(), "there are no other tensors"
         whole[place.part] = tensor
     assert not any(tensor.isnan().any() for tensor in files.values())
     (tmp_path / "config.json").write_text(json.dumps(config_dict(run)))

@@ -315,7 +315,7 @@ def test_a_page_finds_the_monitor_again(chromium: Any) -> None:
         shown.goto(served.url)
         shown.wait_for_selector(ROWS)
     shown.wait_for_selector("#health[data-word=unreachable]")
-    assert shown.locator(ROWS).count() == 5, "what was known stays"
+    assert shown.locator(ROWS).count() == 5, "known values stay"
     with page_of(feed_of(rounds=10), port=served.port):
         shown.wait_for_selector("html[data-round='10']")
         assert shown.get_attribute("#health", "data-word") != "unreachable"

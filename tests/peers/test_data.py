@@ -284,7 +284,7 @@ def test_a_folder_of_mixed_kinds_is_read_or_named_file_by_file(
     assert f"9 files of {read - unread:,} bytes read; " in summary, summary
     assert "not read by suffix: 1 .doc, 1 .pdf; skipped: 1 a link that leaves the" in summary
     assert "1 not UTF-8" in summary and summary.endswith("; 1 copies left out"), summary
-    assert set(NOT_READ) <= set(lines), "and nothing is named that was read"
+    assert set(NOT_READ) <= set(lines), "and no read file is named"
     assert not any("secret" in line for line in lines)
 
 

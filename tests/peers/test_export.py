@@ -282,7 +282,7 @@ def test_the_card_tells_where_a_model_comes_from_and_shows_its_losses(
         "![Held-out loss by round](loss.svg)",
     ):
         assert words in card, words
-    assert card.index("`QmB`") < card.index("`QmA`"), "who has done most comes first"
+    assert card.index("`QmB`") < card.index("`QmA`"), "the largest contributor comes first"
     assert "<script>" not in card and "](http" not in card and hostile not in card
     picture = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
     titles = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}title")]

@@ -82,7 +82,7 @@ def test_the_founder_vouches_for_a_member_by_its_id(tmp_path: Path) -> None:
     result = run_invite(folder, "--for", guest.peer_id, "--invites", "4")
     assert result.exit_code == 0, result.output
     private = read_invitation(result.stdout.strip())
-    assert not private.secret, "the line is worth nothing to others"
+    assert not private.secret, "the line is useless to others"
     assert (private.invitation.key, private.invitation.invites) == (guest.peer_id, 4)
     for options in (("--for", "somebody"), ("--for", guest.peer_id, "--uses", "2")):
         result = run_invite(folder, *options)

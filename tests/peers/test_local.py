@@ -143,7 +143,7 @@ def test_the_logs_that_an_error_names_are_there_to_be_read(
     (folder,) = folders
     assert folder.is_dir()
     assert f"states and logs are in {folder}; no run was founded\n" in result.stderr
-    assert "swarm-export" not in result.stderr, "there is nothing to write or to go on with"
+    assert "swarm-export" not in result.stderr, "there is nothing to write or to resume"
     folder.rmdir()
 
 

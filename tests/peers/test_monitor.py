@@ -224,7 +224,7 @@ def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remember
         assert watch.look().losses == ((2, 3.0),)
     guest.show(3)
     guest.tip_now = None
-    assert watch.look().losses == ((2, 3.0),), "the manifest of before is one too"
+    assert watch.look().losses == ((2, 3.0),), "the previous manifest is one too"
     again = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
     assert again.look().losses == ((2, 3.0), (3, 2.0)), "a file is heard before the first manifest"
 

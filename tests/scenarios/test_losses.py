@@ -129,7 +129,7 @@ def test_survivors_of_a_lost_majority_go_on_and_the_others_return_to_them(
         swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
         tips = [read_record(peer).tip for peer in swarm.peers]
     assert {tip.generation for tip in tips} == {kept.generation}
-    assert all(is_ancestor(kept.code, tip.code) for tip in tips), "what they agreed on was dropped"
+    assert all(is_ancestor(kept.code, tip.code) for tip in tips), "their agreement was dropped"
 
 
 @ROOT_ONLY

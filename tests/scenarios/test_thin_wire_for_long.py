@@ -90,7 +90,7 @@ def test_all_agree_and_every_step_is_counted_once(tmp_path: Path) -> None:
     )
     assert max(exact) < EXACT_STEPS
     assert max(coded) < LEFT_OVER_STEPS
-    assert max(ahead) < LEFT_OVER_STEPS, "all steps are counted: what is left is of codings"
+    assert max(ahead) < LEFT_OVER_STEPS, "all steps are counted: the rest is from codings"
 
 
 def _disturb(swarm: LocalSwarm) -> None:

@@ -64,7 +64,7 @@ def test_unequal_peers_work_for_the_agreed_time_and_both_count(tmp_path: Path) -
     assert set(verdict["digests_per_height"]) == {1}
     ended = [event for peer in swarm.peers for event in peer.events() if event["event"] == "ended"]
     assert len(ended) == 2
-    assert not any(event["refused"] for event in ended), "every message came with all it names"
+    assert not any(event["refused"] for event in ended), "every message came complete"
     told = [[event["steps"] for event in rounds(peer)] for peer in swarm.peers]
     figures = {"steps": told, "training": [share_of_training(peer) for peer in swarm.peers]}
     assert all(event["counted"] for peer in swarm.peers for event in rounds(peer)), figures

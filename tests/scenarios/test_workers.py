@@ -137,7 +137,7 @@ def test_a_peer_that_is_killed_takes_its_workers_along_and_resumes_bit_for_bit(
             peer.process.wait()
             end_s = time.monotonic() + GONE_S
             while any(map(is_running, pids)):
-                assert time.monotonic() < end_s, "workers without a peer go on"
+                assert time.monotonic() < end_s, "workers run on without a peer"
                 time.sleep(0.05)
             peer = Training(tmp_path / "killed", *alone, "--gpus", "2")
         assert peer.process.wait(LIMIT_S) == 0, peer.log

@@ -227,7 +227,7 @@ def test_a_state_of_more_experts_than_are_predicted_to_fit_is_taken_by_an_engine
     never = SteppingEngine(RUN, first, below, fits=lambda *_: False)
     straight = new_engine(RUN, OWNED)
     never.load_state_dict(straight.state_dict())
-    assert never.options == below[-1], "the one that needs least"
+    assert never.options == below[-1], "the one with the least need"
     never.write(initial_tensors(RUN, all_names(RUN)))
     assert same(never.read(all_names(RUN)), straight.read(all_names(RUN)))
     never.close()

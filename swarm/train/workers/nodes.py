@@ -355,7 +355,7 @@ class NodeWorkers(Member):
                 self._answer = file
                 self._wire.send({**message, "answers": True})
         except Closed as error:
-            raise Lost(f"{self._name} is gone: {error}") from error
+            raise Lost(f"{self._name} has disconnected: {error}") from error
 
     def receive(self) -> dict[int, Message]:
         """See `Member`. Writes tensors of the answers to the file for them."""
@@ -365,7 +365,7 @@ class NodeWorkers(Member):
             while (found := self._wire.take()) is not None:
                 answers |= self._answered(*found)
         except Closed as error:
-            raise Lost(f"{self._name} is gone: {error}") from error
+            raise Lost(f"{self._name} has disconnected: {error}") from error
         except (BadMessage, OSError) as error:
             raise Lost(f"{self._name}: {error}") from error
         return answers

@@ -46,7 +46,7 @@ def all_who_say_when_are_counted(tested: UnderTest) -> None:
     course = go_through(steps(120.0, 122.0, 124.0, 126.0), 2, tested=tested)
     assert course.contributors == [ALL, ALL]
     assert course.durations_s == pytest.approx([2520.0, 2520.0], abs=3.0)
-    assert set(attempts(course)) == {0}, "somebody was deposed for waiting"
+    assert set(attempts(course)) == {0}, "a convener was replaced for waiting"
 
 
 def a_word_that_slips_does_not_bind_for_ever(tested: UnderTest) -> None:

@@ -123,7 +123,7 @@ def test_a_disk_that_stays_full_costs_nothing_and_gives_its_garbage_back(tmp_pat
             with pytest.raises(StateError, match="free some space"):
                 store.collect(agreed)
         sizes = [path.stat().st_size for path in (tmp_path / "packs").glob("*.pack")]
-        assert sum(sizes) == 12 * 1000, "what needs no room to be deleted is deleted"
+        assert sum(sizes) == 12 * 1000, "deletions that need no room happen"
     assert store.verify(agreed) == []
     store.collect(agreed)
     assert store.num_bytes == 3000

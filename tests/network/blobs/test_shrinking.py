@@ -201,7 +201,7 @@ def test_who_ends_leaves_the_pack_at_hand_as_it_was(store: BlobStore, tmp_path: 
         ended.set()
     shrink.result(WAIT_S)
     assert packs_of(store)[0] == "00000000.pack"
-    assert store.num_bytes == before, "copies have given their room back"
+    assert store.num_bytes == before, "copies have freed their room"
     assert_survives(store, tmp_path, *DURABLE)
     store.shrink()
     assert store.num_bytes == 4000

@@ -111,7 +111,7 @@ def test_among_strangers_whoever_takes_most_gives_way_and_the_first_stays() -> N
     equal.store("honest", SMALL)
     kept = equal.flood("s", SMALL, 2_000)
     assert kept < 2_000 and "honest" in equal.owners(), "equals wait until there is room"
-    assert equal.store("honest", SMALL, life_s=90), "it renews what it has"
+    assert equal.store("honest", SMALL, life_s=90), "it renews its own record"
 
 
 def test_one_owner_has_a_bound_over_all_keys() -> None:
@@ -234,7 +234,7 @@ def test_what_one_sender_and_its_network_may_store_is_bounded_whatever_keys_it_m
     assert one.refused["records_of_prefix"] > senders / 2
     assert one.store_from(2, "honest", LARGE), "another network is heard"
     with one.held.stored_by("m", 3 * 2**20) as may_store:
-        assert may_store, "a member that meets this node gives it all that it holds"
+        assert may_store, "a member that meets this node sends it all records"
 
 
 def test_a_sender_from_nowhere_is_looked_up_and_counts_as_of_one_unknown_network() -> None:

@@ -106,7 +106,7 @@ def test_a_record_costs_2_kib_however_small_it_is_and_so_does_each_entry_of_a_di
     alone, together = Called(), Called()
     assert sum(alone.store(STRANGER, small(number)) for number in range(2 * most)) <= most + 1
     assert alone.refused["records_of_stranger"] >= most - 1
-    assert together.store(STRANGER, whole(most)) == 1, "the first that is wrong ends it"
+    assert together.store(STRANGER, whole(most)) == 1, "the first wrong one ends it"
     assert together.store(STRANGER, small(0)) == 0
     assert together.refused == {"records_of_stranger": 1}
 

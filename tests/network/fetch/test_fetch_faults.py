@@ -253,7 +253,7 @@ def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
             fetching = group.create_task(fetch)
             await others.wait()
             await refused.wait()
-            assert not fetching.done(), "it goes on asking for the bad one"
+            assert not fetching.done(), "it continues to request the bad one"
             fetching.cancel()
 
     client.run(until_nothing_else_is_left(), WAIT_S)

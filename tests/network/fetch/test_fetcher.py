@@ -236,7 +236,7 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
             while not fetched.arrived or len(fetched.failures) < len(sources):
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
-            assert not fetching.done(), "it goes on looking for one that gives it right"
+            assert not fetching.done(), "it continues to look for a correct source"
             fetching.cancel()
 
     client.run(until_judged_and_a_while(), WAIT_S)

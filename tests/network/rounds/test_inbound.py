@@ -317,7 +317,7 @@ def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: 
     offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, {"A": 0}))
     assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
-    assert len(desk.downloads.asked) == len(offers) + 1, "the list, then what it names"
+    assert len(desk.downloads.asked) == len(offers) + 1, "the list, then its entries"
     desk.downloads.asked.clear()
     desk.events.clear()
     desk.store.collect(())
@@ -393,7 +393,7 @@ def test_attachments_that_never_come_cost_a_message_and_nothing_else(desk, monke
     desk.run(("A", payload))
     assert (desk.events, desk.refused) == ([], {"late_attachments": 1})
     most = LIMITS[Cost.PENDING].member.most
-    assert desk.ledger.left("A", Cost.PENDING, 0.0) == most, "all was given back"
+    assert desk.ledger.left("A", Cost.PENDING, 0.0) == most, "everything was freed"
 
 
 def test_a_flood_of_one_peer_is_cut_off_and_others_are_heard(desk: Desk, monkeypatch) -> None:

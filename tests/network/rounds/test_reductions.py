@@ -74,7 +74,7 @@ def test_both_are_durable_before_anybody_hears_of_them(bench: Bench, tmp_path: P
     again = BlobStore(tmp_path)
     assert mean.result.delta and mean.left
     assert again.has(mean.result.digest) and again.has(mean.result.delta)
-    assert not again.has(mean.left), "what is left over is dropped by a restart"
+    assert not again.has(mean.left), "a restart drops remainders"
 
 
 def test_a_mean_whose_base_or_remainder_was_collected_is_not_made_up(bench: Bench) -> None:

@@ -387,12 +387,12 @@ def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> None:
-        raise StateError("packs/0.pack: the disk is gone")
+        raise StateError("packs/0.pack: the disk is lost")
 
     monkeypatch.setattr(bench.store, "sync", refuse)
     bench.start(Sync(manifest(1)))
     failed = bench.machine.wait_for(SyncFailed)
-    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is gone")
+    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is lost")
 
 
 def test_a_value_that_cannot_be_made_here_is_told_as_not_made(bench: Bench) -> None:
@@ -441,7 +441,7 @@ def test_rounds_go_on_while_the_room_of_what_was_dropped_is_given_back(
     try:
         bench.start(Keep(frozenset()), hello("B"), Sync(TIP))
         assert begun.wait(WAIT_S)
-        assert not bench.store.has(dropped), "what nothing names is gone at once"
+        assert not bench.store.has(dropped), "unnamed blobs are removed at once"
         bench.driver.discovered(["C"])
         assert wait_until(lambda: bench.log == ["post B", "post C", "persist 0"])
         bench.machine.wait_for(SyncFailed)

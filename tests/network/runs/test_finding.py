@@ -135,7 +135,7 @@ def test_of_two_runs_of_one_file_that_which_a_peer_had_begun_to_join_is_meant(
     for preferred in ("mine-1", "other-2"):
         opened = find(fingerprint=RUN.fingerprint(), preferred=preferred)
         assert opened and opened.announced.record.run == preferred
-    assert find(fingerprint=RUN.fingerprint(), preferred="nosuch-3"), "it was founded anew"
+    assert find(fingerprint=RUN.fingerprint(), preferred="nosuch-3"), "it was founded again"
 
 
 def test_a_run_that_nobody_announces_is_not_waited_for_where_others_are(

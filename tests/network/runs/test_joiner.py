@@ -159,7 +159,7 @@ def test_a_state_that_nobody_has_any_more_is_given_up_and_what_came_is_kept(
 
     async def sleep(seconds: float) -> None:
         time.sleep(seconds)
-        assert time() < 30 * 86_400, "it is tried for ever"
+        assert time() < 30 * 86_400, "it is tried forever"
 
     monkeypatch.setattr(joiner, "newest_tip", same_tip)
     with pytest.raises(NobodyReachable, match=r"has 1 values of round 0: nothing of it came for 1"):

@@ -176,7 +176,7 @@ def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_a_peer_behind_a_thin_uplink_finds_its_rate() -> None:
     found = measured_in_namespaces(pause_s=0.0, buffer=2**20)
-    assert found != "None", "the line was not what held the sender up"
+    assert found != "None", "the line was not the sender's limit"
     assert float(found) == pytest.approx(8, rel=0.12)
 
 

@@ -148,7 +148,7 @@ def test_a_flood_of_keys_is_forgotten_and_what_is_held_is_not(
     assert len(ledger._balances) <= 101
     assert len(ledger._places) <= 100
     assert spent(ledger, "S", 0.0, Cost.STREAMS) == 0
-    assert ledger.left("new", Cost.SECONDS, 0.0) < 0, "what strangers share is not forgotten"
+    assert ledger.left("new", Cost.SECONDS, 0.0) < 0, "the strangers' shared account is kept"
     assert len(held) == 6
 
 

@@ -366,7 +366,7 @@ def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
             await show(each)
 
     asyncio.run(run())
-    assert served == [sender.peer_id] * 2, "else a relay would spend what is not its own"
+    assert served == [sender.peer_id] * 2, "otherwise a relay would spend another's account"
     assert traffic.refused == {"envelope_seen": 1, "envelope_age": 1}
 
 

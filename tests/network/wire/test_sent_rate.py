@@ -88,7 +88,7 @@ def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line:
     assert line.rate.mbit == pytest.approx(1.0, rel=0.01)
     line.send(20.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
     line.send(1.0, "thin", "thin", seconds=2 * KEPT * WINDOW_S)
-    assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the bound, not this one"
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the limit, not this one"
     line.send(8.0, "A", "thin", seconds=(KEPT + 1) * WINDOW_S)
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
 

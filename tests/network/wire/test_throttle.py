@@ -105,7 +105,7 @@ def test_a_cap_is_set_and_lifted_on_the_way() -> None:
     throttle.hold(8.0)
     assert (throttle.mbit, throttle.bytes_per_s) == (8.0, 1e6)
     waits_s = throttle.count(1_000_000)
-    assert waits_s == pytest.approx(1.0 - BURST_S), "what went before costs nothing"
+    assert waits_s == pytest.approx(1.0 - BURST_S), "earlier bytes cost nothing"
     throttle.hold(None)
     assert (throttle.mbit, throttle.count(10**9)) == (None, 0.0)
 

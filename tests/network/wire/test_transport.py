@@ -175,7 +175,7 @@ def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     transport._routes.dialled(PEER)
     stage.straight = Unreachable("no answer within 5 s")
     stage.ask()
-    assert opened() == ("a", 0.0), "a message that was not answered says the same"
+    assert opened() == ("a", 0.0), "an unanswered message shows the same"
 
 
 RELAYS = ["r1", "r2", "r3", "r4", "r5"]
@@ -194,7 +194,7 @@ def test_a_peer_that_a_relay_reached_is_not_dialled_for_a_while() -> None:
     route = routes.plan("p", RELAYS, 1.0)
     assert not route.straight and route.relays[0] == "r4"
     assert routes.plan("p", RELAYS, DIRECT_AGAIN_S).straight
-    assert routes.plan("p", [], 1.0).straight, "without a relay it is dialled all the same"
+    assert routes.plan("p", [], 1.0).straight, "without a relay it is dialed nevertheless"
 
 
 def test_a_port_that_stays_closed_is_tried_ever_more_rarely_until_it_opens() -> None:

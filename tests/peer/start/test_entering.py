@@ -199,7 +199,7 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
         peer.joined()
     assert (peer.state.current_run, peer.state.peers) == ("run", 1)
     assert not peer.directory.record_path.exists(), "nothing to be resumed"
-    assert peer.directory.read_entered_by() == ("B",), "not who did not say that it is in the run"
+    assert peer.directory.read_entered_by() == ("B",), "not a peer without a record in the run"
 
     admitted: list[Any] = []
     monkeypatch.setattr(entry, "require_admission", lambda *asked: admitted.append(asked[-1]))
@@ -246,7 +246,7 @@ def test_what_was_changed_since_a_join_that_was_killed_is_not_taken_for_the_stat
         return Shown(Record(tip, CERTIFICATE, FOUNDING), PATH[:2])
 
     monkeypatch.setattr(entry, "newest_tip", shows)
-    assert not peer.joined().store.has(digest_of(value)), "it is fetched anew"
+    assert not peer.joined().store.has(digest_of(value)), "it is fetched again"
 
 
 @pytest.fixture

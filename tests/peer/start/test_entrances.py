@@ -216,7 +216,7 @@ def test_a_join_that_was_killed_goes_on_although_the_file_of_its_run_could_found
     starter, asked, joined = machine.starter(Wanted(run=RUN)), [], machine.started
     starter.join = lambda *runs, begun: asked.append((*runs, begun)) or joined  # type: ignore[method-assign, func-returns-value]
     assert starter.resume_or_join() is joined
-    assert asked == [(None, machine.started.run_id)], "it may have been founded anew meanwhile"
+    assert asked == [(None, machine.started.run_id)], "it may have been founded again meanwhile"
     starter.join = lambda *_, **__: None  # type: ignore[method-assign]
     with pytest.raises(RunMismatch, match=f"was joining {machine.started.run_id}.*--new-run"):
         starter.resume_or_join()
@@ -236,4 +236,4 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
     monkeypatch.setattr(run_search, "find_run", nothing)
     with pytest.raises(NobodyReachable, match=f"{begun.run_id} was begun.*--run-id {first}"):
         machine.starter(Wanted()).resume_or_join()
-    assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"
+    assert current_run_of(state.path, None)[0] == first, "for an export or an invitation"

@@ -150,7 +150,7 @@ def test_the_round_before_is_taken_though_both_record_files_have_the_damaged_one
     earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND))
     assert earlier
     assert (earlier.tip, earlier.certificate) == (SECOND, CERTIFICATE)
-    assert earlier.abstain_until_height > THIRD.height, "it may have voted on what is lost"
+    assert earlier.abstain_until_height > THIRD.height, "it may have voted on the lost values"
 
 
 def test_the_record_before_is_taken_where_it_has_an_earlier_tip(tmp_path: Path) -> None:

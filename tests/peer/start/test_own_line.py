@@ -75,7 +75,7 @@ class Measured:
 
     async def present(self, *_: object) -> dict[str, str]:
         if self.is_down:
-            raise NetworkDown("the daemon is gone")
+            raise NetworkDown("the daemon has ended")
         return {"A": "its record", "stranger": "another"}
 
     async def measure(self, _: object, peers: object) -> None:
@@ -292,7 +292,7 @@ def test_what_others_take_has_a_line_measured_that_got_slower_within_two_quiet_m
     assert measured.beats(line, 20) <= 1
     sent: Any = measured.traffic.sent
     measured.up_mbit, measured.full_mbit, sent.shown = 6.0, [6.0, 6.0], 6.0
-    assert measured.beats(line, 3, sent=1) == 0, "beside a round a test shows too little"
+    assert measured.beats(line, 3, sent=1) == 0, "during a round a test shows too low a rate"
     assert measured.beats(line, 2) == 2
     assert measured.published == pytest.approx(CAP_SHARE * 6.0)
 
@@ -365,7 +365,7 @@ def test_a_fast_line_is_not_measured_before_a_peer_comes_back(measured: Measured
     assert len(measured.calls) == 1
     assert (measured.lines.up_mbit, measured.published) == (None, HOME_MBIT + 1)
     measured.now += DAY_S + 1.0
-    assert measured.published is None, "nobody knows what the line is after a day"
+    assert measured.published is None, "the line is unknown after a day"
 
 
 def test_what_is_kept_is_as_old_as_the_test_that_found_it(measured: Measured) -> None:

@@ -130,7 +130,7 @@ def test_a_read_beside_a_step_that_lacks_memory_is_made_when_the_step_waits(monk
     engine.step(batch(run, 0), lr=1e-2)
     assert not making.is_running, "the step waited for it"
     assert torch.equal(making.result(), value)
-    assert engine.options == first, "no room was made by who only reads"
+    assert engine.options == first, "a mere reader made no room"
     assert len(pauses) == 1
 
 

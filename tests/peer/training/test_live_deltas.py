@@ -224,7 +224,7 @@ def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> Non
             assert torch.equal(swarm.live(peer, unit), value)
         left = swarm.live(peer, unit) - swarm.agreed(unit)
         rounded_off = 2**-8 * value.abs().max() if experts == "bf16" else 0.0
-        assert left.abs().max() < 12e-3 + rounded_off, "what is not sent does not grow"
+        assert left.abs().max() < 12e-3 + rounded_off, "unsent values do not grow"
 
 
 def test_several_threads_come_to_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_what_a_delta_counts_from_is_not_collected_before_it_was_adopted() -> No
         for peer in PEERS:
             swarm.train(peer, moves(swarm, number))
         swarm.round()
-    assert not values & set(swarm.store.digests()), "and not kept for ever"
+    assert not values & set(swarm.store.digests()), "and not kept forever"
 
 
 def test_all_that_an_adoption_takes_is_kept_before_the_engine_changes(

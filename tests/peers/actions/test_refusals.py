@@ -212,7 +212,7 @@ def test_a_folder_that_a_refused_start_has_left_is_no_invitation(
     assert admitted(folder, monkeypatch, invitation=as_text(private)) == ()
     assert admitted(folder, monkeypatch) == (refused,), "nothing is kept"
     directory.write_credential(credential_for(private, anchor))
-    assert admitted(folder, monkeypatch) == (), "a join that was killed goes on with it"
+    assert admitted(folder, monkeypatch) == (), "a killed join continues with it"
 
 
 def test_who_has_a_record_comes_back_without_an_invitation(

@@ -255,7 +255,7 @@ def test_a_proof_from_an_older_head_of_ones_own_is_judged_from_a_trusted_one() -
     assert [link.head.height for link in rooted] == [5, 8]
     assert proof_problem(rooted, links[8].head, mine.trusted) is None
     few = (jumped[0], replace(jumped[1], certificate=signed(fork, "b").certificate))
-    assert mine.rooted(few) == few, "what is no step from there stays a proof from elsewhere"
+    assert mine.rooted(few) == few, "other links stay a proof from another head"
 
 
 def test_a_proof_that_begins_elsewhere_is_left_as_it_is() -> None:

@@ -106,7 +106,7 @@ def test_unvouched_voters_lose_their_votes_when_the_vouched_leave() -> None:
     members["u001"] = replace(UNVOUCHED, counted=TRIAL_ROUNDS)
     assert voters_after(members) == {*(f"v00{i}" for i in range(5)), "u000", "u001"}
     left = {peer: member for peer, member in members.items() if peer not in ("v003", "v004")}
-    assert voters_after(left) == {"v000", "v001", "v002", "u000"}, "who has worked most stays"
+    assert voters_after(left) == {"v000", "v001", "v002", "u000"}, "the hardest worker stays"
     said = with_voters(left, list(left), seed="s").reasons
     assert "u001 has no vote any more: too few vouched members are left" in said
     del left["v002"]
@@ -146,7 +146,7 @@ def test_a_round_that_trainees_hold_up_goes_on_with_fewer_of_them_each_time() ->
     members = swarm(3, **{f"t{index:02}": index % 10 for index in range(40)})
     kept = [steadiest(members, members, setbacks, seed="s") for setbacks in range(5)]
     voters = {peer for peer, member in members.items() if member.votes}
-    assert kept[0] == kept[1] == members.keys(), "who was missed is left out, the others stay"
+    assert kept[0] == kept[1] == members.keys(), "the missed one is left out, the others stay"
     assert [len(peers - voters) for peers in kept] == [40, 40, 10, 2, 0]
     assert all(voters <= peers for peers in kept)
     assert all(members[peer].counted >= 7 for peer in kept[2] - voters), "those that have worked"

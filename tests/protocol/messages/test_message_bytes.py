@@ -375,7 +375,7 @@ def test_a_vote_that_all_show_is_verified_once_and_what_differs_by_itself() -> N
     ]  # fmt: skip
     for forged in forgeries:
         left = shown("p0", forged)
-        assert left != forged and left is shown("p1", forged), "what is left is the same, too"
+        assert left != forged and left is shown("p1", forged), "the rest is the same, too"
         assert problem_of(manifest, left)
     assert len(asked) == len(forgeries) * (num_shown + 2)
     assert not shown("p0", evidence, parent=name("tip before")).declared
@@ -587,9 +587,9 @@ def test_the_same_offer_is_the_same_object_while_others_come(decoded: list[bytes
     offer = known(one)
     for number in range(1, 200):
         known(number.to_bytes(MIB))
-        assert known(bytes(MIB)) is offer, "whoever was asked for last stays"
+        assert known(bytes(MIB)) is offer, "the last used one stays"
     assert len(decoded) == 200 and offer.encoded is one
-    assert known((1).to_bytes(MIB)) is not offer and len(decoded) == 201, "it had gone"
+    assert known((1).to_bytes(MIB)) is not offer and len(decoded) == 201, "it had left"
 
 
 def test_small_offers_are_bounded_by_their_number() -> None:

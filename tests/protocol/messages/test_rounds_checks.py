@@ -147,7 +147,7 @@ def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
         assert reducer in (sources & {"C", "D"} or sources), unit
     assert set(plan.reducers) == set(plan_roster(tip, offers, rules).reducers)
     assert assign_reducers(offers, plan.able, rules.unit_bytes) == plan.reducers
-    assert plan_roster(tip, offers, rules, set(peers)).able.keys() == set(peers), "somebody has to"
+    assert plan_roster(tip, offers, rules, set(peers)).able.keys() == set(peers), "one peer must"
 
 
 def seconds_of(plan: Plan, uplinks: Mapping[str, int]) -> dict[str, float]:
@@ -172,7 +172,7 @@ def test_who_has_a_thin_uplink_averages_less_so_that_all_send_for_as_long() -> N
     before, after = seconds_of(equal, uplinks), seconds_of(fitted, uplinks)
     assert max(before.values()) == before["B"] and after["B"] == pytest.approx(80.0 / 20 + 3 / 20)
     assert max(after.values()) == after["B"]
-    assert fitted.roster_id != equal.roster_id, "reducers sign for the uplinks that they were told"
+    assert fitted.roster_id != equal.roster_id, "reducers sign the uplinks that they received"
 
 
 @pytest.mark.parametrize("said", [10**6, 1])

@@ -122,7 +122,7 @@ def test_voters_decide_without_trainees_and_trainees_never_without_voters() -> N
     pump.run(pump.now + 5)
     tip = pump.nodes[first[2]].machine.tip
     assert len({pump.nodes[peer].machine.tip.generation for peer in alive}) == 1
-    assert tip.lineage[0][1][0] == 1, "one elector of the parent goes on"
+    assert tip.lineage[0][1][0] == 1, "one elector of the parent continues"
     assert set("VWXYZ") <= tip.members.keys()
 
 
@@ -173,7 +173,7 @@ def test_an_anchor_may_vouch_for_a_member_that_is_there() -> None:
     pump.run(pump.now + 30, lambda: members(pump)["B"].votes)
     pump.run(pump.now + 30, lambda: stranger.machine.tip.voters == {"A", "B"})
     assert members(pump)["B"].vouched and stranger.machine.tip.voters == {"A", "B"}
-    assert stranger.machine._contributor._credential() is None, "it has what it asked for"
+    assert stranger.machine._contributor._credential() is None, "it has the requested blobs"
 
 
 def test_a_convener_takes_up_four_trainees_of_one_network() -> None:

@@ -371,7 +371,7 @@ def test_one_record_of_the_last_round_there_is_makes_no_curve() -> None:
         told = told_losses(honest | {liar: lie}, tip)
         measured_by_others = {n for record in others(honest, liar) for n, _ in rows(record)}
         own = set(range(ROUNDS)) - measured_by_others
-        assert told.by_round == CURVE | dict.fromkeys(own, 0.001), "what nobody else has measured"
+        assert told.by_round == CURVE | dict.fromkeys(own, 0.001), "nobody else measured these"
         assert told.by_manifest == {tip.digest: loss_of(ROUNDS)}
         assert told.bits_per_byte_of_nat == honest[tip.order[0]].bits_per_byte_of_nat
 

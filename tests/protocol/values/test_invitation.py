@@ -63,7 +63,7 @@ def test_an_invitation_is_good_for_its_run_its_rounds_its_uses_and_from_an_ancho
     assert expired == ("the invitation has expired: it was good until round 5, the next is round 6")
     full = {GOOD.name: Used(5, ("X", "Y"))}
     assert "used up: 2 of 2 peers" in (problem(uses=full) or "")
-    assert problem(peer="Y", uses=full) is None, "who comes back does not count again"
+    assert problem(peer="Y", uses=full) is None, "a returning guest does not count again"
     assert problem(uses={GOOD.name: Used(5, ("X",))}) is None
 
 
@@ -71,7 +71,7 @@ def test_two_invitations_share_no_uses_whoever_made_them() -> None:
     other = replace(GOOD, inviter="B", key="L")
     names = {GOOD.name, other.name, replace(GOOD, uses=3).name, replace(GOOD, last_round=6).name}
     assert len(names) == 4
-    assert replace(GOOD, signature="other").name == GOOD.name, "a signature may be made anew"
+    assert replace(GOOD, signature="other").name == GOOD.name, "a signature may be made again"
 
 
 def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:

@@ -130,7 +130,7 @@ def check_that_it_waits_and_is_trained_again(**rounds) -> None:
     later = pump.nodes["a"].machine.tip
     assert later.entries[unit] == entry
     others = [e.version for name, e in later.entries.items() if name != unit]
-    assert min(others) > later.round - 3, "all others are renewed as ever"
+    assert min(others) > later.round - 3, "all others are renewed as usual"
     join(pump, "d", via="a")
     pump.run(pump.now + 100, lambda: "d" in pump.nodes["a"].machine.tip.members)
     assert pump.nodes["a"].machine.tip.owners[waiting] == ("d",)

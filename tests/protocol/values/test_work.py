@@ -277,7 +277,7 @@ def test_the_pace_is_taken_by_the_clock_of_the_run_and_moves_by_a_factor_of_two(
     assert pace(1000, 8.0) == 125.0
     assert pace(1000, 0.001) == pace(1000, 0.0) == 200.0
     assert pace(1000, 8.0, known=10.0) == 20.0
-    assert pace(1000, 8.0, known=1000.0) == 500.0, "one round in which it stood still is forgiven"
+    assert pace(1000, 8.0, known=1000.0) == 500.0, "one round without progress is forgiven"
 
 
 @given(

@@ -104,7 +104,7 @@ TWO, IDLE = (BF16, 2), (BF16, 4)
         pytest.param(*TWO, "int8", id="bf16, int8 moments"),
         pytest.param(BF16_ALONE, 4, "fp32", id="four in bf16"),
         pytest.param({**CLIPPED, "train": ALONE}, 4, "fp32", id="four in fp32", marks=SLOW),
-        pytest.param(*IDLE, "fp32", id="four, of which two are idle", marks=SLOW),
+        pytest.param(*IDLE, "fp32", id="four, two of them idle", marks=SLOW),
         pytest.param(*IDLE, "int8", id="two idle, int8 moments"),
     ],
 )

@@ -125,7 +125,7 @@ ONE_RING = {"gradient_buffers": 1}
         pytest.param(BF16_ALONE, 4, {}, id="four in bf16"),
         pytest.param({**BF16_ALONE, **BY_UNIT}, 4, ONE_RING, id="four by unit", marks=SLOW),
         pytest.param({**CLIPPED, "train": ALONE}, 4, {}, id="four in fp32", marks=SLOW),
-        pytest.param(BF16, 4, {"moments": "int8"}, id="four, of which two are idle"),
+        pytest.param(BF16, 4, {"moments": "int8"}, id="four, two of them idle"),
         pytest.param({**EVERYTHING, **CLIPPED}, 2, {}, id="every influence on routing", marks=SLOW),
         pytest.param({**MASKED, **CLIPPED}, 2, {}, id="documents and padding", marks=SLOW),
     ],

@@ -67,7 +67,7 @@ SLOW = pytest.mark.exhaustive
         pytest.param(CLIPPED, 2, 2, id="two"),
         pytest.param({**EVERYTHING, **CLIPPED}, 2, 2, id="two, every influence on routing"),
         pytest.param({**MASKED, **CLIPPED}, 2, 2, id="two, documents and padding", marks=SLOW),
-        pytest.param(CLIPPED, 4, 4, id="four, of which two are idle", marks=SLOW),
+        pytest.param(CLIPPED, 4, 4, id="four, two of them idle", marks=SLOW),
         pytest.param({**EVERYTHING, **CLIPPED}, 4, 2, id="two by two, two idle", marks=SLOW),
         pytest.param(
             {**CLIPPED, "train": {"micro_batch_sequences": 1}}, 4, 4, id="four", marks=SLOW

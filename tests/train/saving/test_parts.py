@@ -263,7 +263,7 @@ def test_a_full_disk_is_a_state_error_and_the_state_before_stays(path, monkeypat
         save_private(path, parted(2))
     monkeypatch.undo()
     assert_equal(load_private(path), parted(1))
-    assert sorted(files_of(path)) == kept, "what was given up takes no room"
+    assert sorted(files_of(path)) == kept, "an abandoned saving takes no room"
     save_private(path, parted(3))
     assert_equal(load_private(path), parted(3))
 

@@ -389,7 +389,7 @@ def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_
         controller.kill()
         end_s = time.monotonic() + GONE_S
     while not all(map(is_gone, pids)):
-        assert time.monotonic() < end_s, "workers without a controller go on"
+        assert time.monotonic() < end_s, "workers run on without a controller"
         time.sleep(0.05)
     state = load_newest(path).state
     assert state.round >= 3

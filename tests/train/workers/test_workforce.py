@@ -49,7 +49,7 @@ def force_of(make: Callable[[], Act], **options: Any) -> tuple[Workforce, list[F
     started: list[FakeCrew] = []
 
     def start() -> Crew:
-        assert len(started) < 50, "workers are started for ever"
+        assert len(started) < 50, "workers are started forever"
         started.append(FakeCrew(make()))
         return started[-1]
 

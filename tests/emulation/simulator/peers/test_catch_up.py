@@ -13,7 +13,7 @@ Step = Literal["next", "end"] | tuple[Literal["a", "b"], bool]
 A, AGAIN = ("a", True), ("a", False)
 STORIES: dict[str, tuple[Step, ...]] = {
     "a duplicate restarts it": (A, "next", AGAIN),
-    "it goes on after another event and is restarted": (A, "next", "next", AGAIN),
+    "it continues after another event and is restarted": (A, "next", "next", AGAIN),
     "one event gives it up and begins it": (A, "next", "end", AGAIN),
     "it is begun after it was given up": (A, "next", "end", "next", A),
     "giving it up twice is giving it up": (A, "next", "end", "next", "end", A),

@@ -46,7 +46,7 @@ HOLES = {
     "B:9214814": "attempts were given up after 25 s on lines that lose a third of the messages",
     "B:9304715": "a convener that heard one of five held its attempt while it waited for votes",
     "K:389": "an owner's older moments were taken although another owner had newer ones to come",
-    "C:9801320": "a stranger kept what it had read through a reform that dealt it to others",
+    "C:9801320": "a stranger kept its read text through a reform that dealt the text to others",
     "H:7300040": "the same",
     "A:20057": "of a swarm that lost all its members a stranger was left, and could not go on",
     "F:99": "strangers had reformed, which nobody believed, and did not come back",
