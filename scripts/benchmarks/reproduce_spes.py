@@ -62,9 +62,9 @@ class Variant:
     Attributes:
         label: in the table and the picture.
         peers: N.
-        owners: R; None for all.
+        owners: R. None for all.
         h_times: H in units of the base's.
-        alpha: alpha0 of the merging; 0 for none.
+        alpha: alpha0 of the merging. 0 for none.
         top_k: K of the merging.
         lr: in units of the base's.
     """

@@ -26,7 +26,7 @@ from swarm.data.tokenizer import Tokenizer
 from swarm.errors import DataError
 
 MAX_HELD_OUT_TEXT = 1_000_000
-"""Bytes; the largest `data.validation_bytes`."""
+"""Bytes: the largest `data.validation_bytes`."""
 
 
 class Windows(NamedTuple):

@@ -83,7 +83,7 @@ def _feistel(values: Indexes, keys: NDArray[np.uint64], half_bits: int) -> Index
 
 
 def _mix(values: NDArray[Any]) -> Indexes:
-    """Scrambles 64-bit values. Source: the finaliser of splitmix64 (S. Vigna, public domain)."""
+    """Scrambles 64-bit values. Source: the finalizer of splitmix64 (S. Vigna, public domain)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Indexes = values ^ (values >> np.uint64(31))

@@ -65,8 +65,8 @@ class FileTokenizer:
 
         Args:
             content: of a tokenizer.json.
-            end_of_text: id or spelling of the token that closes a document; by default the first
-                that the file has of those in wide use.
+            end_of_text: id or spelling of the token that closes a document. By default the first of
+                the widely used ones that the file has.
 
         Raises:
             TokenizerError: the content is no tokenizer, or one that no run can use. The error names
@@ -227,7 +227,7 @@ def train_tokenizer(documents: Iterable[bytes], vocab_size: int) -> FileTokenize
     Equal documents in equal order give an equal file. Memory grows with the number of different
     words.
 
-    Documents are UTF-8; the 256 bytes and the end of text are among the ids.
+    Documents are UTF-8. The 256 bytes and the end of text are among the ids.
 
     Raises:
         TokenizerError: the package tokenizers is not installed.

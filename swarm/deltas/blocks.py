@@ -4,7 +4,7 @@ coding   codes of a block     L              scale of the encoder
 b2       256 of 2 bits        2 code - 3     0.498 root mean square
 b1       256 of 1 bit         2 code - 1     mean magnitude
 
-Scales are rounded to bf16; they are +0 or from 2^-96 to 2^40. If a scale is +0, the block is 0 and
+Scales are rounded to bf16. They are +0 or from 2^-96 to 2^40. If a scale is +0, the block is 0 and
 its codes have no meaning. An encoder replaces a smaller scale by +0 and a larger one by 2^40.
 
 Largest distance of an element y from its code's value, with the sent scale s:
@@ -138,7 +138,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 [n, m], each below 2^bits.
-        bits: 1 or 2; m is a multiple of 8 / bits.
+        bits: 1 or 2. m is a multiple of 8 / bits.
 
     Returns:
         uint8 [n, w] with w = m bits / 8.

@@ -84,7 +84,7 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
     bf16 is off by at most 2^-8 of an element, or 2^-100.
 
     Args:
-        layout: of the unit; its coding is not "none".
+        layout: of the unit, with another coding than "none".
         values: the wanted change of the agreed value. It does not change. `elements_of` makes it
             from a reader of slices.
 
@@ -229,10 +229,10 @@ def check_delta(
 
     Args:
         layout: of the unit.
-        delta: to be judged.
-        base: of the value that it moves; None: how far it does is not judged.
-        absolute: how far it may move an element, plus
-        relative: so much of the base's magnitude.
+        delta: the delta to check.
+        base: of the moved value. None: the size of the move is not checked.
+        absolute: limit of the move of an element, plus
+        relative: this share of the base's magnitude.
 
     Raises:
         BadBlob: as `decode_delta`, or `implausible_update` with the largest move.

@@ -100,7 +100,7 @@ class StreamedModel:
         return found[len(tokens) :]
 
     def _hidden(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The normalised last residual stream [B, T, D] of each batch of token ids [B, T]."""
+        """The normalized last residual stream [B, T, D] of each batch of token ids [B, T]."""
         decoder, device = self._one.model, torch.device("cpu")
         states = [decoder.embed_tokens(ids_BT) for ids_BT in batches]
         tables = {

@@ -27,7 +27,7 @@ def curve(losses: Sequence[tuple[int, float]], title: str) -> str:
 
     Args:
         losses: (round, nats per token), ascending and at least one.
-        title: above the drawing; it must need no escaping.
+        title: above the drawing. It must need no escaping.
     """
     rounds, values = [each[0] for each in losses], [each[1] for each in losses]
     x_low, x_high = rounds[0], max(rounds[-1], rounds[0] + 1)

@@ -83,8 +83,8 @@ def write_facts(folder: Path, facts: ExportFacts) -> None:
 def generation_config(end_of_text: int) -> dict[str, Any]:
     """The contents of generation_config.json: the end-of-text token and the padding token.
 
-    Source: Transformers 5.23 `GenerationConfig`; missing settings have their defaults: greedy
-    decoding.
+    Source: Transformers 5.23 `GenerationConfig`; missing settings have their defaults, which are
+    greedy decoding.
     """
     return {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
 

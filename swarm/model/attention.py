@@ -1,4 +1,4 @@
-"""Causal attention with rotary positions, grouped keys and normalised queries and keys.
+"""Causal attention with rotary positions, grouped keys, and normalized queries and keys.
 
 Shapes: B sequences, T tokens of a sequence, D hidden size, H query heads, G key/value heads,
 C size of a head; X = B * G, and R rows: the queries of a block of tokens that share a key.
@@ -145,7 +145,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
-    """Causal softmax attention, [B, H, T, C]; each key serves H / G consecutive queries."""
+    """Causal softmax attention, [B, H, T, C]. Each key serves H / G consecutive queries."""
     short = q_BHTC.shape[2] <= SHORT_TOKENS
     if short and q_BHTC.dtype is torch.bfloat16 and q_BHTC.device.type == "cpu":
         attended: Tensor = _Short.apply(q_BHTC, k_BGTC, v_BGTC)  # type: ignore[no-untyped-call]
@@ -262,7 +262,7 @@ class Attention(nn.Module):
         return out_BTD
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Normalises and splits a projection: [B, T, H * C] to fp32 [B, H, T, C]."""
+        """Normalizes and splits a projection: [B, T, H * C] to fp32 [B, H, T, C]."""
         if norm is not None and self.whole:
             x = norm(x)
         heads_BTHC: Tensor = x.unflatten(-1, (-1, self.dim_per_head))

@@ -108,7 +108,7 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     reducer, which sends the mean to everybody: 2 (N-1) times in all. X are the bytes of the
     experts. R-1 owners send their values to the owner that averages, which sends the result to the
     N-1 others. The peer receives as many bytes. X counts once in `round.experts_every` rounds, S
-    once in `round.shared_every`; With `round.stagger` each round has its share. Otherwise rounds
+    once in `round.shared_every`. With `round.stagger` each round has its share. Otherwise rounds
     with experts have more than the mean. Control messages, joiners and repeats are not counted.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
@@ -173,7 +173,7 @@ def forward_flops_per_token(run: RunConfig) -> int:
 
     They are 2 per parameter of every matrix that a token passes (its K experts and the head, not
     the embedding), and 4 * heads * head size * half the sequence per layer for causal attention.
-    Source: PaLM (arXiv 2204.02311, appendix B); norms, rotation and softmax are left out.
+    Norms, rotation and softmax are not counted. Source: PaLM (arXiv 2204.02311, appendix B).
     """
     model = run.model
     attention = 2 * run.data.sequence_length * model.num_attention_heads * model.dim_per_head

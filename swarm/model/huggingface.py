@@ -173,7 +173,7 @@ def save_model(
         The files written.
 
     Raises:
-        CorruptState: the tensors are not those of the run's model; OSError: the disk refused.
+        CorruptState: the tensors are not those of the run's model. OSError: the disk refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []

@@ -62,9 +62,9 @@ class Price:
     """The held-out loss of a setting, compared with exact SPES with the same cycle.
 
     Attributes:
-        loss_pct: percent; negative is better.
-        seeds: paired runs; their noise is about 0.6 points each.
-        source: which toy runs.
+        loss_pct: percent. Negative is better.
+        seeds: number of paired runs, with a noise of about 0.6 points each.
+        source: the toy runs.
     """
 
     loss_pct: float
@@ -122,8 +122,9 @@ class LinkPlan:
 def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     """Blob bytes that a peer sends (and receives) in a cycle; see `bytes_sent_per_peer_per_round`.
 
-    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S shared, L norms and routers, X
-    experts, in elements; s and x bytes of each; p_s and p_x rounds between two exchanges.
+    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S are the shared elements, L those of
+    norms and routers, X those of experts. s and x are the bytes of each, p_s and p_x the rounds
+    between two exchanges.
     """
     counted = parameters(run.model)
     exact = exact_elements(run.model)

@@ -175,13 +175,13 @@ class LayerTerms(NamedTuple):
     Attributes:
         mean_E: mean probability of each expert. Where processes share the tokens, the mean is over
             this process's tokens until `of_all`.
-        z: mean over tokens of the squared log-sum-exp of the logits; likewise.
+        z: mean over tokens of the squared log-sum-exp of the logits, likewise.
         tokens_E: int64, tokens that chose each expert, dropped ones included.
         dropped: int64 scalar, choices that exceeded an expert's capacity.
         num_tokens: of the micro-batch.
         top_k: experts of a token.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs; likewise.
+        pair_P2: int64 [P, 2], these pairs, likewise.
     """
 
     mean_E: Tensor

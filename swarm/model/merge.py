@@ -33,15 +33,15 @@ Donors = tuple[tuple[tuple[int, ...], ...], ...]
 def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: int) -> Tensor:
     """Cosines between flattened gate projections, fp64 [E, E], rounded to `DECIMALS`.
 
-    A projection of zeros is similar to nothing (0).
+    A projection of zeros has the similarity 0 to all others.
 
     Args:
-        gates: of each expert, a function that gives its elements [start, stop).
+        gates: for each expert, a function that returns its elements [start, stop).
         num_elements: of each gate projection.
 
-    Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + what an element has
-    in the codec) bytes; about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x 2048)
-    on one thread.
+    Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + bytes of an element
+    in the codec) bytes. It is about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x
+    2048) on one thread.
     """
     dots_EE = torch.zeros(len(gates), len(gates), dtype=torch.float64)
     for start in range(0, num_elements, COLUMNS):
@@ -72,7 +72,7 @@ def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], .
 
 
 def donors_of(read: Read, model: ModelConfig, top_k: int) -> Donors:
-    """The `top_k` donors of every expert in every layer; memory as `similarities`."""
+    """The `top_k` donors of every expert in every layer. Takes memory as `similarities`."""
     assert top_k < model.num_experts, (top_k, model.num_experts)
     size = model.moe_intermediate_size * model.hidden_size
     found = []
@@ -90,8 +90,8 @@ def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor
     order, and so gives the same bits for every run length and number of threads:
     own + alpha * (sum of (donor - own) / K).
 
-    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, in addition to the
-    elements from `read`. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    Cost: reads K + 1 runs, one at a time, and takes 16 bytes an element at the peak, in addition to
+    the elements from `read`. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
     """
     place = place_of(part.name)
     assert place is not None, f"{part.name} is of no expert"

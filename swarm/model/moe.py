@@ -31,12 +31,12 @@ class Routing(NamedTuple):
 
     Attributes:
         logits_NE: fp32, without noise. Where processes share the tokens, of this process's tokens.
-        probabilities_NE: the scores by which experts are chosen, summing to 1. Likewise.
+        probabilities_NE: the scores by which experts are chosen, summing to 1, likewise.
         weight_NK: weight of each chosen expert, 0 if it was dropped.
         expert_NK: the chosen experts, the best first.
         kept_NK: the choices within capacity. None if nothing is ever dropped.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs; likewise.
+        pair_P2: int64 [P, 2], these pairs, likewise.
     """
 
     logits_NE: Tensor
@@ -94,7 +94,7 @@ class Router(nn.Module):
             x_ND: the tokens of this process.
             recall: source of the choice, if it was made before.
             controls: of a training step. None in evaluation.
-            owned: the experts that this peer trains, which controls may favour.
+            owned: the experts that this peer trains, which controls may favor.
         """
         logits_NE = F.linear(x_ND.float(), self.weight)
         noisy_NE = self._noisy(x_ND, logits_NE, controls)

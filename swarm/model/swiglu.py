@@ -23,9 +23,9 @@ class Plan:
     """The places of (token, expert) pairs in rows sorted by expert.
 
     Attributes:
-        token_M: the token of each row; 0 for padding.
-        pair_M: the flat pair of each row; P for padding.
-        row_NK: the row of each pair; any row for a pair that is not computed.
+        token_M: the token of each row, 0 for padding.
+        pair_M: the flat pair of each row, P for padding.
+        row_NK: the row of each pair. Any row for a pair that is not computed.
         starts: first row of each expert's group, and finally the total. Owned experts come first.
         ends_E: int32, last row of each group plus one, on the device. Copying `starts` from the
             host again would wait for all queued work of the device.
@@ -61,7 +61,7 @@ def plan_rows(
     """Sorts the pairs by group, stably, and pads every group to a multiple of rows.
 
     Args:
-        group_NK: the group of each (token, expert) pair; owned experts have the lowest numbers.
+        group_NK: the group of each (token, expert) pair. Owned experts have the lowest numbers.
         num_groups: number of experts.
         num_owned: number of owned experts.
         multiple: rows of a group are padded to a multiple of this. 1 does not pad.

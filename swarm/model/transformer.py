@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[moe.Routing]]:
-        """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
+        """Returns the normalized last residual stream, fp32 [B, T, D], and each layer's routing."""
         x_BTD = self.embedded(input_ids_BT)
         length = input_ids_BT.shape[1]
         x_BTD, routings = self.through(x_BTD, length, controls, documents)
@@ -222,7 +222,7 @@ class Transformer(nn.Module):
         return self._bank.owned_here
 
     def own(self, experts: Sequence[int]) -> None:
-        """Makes exactly these experts owned; `ExpertBank.own` describes the changes of rows.
+        """Makes exactly these experts owned. `ExpertBank.own` describes the changes of rows.
 
         The parameters of the experts are new objects afterwards, unless nothing changed.
         """
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
         controls: RoutingControls | None = None,
         masked: Masked = UNMASKED,
     ) -> Losses:
-        """The same from the normalised last residual stream and the terms of all routers."""
+        """The same from the normalized last residual stream and the terms of all routers."""
         tokens = self.model.tokens
         hidden_ND, labels_N, mean_over = masked.scored(hidden_BTD, tokens_BT1[:, 1:], tokens)
         hidden_ND = hidden_ND.to(self.compute)

@@ -291,7 +291,7 @@ class SteppingEngine:
 
 
 def _memory_error(error: BaseException) -> str:
-    """The text of a memory error in one line; raises any other error again."""
+    """The text of a memory error in one line. Raises any other error again."""
     if not lacks_memory(error):
         raise error
     return str(error).partition("\n")[0] or type(error).__name__

@@ -191,7 +191,7 @@ def update_tensors(
 def update_piece(
     master_x: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
 ) -> None:
-    """AdamW on a piece of a row, whatever the moments' format; uses about 8 bytes per element.
+    """AdamW on a piece of a row, for any format of moments. Uses about 8 bytes per element.
 
     Args:
         master_x: the piece of the parameter.
@@ -240,11 +240,11 @@ def _in_blocks(values_x: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_x, (0, padding)).view(-1, BLOCK)
 
 
-# int8 codes lie on a curve, since moments of one block differ by orders of magnitude: a mean is
-# the sign times the square of its code, a square (an average of squared gradients) the fourth
-# power. The square is rounded up and never down: one that became 0 would make its update
-# enormous. Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes);
-# the curves are our own, without a table.
+# int8 codes lie on a curve, because moments of one block differ by orders of magnitude. A mean is
+# the sign times the square of its code. A square (an average of squared gradients) is the fourth
+# power. The square is always rounded up, because a square of 0 would make its update enormous.
+# Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes); the curves
+# are our own, without a table.
 
 
 def _encode_mean(mean_x: Tensor) -> tuple[Tensor, Tensor]:

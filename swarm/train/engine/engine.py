@@ -36,18 +36,18 @@ class StepStats:
     """Statistics of one local step. Losses are means over its micro-batches, before the update.
 
     Attributes:
-        loss: the minimised sum: cross-entropy plus the terms below times their weights.
+        loss: the minimized sum: cross-entropy plus the terms below times their weights.
         cross_entropy: nats per token.
         balance: load-balancing loss before its weight.
         router_z: router z-loss before its weight.
         output_z: output z-loss before its weight.
         grad_norm: global norm over everything this peer trains, before clipping.
-        tokens: tokens read, one prediction each; masked predictions count too.
+        tokens: tokens read, one prediction each. Masked predictions count too.
         masked: predictions that are not in the loss.
         expert_tokens: for each layer, the tokens that each expert got.
         skipped: whether loss or gradient was not finite. Such a step changes nothing.
         dropped: choices of experts, in all layers, that exceeded a capacity.
-        similarity: mean CKA of experts that got the same tokens; None where not measured.
+        similarity: mean CKA of experts that got the same tokens. None if not measured.
         pairs: these experts and their CKA, the most alike first.
         spike: whether the norm was far above the running mean; see `Guard`.
         workers: figures of each worker process, by rank. Comparisons of two `StepStats` ignore
@@ -127,14 +127,15 @@ class Engine(Protocol):
     def intact(self) -> bool:
         """Whether all masters are those after a whole number of steps, also after an error.
 
-        And whether state and values are those of the experts in `owned`.
+        State and values must also be those of the experts in `owned`.
         """
 
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.
 
-        Values stay; one that freezes is rounded to the frozen storage's type. Experts that stay
-        keep their moments, those that come start with zero moments, those that go lose theirs.
+        Values do not change, but the values of newly frozen experts are rounded to the frozen
+        storage's type. Experts that stay owned keep their moments. New ones start with zero
+        moments, and newly frozen ones lose theirs.
         """
 
     def count_from(self, updates: int) -> None:
@@ -166,9 +167,9 @@ class Engine(Protocol):
     ) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
 
-        `controls` lead the routing; each micro-batch has its `part`. With `masks`, cross-entropy
-        and output z-loss are means over the scored predictions of the batch. The router's terms
-        stay means over all tokens.
+        `controls` influence the routing. Each micro-batch has its `part`. With `masks`,
+        cross-entropy and output z-loss are means over the scored predictions of the batch. The
+        router's terms stay means over all tokens.
 
         If loss or gradient is not finite, the step changes nothing and counts as skipped.
 
@@ -211,7 +212,7 @@ class Engine(Protocol):
         """
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Overwrites the moments of some trained tensors; named as in `read_moments`."""
+        """Overwrites the moments of some trained tensors, named as in `read_moments`."""
 
     def evaluate(
         self,
@@ -243,7 +244,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Ends all background work and frees memory; the engine cannot be used afterwards."""
+        """Ends all background work and frees memory. The engine cannot be used afterwards."""
 
 
 def mean_over(

@@ -55,7 +55,7 @@ class EngineOptions:
         shards: number of ranks of the same stage over which masters and moments of their common
             tensors are cut. With 1 each rank holds all of them. Tensors that fewer ranks have in
             common are cut over these.
-        schedule: of a pipeline; gpipe takes as long as 1f1b, which keeps fewer micro-batches for
+        schedule: of a pipeline. gpipe takes as long as 1f1b, which keeps fewer micro-batches for
             backward. interleaved waits less and keeps more.
         chunks: runs of layers of each rank of a pipeline. More than one only with "interleaved".
         recompute: layers that backward computes again. The streaming engine always does so, and

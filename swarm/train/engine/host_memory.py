@@ -285,7 +285,7 @@ class SharedMemory(HostMemory):
         return found
 
     def settle(self, *, failed: bool = False) -> bool:
-        """See `HostMemory`; raises Disconnected."""
+        """See `HostMemory`. Raises Disconnected."""
         return bool(self._ranks.united(torch.tensor([float(failed)], dtype=torch.float64)).item())
 
     def wait_until(self, counts_R: Tensor, least: int) -> None:

@@ -144,8 +144,8 @@ class LocalStats:
         tokens: tokens they predicted.
         seconds: how long they took.
         skipped: steps that changed nothing because loss or gradient was not finite.
-        loss: mean of the finite losses; None if there were none.
-        cross_entropy: mean of the finite cross-entropies in nats per token; None likewise.
+        loss: mean of the finite losses. None if there were none.
+        cross_entropy: mean of the finite cross-entropies in nats per token. None likewise.
         completed: False if `stop` ended the loop early.
         routing: distribution of its tokens over the experts. None without a finite step.
         workers: figures of each worker process over all of the steps, by rank.

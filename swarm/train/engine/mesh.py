@@ -39,9 +39,9 @@ class Bus:
 # 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries the full rate of all GPUs.
 NVLINK = Bus("nvlink", 18 * 20.6)
 # PCIe 4 x16 has 32 GB/s each way. NCCL counts 24 of them, twice its PCI_BW of generation 3. It
-# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW); a quarter of what all GPUs
-# send to all goes from one socket to the other. Without peer access bytes pass through the host,
-# and it is less.
+# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW). In an exchange of all GPUs
+# with all, a quarter of the bytes goes from one socket to the other. Without peer access bytes pass
+# through the host, and the rate is lower.
 PCIE = Bus("pcie", 24.0, 4 * 24.0)
 BUSES: dict[BusName, Bus] = {bus.name: bus for bus in (NVLINK, PCIE)}
 

@@ -44,7 +44,7 @@ class OpenFile:
 
     @classmethod
     def at(cls, path: Path) -> OpenFile:
-        """Opens a file for reading and writing; raises OSError."""
+        """Opens a file for reading and writing. Raises OSError."""
         return cls(os.open(path, os.O_RDWR))
 
     def __del__(self) -> None:

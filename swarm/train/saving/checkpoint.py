@@ -177,10 +177,10 @@ class Saving:
 def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -> None:
     """Makes a private state durable, and keeps the previous one as `NAME.previous`.
 
-    When this returns the file survives a power cut. Killed at any moment, it leaves a whole file at
+    When this returns the file survives a power cut. A kill at any moment leaves a whole file at
     `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
 
-    `begun` is the saving of just its tensors, if that was begun; it is tried once.
+    `begun` is an already begun saving of its tensors, which is tried once.
 
     Raises:
         StateError: the disk is full or cannot be written.
@@ -206,8 +206,8 @@ def drop_unfinished(path: Path) -> None:
 def load_private(path: Path) -> PrivateState:
     """Reads a private state. Tensors are read from the file on look-up.
 
-    The file stays open, so it may be replaced meanwhile. Cost: one pass for the digest; a piece is
-    held, not the state.
+    The file stays open, so it may be replaced meanwhile. Cost: one pass for the digest, and memory
+    for a piece.
 
     Raises:
         CorruptState: the file is torn, truncated or changed.

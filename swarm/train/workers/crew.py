@@ -27,9 +27,9 @@ class Place:
 
     Attributes:
         size: number of workers on this machine.
-        device: "cpu", or "cuda" for a GPU of its own for each.
+        device: "cpu", or "cuda" with a separate GPU for each worker.
         threads: CPU threads of each.
-        backend: of torch.distributed; gloo also if several workers share a GPU.
+        backend: of torch.distributed. It is gloo also if several workers share a GPU.
     """
 
     size: int
@@ -42,8 +42,8 @@ class Crew:
     """Processes that compute together. Only one thread at a time may use it.
 
     Attributes:
-        place: where those of this machine compute.
-        pids: of the processes, by rank; those of a node are its own.
+        place: of the workers of this machine.
+        pids: process ids, by rank. Those of a node are valid on the node.
         is_starting: whether they are still catching up with the peer. Their commands then end with
             the peer's time to leave. Later commands may exceed it a little.
     """
@@ -57,7 +57,7 @@ class Crew:
         """Starts the workers as soon as the nodes are there.
 
         Args:
-            place: where those of this machine compute.
+            place: of the workers of this machine.
             nodes: the nodes with workers for this peer. None for workers of this machine alone.
             remaining_s: most seconds that their start may take from now on. 0 or less once a
                 leaving peer must end.

@@ -1,7 +1,7 @@
-"""Who is which rank, and whether enough workers are there; pure.
+"""Assigns ranks, and decides whether enough workers are there. Pure.
 
 Ranks of this machine come first, then those of the nodes, node by node, so that consecutive ranks,
-which share experts, are neighbours.
+which share experts, are neighbors.
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ Given = Mapping[str, Tensor]
 
 
 class Worker:
-    """Carries out commands.
+    """Executes commands.
 
-    What is asked for is written by the ranks that hold it into one file, where each of them leaves
-    the same room for the others; so the first one can list all of it.
+    The ranks write the requested tensors that they hold into one file. Each rank reserves the same
+    room for the others' tensors, so the first rank can list all of them.
     """
 
     def __init__(self) -> None:

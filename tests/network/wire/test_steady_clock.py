@@ -36,7 +36,7 @@ def test_records_outlive_jumps_of_the_clock(peers: Peers, monkeypatch) -> None:
         (record,) = records_of(first, "key").values()
         assert record.value == f"{jump_s}".encode()
         left_s = record.expiration - real_time()
-        assert 30 < left_s < 65, "others must not take it for expired, nor keep it for ever"
+        assert 30 < left_s < 65, "others must not take it for expired, nor keep it forever"
     third = peers.node()  # whose ping compares clocks
     assert third.num_neighbours > 0
 
