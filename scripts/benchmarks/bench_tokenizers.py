@@ -79,7 +79,7 @@ class Last(swarm.PeerObserver):
 
 
 def main() -> int:
-    """Trains what is missing and prints the table."""
+    """Runs the missing trainings and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabularies", nargs="+", default=["2048", BYTES])
     parser.add_argument("--seeds", type=int, default=3)

@@ -101,7 +101,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 MOST_TAKEN = 0.9
 """Usable share of free disk and memory."""
 IN_MEMORY, MEMORY = Path("/dev/shm"), Path("/proc/meminfo")
-"""A state directory in the first takes memory in place of a disk."""
+"""A state directory in the first folder takes memory instead of disk."""
 MOST_MBIT = 100.0
 """Mbit/s that all peers together can send in packets of 1,500 bytes."""
 START_S, SLOWER = 400.0, 4.0

@@ -420,7 +420,7 @@ class Pass:
 def _write_shard(
     path: Path, documents: Iterable[Tokens], shard_tokens: int, last: Tokens, all_tokens: blake3
 ) -> tuple[str, int, str]:
-    """Writes a shard that ends with `last`, in its type, durably: file name, tokens, digest.
+    """Durably writes a shard that ends with `last`. Returns file name, tokens and digest.
 
     Its tokens also go into the digest of all tokens.
     """

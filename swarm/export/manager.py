@@ -102,7 +102,7 @@ def sync_tree(folder: Path) -> None:
 LATEST = "latest"
 PARTIAL, REMOVED, NEW_LINK = ".partial-", ".removed-", ".latest.new"
 BLOBS = ".blobs"
-"""Folder of the blobs of the newest export, so that the next one fetches only what has changed."""
+"""Folder of the blobs of the newest export, so that the next one fetches only changed blobs."""
 _NAME = re.compile(r"^round-(\d{6,12})$")
 
 
@@ -148,7 +148,7 @@ class ExportManager:
         Raises:
             StateLocked: another process has it open.
             StateError: the disk refused.
-            ConfigError: something else is called `latest`.
+            ConfigError: another file is called `latest`.
         """
         assert keep >= 1
         self.folder, self._keep = folder, keep
@@ -208,7 +208,7 @@ class ExportManager:
 
         Raises:
             OSError: the disk refused. The existing exports do not change.
-            StateError: something else has the export's name.
+            StateError: another file has the export's name.
         """
         path = self.folder / f"round-{round_number:06d}"
         if path.exists():

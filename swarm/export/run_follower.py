@@ -81,8 +81,8 @@ def next_due(every: int, exported: int, rounds: int) -> int:
 def is_ready(manifest: Manifest, due: int, run: RunConfig) -> bool:
     """Whether a manifest can be exported for the due round.
 
-    It is of this round, or of a later one where that was missed. While the round's merge is to
-    come, that is waited for: nothing else can follow.
+    It must be of this round, or of a later one if this round was missed. If the round's merge is
+    still due, the export waits for the merge, which must come next.
     """
     return manifest.round >= due and not merge_due(manifest, run.merging)
 

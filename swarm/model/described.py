@@ -191,7 +191,7 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
         yield f"model.head_dim is {ours.dim_per_head}, there {theirs.dim_per_head}"
 
 
-# ------------------------------------------------ what our decoder can be
+# ------------------------------------------------ limits of our decoder
 
 
 def _require_kind(found: Mapping[str, Any], known: Collection[str], source: str) -> None:

@@ -49,8 +49,8 @@ def next_below(
     Args:
         now: the level that did not fit.
         below: the levels that are left, the fastest first. The first one is removed.
-        run: which model.
-        found: what showed that memory ran out.
+        run: the model.
+        found: the text of the memory error.
 
     Raises:
         OutOfMemory: no level is left.

@@ -59,7 +59,7 @@ def _squared(piece: Tensor) -> Tensor:
 
 
 def norm_of(square: Tensor, scale: float) -> Tensor:
-    """The fp32 norms of gradients, from their squares, which contain a scale of the gradients."""
+    """The fp32 norms of gradients, from sums of squares of the gradients times a scale."""
     return (square.sqrt() / scale).float()
 
 
@@ -72,10 +72,10 @@ def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
 def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
     """The factor of each parameter's gradient.
 
-    global: by clip_norm over the norm of all gradients, where that is more than 1.
-    unit: the same for each unit (embedding, layer, head) by itself against
-        clip_norm / sqrt(number of units), so that the norm of everything never exceeds clip_norm.
-        A unit needs to know no other's gradient, so it can be updated as soon as it has its own.
+    global: clip_norm divided by the norm of all gradients, if that norm is larger.
+    unit: the same for each unit (embedding, layer, head) separately, with the limit
+        clip_norm / sqrt(number of units). So the norm of all gradients never exceeds clip_norm. A
+        unit does not need other units' gradients, so it can be updated as soon as it has its own.
     """
     if settings.clip == "global":
         factor = _factor(total_norm(norms), settings.clip_norm)

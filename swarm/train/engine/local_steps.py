@@ -44,11 +44,11 @@ def routing_controls_at(
     Args:
         step: the run's cumulative steps so far.
         run: gives the settings and the length of the schedule.
-        peer: id of the peer, and
-        sample: number of the first sample of its batch: so each step of each peer has noise of its
-            own.
-        probe: whether the similarity of experts is measured in this step even if nothing is made
-            of it.
+        peer: id of the peer.
+        sample: number of the first sample of its batch. With the peer's id it gives each step its
+            own noise.
+        probe: whether the similarity of experts is measured in this step even if the loss does not
+            use it.
     """
     settings = run.routing
     left = 1 - _progress(step, run, settings.own_expert_bias_share)
@@ -141,8 +141,8 @@ class LocalStats:
 
     Attributes:
         steps: steps done, skipped ones included.
-        tokens: tokens they predicted.
-        seconds: how long they took.
+        tokens: predicted tokens.
+        seconds: their duration.
         skipped: steps that changed nothing because loss or gradient was not finite.
         loss: mean of the finite losses. None if there were none.
         cross_entropy: mean of the finite cross-entropies in nats per token. None likewise.

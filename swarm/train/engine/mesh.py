@@ -48,7 +48,7 @@ BUSES: dict[BusName, Bus] = {bus.name: bus for bus in (NVLINK, PCIE)}
 
 @dataclass(frozen=True)
 class Fabric:
-    """The ranks of a peer in their machines, which are alike.
+    """The ranks of a peer in equal machines.
 
     Attributes:
         size: number of ranks.

@@ -288,7 +288,7 @@ class Ranks:
             rows_MX: the rows to send, the first ones to the first rank.
             sent: number of rows to each rank.
             received: number of rows from each rank.
-            kind: what for, in the record.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -323,7 +323,7 @@ class Ranks:
 
         Args:
             rows_nX: of this rank.
-            kind: what for, in the record.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -343,7 +343,7 @@ class Ranks:
 
         Args:
             rows_NX: of this rank, of one type. Their number is a multiple of the number of ranks.
-            kind: what for, in the record.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -405,7 +405,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _in_order(parts_RX: Tensor) -> Tensor:
-    """The fp32 sum of what R ranks have sent, one after the other."""
+    """The fp32 sum of the values of R ranks, added in order."""
     total = parts_RX[0].to(torch.float32, copy=True)
     for part in parts_RX[1:]:
         total += part

@@ -191,8 +191,8 @@ def first_message(
     """The message at the start of some bytes.
 
     Args:
-        received: what came.
-        limit: bytes that its JSON may have.
+        received: the received bytes.
+        limit: most bytes of its JSON.
 
     Returns:
         The message, the places of the raw bytes after it, and the offset of these bytes. None if
@@ -330,9 +330,9 @@ def admit(wire: Wire, key: bytes) -> Message:
         The hardware and versions of the node.
 
     Raises:
-        Refused: it does not.
-        Closed: it says nothing.
-        BadMessage: it says something else.
+        Refused: it does not hold the key.
+        Closed: it does not answer.
+        BadMessage: its answer is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     ours, limit, wire.limit = secrets.token_hex(NONCE_BYTES), wire.limit, MAX_STRANGER_BYTES
@@ -353,8 +353,8 @@ def introduce(wire: Wire, key: bytes, hello: Message) -> None:
 
     Raises:
         Refused: one side does not hold it, or has another version.
-        Closed: it says nothing.
-        BadMessage: it says something else.
+        Closed: the controller does not answer.
+        BadMessage: its answer is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     limit, wire.limit = wire.limit, MAX_STRANGER_BYTES

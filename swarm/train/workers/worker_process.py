@@ -53,7 +53,7 @@ def step_of(
     masks, tokens_BT1 = exchange.masks_of(given), given["tokens"]
 
     def step() -> exchange.Message:
-        ranks.traffic.take()  # of what came before
+        ranks.traffic.take()  # of earlier commands
         began_s = time.perf_counter()
         stats = engine.step(tokens_BT1, lr=message["lr"], controls=controls, masks=masks)
         figures = engine.figures(len(tokens_BT1), time.perf_counter() - began_s)

@@ -42,11 +42,10 @@ class CommandTimeouts:
     """Time limits of commands.
 
     Attributes:
-        least_s: any.
-        first_s: a computation, before there is one of its kind to compare with.
-        times: a computation may take so many times as long as the longest of its
-            kind of late.
-        bytes_per_s: of reading or writing a private state, at least.
+        least_s: least limit of any command.
+        first_s: limit of the first computation of its kind.
+        times: limit of a later computation, in multiples of the longest recent one of its kind.
+        bytes_per_s: least rate of reading or writing a private state.
     """
 
     least_s: float = 300.0
