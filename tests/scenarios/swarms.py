@@ -113,7 +113,7 @@ def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
 
 
 def contributes(peer: LocalPeer, *others: LocalPeer) -> Callable[[LocalSwarm], bool]:
-    """Waits until a round counts the peer that neither it nor these others have ended now."""
+    """A check that some round after all those ended by now counts the peer's work."""
     seen = [event["round"] for each in (peer, *others) for event in rounds(each)]
     known = max(seen, default=0)
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))

@@ -56,7 +56,7 @@ BY_DIRECTED_TEST = {
         test_m02_members_of_one.test_a_convener_that_takes_votes_and_announces_nothing_is_replaced
     ),
 }
-"""Almost no schedule breaks without exactly one of these rules."""
+"""Almost no random schedule needs one of these rules alone."""
 
 
 @pytest.mark.parametrize("name", BY_DIRECTED_TEST)
