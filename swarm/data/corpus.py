@@ -265,7 +265,7 @@ def list_files(
         elif os.path.islink(path) and not follow_links:
             unlisted.append((shown, "a link to a folder, which is not followed"))
         elif real in entered:
-            unlisted.append((shown, "read already by another path"))
+            unlisted.append((shown, "already read by another path"))
         else:
             entered.add(real)
             return True
@@ -391,7 +391,7 @@ def open_mixture(
     if folder is None:
         names = ", ".join(name for name, _ in shares)
         raise DataError(
-            f"the run mixes the folders {names}, and none was named that holds them",
+            f"the run mixes the folders {names}, and no folder with these was named",
             hint="--corpus DIR",
         )
     root = Path(folder).expanduser().absolute()

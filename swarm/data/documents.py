@@ -202,7 +202,7 @@ def _unfit(file: BinaryIO, limit: int | None) -> str:
         while chunk := file.read(_READ_BYTES):
             size += len(chunk)
             if b"\0" in chunk:
-                return "binary, since it has NUL bytes"
+                return "binary, because it has NUL bytes"
             if limit is not None and size > limit:
                 return _too_long()
             decoder.decode(chunk)

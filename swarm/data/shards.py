@@ -186,7 +186,7 @@ def _locked(cache: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("waiting: another process tokenises into %s", cache)
+            logger.warning("waiting: another process tokenizes into %s", cache)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -168,7 +168,7 @@ class ExportManager:
         take_folder(self._lock.fileno(), self.folder, "--output-dir")
         link = self.folder / LATEST
         if link.exists() and not link.is_symlink():
-            raise ConfigError(f"{link} is there and no link", hint="name another --output-dir")
+            raise ConfigError(f"{link} exists and is no link", hint="name another --output-dir")
 
     def close(self) -> None:
         """Unlocks the folder."""
@@ -212,7 +212,7 @@ class ExportManager:
         """
         path = self.folder / f"round-{round_number:06d}"
         if path.exists():
-            raise StateError(f"{path} is there already", hint="move it away, and start again")
+            raise StateError(f"{path} already exists", hint="move it away, and start again")
         partial = self.folder / f"{PARTIAL}{path.name}"
         try:
             partial.mkdir()

@@ -122,7 +122,7 @@ class FromPeers:
         most = here = self.bytes_here(manifest)
         total = sum(wanted.values())
         logger.info(
-            "round=%d %.1f MB of %.1f MB are here from before",
+            "round=%d %.1f MB of %.1f MB are already here",
             manifest.round, here / 1e6, total / 1e6,
         )  # fmt: skip
         say, end_s, empty = fetching(), self._clock() + within_s, 0

@@ -134,7 +134,7 @@ class Waiting:
                 self._wanted, self._attempts, self._failure = found, None, ""
             self._why = self._failure
         elif found.round >= self.due:
-            self._why = f"the merge of round {found.round} is still to come"
+            self._why = f"the merge of round {found.round} is still due"
 
     def to_fetch(self, now_s: float, num_bytes: Callable[[Manifest], int]) -> Manifest | None:
         """The manifest to fetch now. None while there is none, or the next attempt must wait.
@@ -167,8 +167,8 @@ class Waiting:
             self._why = f"round {number} is given up, since {why}: {error}"
             self._given_up, self._wanted, self._attempts = self._wanted, None, None
             return self._why
-        self._why = self._failure = f"round {number} does not come: {error}"
-        return f"{self._why}; it is tried again until there is a newer one" if is_first else None
+        self._why = self._failure = f"round {number} cannot be fetched: {error}"
+        return f"{self._why}; retrying until there is a newer one" if is_first else None
 
     def line(self, now_s: float) -> str | None:
         """A line for people about the present wait. None if the last line was recent."""

@@ -240,7 +240,9 @@ def _form_of(rope: object) -> object:
 
 def _refused(source: str, key: str, value: object, what: str) -> ConfigError:
     shown = json.dumps(value)[:80]
-    return ConfigError(f"{source}: {key} = {shown} means {what}, which our decoder has not")
+    return ConfigError(
+        f"{source}: {key} = {shown} means {what}, which our decoder does not support"
+    )
 
 
 def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
@@ -252,7 +254,7 @@ def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
     for key in keys:
         if found.get(key) is not None:
             return found[key]
-    raise ConfigError(f"{source}: says nothing of {keys[0]}")
+    raise ConfigError(f"{source}: lacks {keys[0]}")
 
 
 def _shared_settings(found: Mapping[str, Any], source: str) -> dict[str, Any]:

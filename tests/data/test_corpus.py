@@ -123,7 +123,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
     assert list(folder_corpus(tmp_path).documents(skipped)) == [b"text"]
     assert skipped.count == 5
     assert sorted(skipped.named) == [
-        "binary.txt: binary, since it has NUL bytes",
+        "binary.txt: binary, because it has NUL bytes",
         "latin1.txt: not UTF-8",
         "link: a link to a folder, which is not followed",
         "loop.txt: cannot be read: Too many levels of symbolic links",
@@ -153,8 +153,8 @@ def test_links_that_leave_the_folder_are_named_and_followed_only_when_asked_for(
     assert followed.files == ("a.txt", "inside.txt", "leaves.txt", "more/key.txt")
     assert list(followed.documents(tally))[2:] == [b"secret"] * 2
     assert tally.named == [
-        "more/back/secret: read already by another path",
-        "more/back/text: read already by another path",
+        "more/back/secret: already read by another path",
+        "more/back/text: already read by another path",
     ]
 
 

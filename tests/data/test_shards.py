@@ -134,13 +134,13 @@ def test_a_line_says_what_was_read_and_what_was_not(corpus, tmp_path):
         assert shards.summary() == (
             f"{shards.num_tokens:,} tokens; 121 files of {shards.contents.file_bytes:,} bytes "
             'read; not read by suffix: 1 .pdf; skipped: 3 no object with a string under "text", '
-            "1 binary, since it has NUL bytes (--list-skipped names them); "
+            "1 binary, because it has NUL bytes (--list-skipped names them); "
             f"documents to train on: {120 - len(held_out)}, "
             f"held out: {len(held_out)} of {sum(held_out)} bytes"
         )
         assert shards.contents.tally.names() == [
             *(f'bad.jsonl:{n}: no object with a string under "text"' for n in (1, 2, 3)),
-            "bad.txt: binary, since it has NUL bytes",
+            "bad.txt: binary, because it has NUL bytes",
             "paper.pdf: not read, .pdf",
         ]
 

@@ -99,7 +99,7 @@ def test_a_folder_has_one_writer_and_one_run(tmp_path: Path) -> None:
 def test_what_has_an_exports_name_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "round-000004").mkdir(parents=True)
     manager = ExportManager(tmp_path, 1)
-    with pytest.raises(StateError, match=r"round-000004 is there already \(move it away"):
+    with pytest.raises(StateError, match=r"round-000004 already exists \(move it away"):
         manager.add(4, small(4))
     manager.close()
     assert list((tmp_path / "round-000004").iterdir()) == []

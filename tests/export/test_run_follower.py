@@ -154,7 +154,7 @@ def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) 
     chain.gone = frozenset({2})
     said = follow(chain, tmp_path)
     assert rounds_in(tmp_path) == [3, 4]
-    assert said[0].startswith("round 2 does not come: round 2 is nowhere; it is tried again")
+    assert said[0].startswith("round 2 cannot be fetched: round 2 is nowhere; retrying until")
 
 
 class Losing(Chain):

@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be trained here"),
     "post-norm": ({"model_type": "olmo2"}, "model_type 'olmo2' is post-norm"),
     "dense": ({"model_type": "llama"}, "'llama' is dense.*swarm-upcycle --from"),
-    "nothing of a size": ({"hidden_size": None}, "says nothing of hidden_size"),
+    "nothing of a size": ({"hidden_size": None}, "lacks hidden_size"),
     "a wrong type": ({"hidden_size": "32"}, "hidden_size"),
     "an odd head": ({"head_dim": 7}, "head_dim: 7 is odd"),
 }

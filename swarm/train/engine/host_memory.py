@@ -226,7 +226,7 @@ class HostMemory:
         finally:
             has_failed = self.settle(failed=failed)
         if has_failed:
-            raise CorruptState("the process that writes values could not take them over")
+            raise CorruptState("the writing process could not load the values")
 
     def wait_until(self, counts_R: Tensor, least: int) -> None:
         """Waits until every element of this shared memory, one per process, is at least `least`."""
@@ -279,7 +279,7 @@ class SharedMemory(HostMemory):
             # Now all ranks have opened it, and the first one may close it.
             if self.settle(failed=not is_it):
                 raise ConfigError(
-                    "the workers have no memory in common: they stream from one host copy",
+                    "the workers share no memory, but stream from one host copy",
                     hint="leave out --remote-workers, or give --engine resident",
                 )
         return found

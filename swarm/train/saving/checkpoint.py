@@ -220,7 +220,7 @@ def load_private(path: Path) -> PrivateState:
     except OSError as error:
         raise hashed_file.UnreadableState(f"{path}: cannot be read: {error}") from error
     if not sound:
-        raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+        raise CorruptState(f"{path}: the content has changed ({size} bytes)")
     meta = _read_meta(file, size)
     if meta.pop("format") not in _READABLE:
         raise hashed_file.UnreadableState(

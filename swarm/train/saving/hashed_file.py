@@ -332,7 +332,7 @@ def open_part(folder: Path, part: Part) -> tensor_file.TensorFile:
         file = tensor_file.OpenFile.at(path)
         size = os.fstat(file.descriptor).st_size
         if size != part.num_bytes or digest_of(file, size).hex() != part.digest:
-            raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+            raise CorruptState(f"{path}: the content has changed ({size} bytes)")
         return tensor_file.TensorFile(file, places_in(file))
     except OSError as error:
         kind = CorruptState if isinstance(error, FileNotFoundError) else UnreadableState

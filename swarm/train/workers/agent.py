@@ -94,7 +94,7 @@ class Agent:
             wire.close()
             hint = "both need the same key file, swarm and torch, and the port of --workers-from"
             raise ConfigError(
-                f"no controller for us at {self._name}: {error}", hint=hint
+                f"no controller for this node at {self._name}: {error}", hint=hint
             ) from error
         except BaseException:
             wire.close()

@@ -375,7 +375,7 @@ class NodeWorkers(Member):
             raise Lost(f"{self._name}: {message['lost']}")
         rank, answer = message.get("rank"), message.get("answer")
         if type(rank) is not int or rank not in self.ranks or not isinstance(answer, dict):
-            raise BadMessage("worker_wire", "an answer of no worker")
+            raise BadMessage("worker_wire", "an answer without a known worker")
         if segments:
             if self._answer is None:
                 raise BadMessage("worker_wire", "tensors that were not requested")

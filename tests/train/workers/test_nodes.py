@@ -314,7 +314,7 @@ def test_a_node_with_another_key_is_refused_with_one_line(key_file, tmp_path, ca
     other = key_at(tmp_path / "other.key", may_make=True)
     with listening(key_file, Wanted(1, 1)) as nodes:
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"no controller for us .*: it has another key"):
+            with pytest.raises(ConfigError, match=r"for this node .*: it has another key"):
                 dialled(nodes, other)
         wait_until(lambda: "does not hold the key" in caplog.text)
         found = dialled(nodes, key_at(key_file, may_make=False))
