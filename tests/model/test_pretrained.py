@@ -394,7 +394,7 @@ def test_a_run_says_whether_its_weights_are_given(qwen: Path) -> None:
 def test_given_weights_are_those_of_the_whole_model(qwen: Path) -> None:
     """A script may pass any weights.
 
-    Without weights, the run got the initial weights of its seed.
+    An empty mapping once founded a run with the initial weights of its seed.
     """
     run = of_checkpoint(qwen)
     weights = dict(founders_weights(run, qwen) or {})
