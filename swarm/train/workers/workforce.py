@@ -162,7 +162,7 @@ class Workforce:
     # ------------------------------------------------ again and again
 
     def _until_done(self, work: Callable[[Crew], Answer], before: int | None = None) -> Answer:
-        """`before`: workers lost earlier in the command, if this is a part of it."""
+        """`before`: the count of losses before the command, if this is a part of it."""
         before = self._losses if before is None else before
         while True:
             with self._lock:
