@@ -316,7 +316,7 @@ def test_every_stretch_has_the_shares_and_nothing_comes_twice(folder: Path) -> N
     for start in range(0, len(found) - 100, 100):
         assert from_web(found[start : start + 100]) == pytest.approx(0.75, abs=0.04)
     assert sum(d.startswith(b"web") for d in found) == 400, "it ends when the first folder ends"
-    assert tally.named == ["code: not read to its end, since web ended first"]
+    assert tally.named == ["code: not read to its end, because web ended first"]
     assert tally.files < 600
     for name in (b"web", b"code"):
         of_it = [d for d in found if d.startswith(name)]
@@ -367,7 +367,7 @@ def test_shards_are_mixed_as_the_run_file_says_or_refused(folder: Path, tmp_path
 
 
 def test_what_cannot_be_mixed_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"web, code, and none was named.*--corpus DIR"):
+    with pytest.raises(DataError, match=r"web, code, and no folder with these .*--corpus DIR"):
         RunText(None, tmp_path / "cache", print).found(run_of(SETTING), BYTE)
     with pytest.raises(DataError, match=r"nowhere: no such folder"):
         open_mixture(str(folder), [("nowhere", 1.0)])

@@ -20,7 +20,7 @@ def test_a_document_begins_with_the_end_of_the_one_before() -> None:
     assert found is not None and found.scored_BT is None
     # As the last label it begins a document only in the next window.
     assert found.starts_BT.int().tolist() == [[0, 0, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
-    with pytest.raises(AssertionError, match="how documents end"):
+    with pytest.raises(AssertionError, match="has an end-of-text id"):
         masks_of(tokens_BT1, tiny_run(data={"attention": "document"}), None)
 
 

@@ -171,7 +171,7 @@ def test_a_normaliser_that_multiplies_its_text_cannot_take_the_machines_memory(
 
 def test_a_text_that_makes_the_end_of_text_id_is_an_error(content: bytes) -> None:
     letter = json.loads(content)["model"]["vocab"]["a"]
-    with pytest.raises(TokenizerError, match=f"its end-of-text id {letter} of ordinary text"):
+    with pytest.raises(TokenizerError, match=f"ordinary text as its end-of-text id {letter}"):
         list(encoders.encode(content, letter, [b"banana"]))
 
 

@@ -1,4 +1,4 @@
-"""Limits of a line are told apart from those of a receiver, a processor or TCP's control."""
+"""Tells limits of a line from those of a receiver, a processor or TCP's control."""
 
 import asyncio
 import socket

@@ -45,7 +45,7 @@ def round_after(parent: Manifest, *peers: str) -> Manifest:
 
 
 def peer_with(*tips: Manifest, steps: Sequence[Done] = ()) -> Peer:
-    """A peer that has begun the run and gone through these rounds."""
+    """A peer that has begun the run and completed these rounds."""
     peer = Peer([applied(tip) for tip in tips], steps=[*steps], at=applied(TIP)[0])
     peer.go(rules=AHEAD)
     return peer

@@ -169,7 +169,7 @@ def test_a_part_that_is_gone_short_long_or_of_another_state_is_refused(path):
     assert len(other) == len(whole) and other != whole
     for content in (other, whole[:-1], whole + b"\0", b""):
         mine[0].write_bytes(content)
-        with pytest.raises(CorruptState, match="not what was written"):
+        with pytest.raises(CorruptState, match="the content has changed"):
             load_private(path)
     mine[0].unlink()
     with pytest.raises(CorruptState, match="cannot be read"):
