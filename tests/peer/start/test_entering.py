@@ -1,4 +1,4 @@
-"""What a peer that enters a run keeps of its earlier knowledge, and what it cannot know."""
+"""The earlier knowledge that a peer keeps when it enters a run, and facts that it cannot know."""
 
 import asyncio
 from collections.abc import Iterator

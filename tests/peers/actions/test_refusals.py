@@ -173,7 +173,7 @@ def test_a_joiner_needs_a_text(
 def admitted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, run_id: str = RUN_ID, **given: object
 ) -> tuple[str, ...]:
-    """Refusals by a run for invited peers, of which this peer is not a member."""
+    """Refusals by a run for invited peers, if this peer is not a member."""
     anchor = load_or_create_identity(folder.parent / "anchor.key").peer_id
     run = tiny_run(run={"admission": "invited"})
     record = SimpleNamespace(run=run_id, state=RunState.RUNNING)

@@ -57,7 +57,7 @@ def tips(pump: Pump, peers: str) -> set[str]:
 
 
 def lost_majority() -> tuple[Pump, str, str]:
-    """Five peers, three of which die right after round 2. Returns (pump, survivors, dead)."""
+    """Five peers. Three of them die right after round 2. Returns (pump, survivors, dead)."""
     pump = start_swarm("ABCDE")
     pump.run_to_height(2)
     order = pump.nodes["A"].machine.tip.order
