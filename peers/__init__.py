@@ -1,1 +1,1 @@
-"""The programs that people start: parsing, wiring, the visible main loop, exit codes."""
+"""The command-line programs: parsing, wiring, the visible main loop, exit codes."""

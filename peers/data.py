@@ -1,4 +1,4 @@
-"""swarm-data: makes a tokenizer and shards of tokens out of text, and looks at them."""
+"""swarm-data: makes a tokenizer and token shards from text, and inspects them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from swarm.protocol.records.printable import printable
 from swarm.run_files import read_text
 
 MODEL_MAX_LENGTH = 2**20
-"""What a tokenizer says of models that have none yet."""
+"""`model_max_length` of a new tokenizer, which belongs to no model yet."""
 _CORPUS = (
     "Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files; by default the Python "
     "standard library."
@@ -306,9 +306,9 @@ def _source(
 
 
 def _held_out(source: shard_writer.Source, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Held-out documents as text, whole ones, as many as any run may ask for."""
+    """Whole held-out documents as text, as many as the largest run may need."""
     size, is_ready = 0, isinstance(source, ReadyTokens)
-    # An id has 4 bytes here, and hardly less than one of text.
+    # An id has 4 bytes here, and stands for at least about one byte of text.
     limit = (4 if is_ready else 2) * MAX_HELD_OUT_TEXT
     found = list(dict.fromkeys(whole_held_out(source.documents(), limit)))
     if is_ready:
@@ -338,7 +338,7 @@ def _show(prepared: Prepared, shards: Shards, *, as_json: bool, list_skipped: bo
 
 
 def _shown(contents: shard_writer.Contents, as_json: bool) -> dict[str, Any]:
-    """The figures of a text; for programs also what was not read, by reason and by name."""
+    """The figures of a text. For programs also the unread input, by reason and name."""
     found = asdict(contents)
     if not as_json:
         for name in ("skipped", "unread", "skipped_names", "unread_names"):
@@ -347,7 +347,7 @@ def _shown(contents: shard_writer.Contents, as_json: bool) -> dict[str, Any]:
 
 
 def _say_read(contents: shard_writer.Contents, list_skipped: bool | None) -> None:
-    """A line on what was read and what was not, and every name of it where it is asked for."""
+    """A line about read and unread input, and on request every name of it."""
     for line in (contents.summary(), *(contents.tally.names() if list_skipped else ())):
         click.echo(printable(line))
 

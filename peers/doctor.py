@@ -1,4 +1,4 @@
-"""swarm-doctor: whether this machine can take part in a run, and if not what to do."""
+"""swarm-doctor: checks whether this machine can take part in a run, and names remedies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(context: click.Context, given: Options) -> None:
         click.echo(in_effect(given, given.print_config))
         return
     if given.log_level is None:
-        logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
+        logging.getLogger().setLevel(logging.ERROR)  # a fault becomes a finding
     from peers.actions.examination import examine  # loads torch and hivemind: not for --help
 
     examined = examine(given)
@@ -57,14 +57,14 @@ def main(context: click.Context, given: Options) -> None:
 
 
 def line_of(finding: Finding) -> str:
-    """A finding for people: one line, a second one with the remedy."""
+    """A finding for people: one line, and a second one with the remedy."""
     mark = click.style(finding.level.value, fg=MARKS[finding.level])
     remedy = f"\n  do: {printable(finding.remedy)}" if finding.remedy else ""
     return f"{finding.topic}: {mark}: {printable(finding.text)}{remedy}"
 
 
 def as_json(examined: Examined, findings: Sequence[Finding]) -> dict[str, object]:
-    """What scripts may rely on."""
+    """The findings for scripts."""
     return {
         "can_take_part": verdict_of(examined, findings),
         "nat": nat_of(examined.addresses, [s.seen_at for s in examined.sights]).value,

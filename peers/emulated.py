@@ -1,7 +1,7 @@
-"""swarm-peer inside a drill: it can be caught at a phase, and its clock and steps obey the drill.
+"""swarm-peer in a drill: it can be stopped at a phase, and the drill sets its clock and steps.
 
-Not for people: `swarm-local --faults` and the scenarios start it instead of `peers.peer`. It
-watches the peer as any observer may, and changes nothing but when things happen.
+Not for people: `swarm-local --faults` and the scenarios start it instead of `peers.peer`. It is an
+ordinary observer of the peer, and changes only the times of events.
 
 | phase | caught |
 |---|---|
@@ -43,7 +43,7 @@ from swarm.train.engine.engine import StepStats
 NO_ROUND = 2**31
 SETTLE_S = 0.1
 REFRESH_S = 0.25
-"""How soon a running peer follows its controls."""
+"""Seconds between two reads of the controls."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ class Spot:
 
 
 class Emulation(Printed):
-    """What this process knows of the drill that it is part of, and its traps."""
+    """The drill's controls of this process, and its traps."""
 
     def __init__(self, folder: controls.ControlFolder, peer: int) -> None:
         self.folder, self.peer = folder, peer
         self.controls = folder.controls(peer)
         self.machine: RoundMachine | None = None
-        """Of the rounds, once they have begun."""
+        """The machine of the rounds. None before they begin."""
         self.record_file: RecordFile | None = None
         self.is_joiner = False
-        """This life came as a stranger and has not contributed yet."""
+        """Whether this process joined as a stranger and has not contributed yet."""
         self.step_began_s = time.monotonic()
-        """When the local step under way began."""
+        """When the present local step began."""
         self.reduces_on: Digest = ""
         """Tip on which this peer is a reducer."""
         self.unsent: list[events.Send] = []
-        """COMMITs of a decision that are held back until it is applied here."""
+        """COMMITs of a decision that wait until it is applied here."""
         self.real_time = time.time
 
     def follow(self) -> None:
-        """Looks up what the drill says, as long as the process lives."""
+        """Reads the drill's controls repeatedly, as long as the process lives."""
 
         def refresh() -> None:
             while not SYSTEM.wait(self.following.stopping, REFRESH_S):
@@ -88,7 +88,7 @@ class Emulation(Printed):
         return self.real_time() + self.controls.skew_s
 
     def stretch_step(self) -> None:
-        """Waits until the local step that was just computed has taken as long as it should."""
+        """Waits until the computed local step has taken as long as the controls want."""
         told = self.controls
         took_s = time.monotonic() - self.step_began_s
         time.sleep(max(0.0, max(took_s, told.step_s) * told.slow - took_s))
@@ -105,7 +105,7 @@ class Emulation(Printed):
             caught = controls.Caught(trap.name, self.peer, spot.round, self.real_time())
             if self.folder.take(trap, caught):
                 os.kill(os.getpid(), signal.SIGSTOP)
-                # Another thread may be the one that takes the signal: this one must not go on.
+                # Another thread may receive the signal, so this one must wait.
                 time.sleep(SETTLE_S)
                 return
 
@@ -117,14 +117,14 @@ class Emulation(Printed):
         return trap.catches(phase=phase, number=spot.round, peer=self.peer, roles=spot.roles)
 
     def spot(self) -> Spot:
-        """Where this peer is at this moment."""
+        """The present spot of this peer."""
         if self.machine is None:
-            # A stranger knows no round: any trap for later ones is meant.
+            # A stranger knows no round, so traps for all later rounds match.
             return Spot(NO_ROUND, self._roles_outside())
         return self.spot_on(self.machine.tip, self.machine.campaign.convener)
 
     def spot_on(self, tip: Manifest, convener: PeerId) -> Spot:
-        """Where this peer is while the manifest after a tip is worked on."""
+        """The spot of this peer during the round after a tip."""
         assert self.machine is not None
         me, roles = self.machine.me, self._roles_outside()
         if self.reduces_on == tip.digest:
@@ -143,20 +143,20 @@ class Emulation(Printed):
     # ------------------------------------------------ called by the peer
 
     def on_joining(self) -> None:
-        """It comes as a stranger."""
+        """Records that the peer joins as a stranger."""
         self.is_joiner = True
 
     def on_fetched(self, here: int, total: int) -> None:  # noqa: ARG002 - an observer's
-        """A joiner's fetch is under way."""
+        """Trap during a joiner's fetch."""
         if self.is_joiner:
             self.at("fetch")
 
     def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
-        """From now on it is known where the peer is."""
+        """Takes the machine and the record, from which the peer's spot is known."""
         self.machine, self.record_file = machine, record_file
 
     def on_state(self, state: PeerState) -> None:  # noqa: ARG002 - likewise
-        """The first local step of a round begins now, if it does."""
+        """Starts the clock of the round's first local step, in case it begins now."""
         self.step_began_s = time.monotonic()
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
@@ -177,7 +177,7 @@ class Emulation(Printed):
         self.at("leave")
 
     def before_event(self, event: events.Event) -> None:
-        """A reducer hears of it by the ROSTER."""
+        """Notes that this peer is a reducer, when the ROSTER comes."""
         message, machine = (
             event.message if isinstance(event, events.Received) else None,
             self.machine,
@@ -187,7 +187,7 @@ class Emulation(Printed):
             self.at("roster")
 
     async def carry_out(self, effect: events.Effect, act: CarryOut) -> None:
-        """Traps before and after what the round machine has done, one effect after another."""
+        """Carries out the effects of the round machine one by one, with traps before and after."""
         if isinstance(effect, events.Persist):
             await self._persist(effect, act)
             return
@@ -204,7 +204,7 @@ class Emulation(Printed):
             self.at("fetch")
 
     def _holds_back(self, effect: events.Send) -> bool:
-        """Whether a COMMIT waits until it is applied here, as somebody is to be caught between."""
+        """Whether a COMMIT waits until it is applied here, because a trap lies in between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
             self.at("roster")
@@ -237,7 +237,7 @@ class Emulation(Printed):
             self.at("accept", self.spot_on(before.tip, record.accepted.ballot.convener))
 
     def _spot_of_news(self, message: Commit) -> Spot | None:
-        """Where a convener is that announces what its own record does not name yet."""
+        """The spot of a convener that announces a decision before its own record names it."""
         decided = message.certificate
         if not (self.machine and self.record_file and decided):
             return None
@@ -250,7 +250,7 @@ class Emulation(Printed):
 
 
 def emulate(folder: Path, peer: int) -> Emulation:
-    """What makes a peer part of a drill; this process has the wall clock that the drill says."""
+    """Makes this process part of a drill, and sets its wall clock to the drill's."""
     emulation = Emulation(controls.ControlFolder(folder), peer)
     time.time = emulation.clock
     emulation.follow()

@@ -1,4 +1,4 @@
-"""swarm-generate: lets an exported model go on with a text."""
+"""swarm-generate: continues a text with an exported model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(
 
 
 def _show(text: str) -> None:
-    """Lines and tabs stay; whatever else would act on a terminal is shown as an escape."""
+    """Prints text with its lines and tabs. Other control characters are shown as escapes."""
     parts = ("\t".join(printable(p, len(p)) for p in line.split("\t")) for line in text.split("\n"))
     click.echo("\n".join(parts), nl=False)
 

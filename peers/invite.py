@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarm.protocol.values.manifest import Manifest
 
 PACE_ROUNDS = 32
-"""The present pace is that of so many rounds."""
+"""The present pace is that of this number of last rounds."""
 DEFAULT_ROUNDS = 1000
 
 
@@ -111,15 +111,15 @@ def main(
 
 
 def require_anchor(tip: Manifest, me: str, needed: int) -> None:
-    """Refuses to write an invitation that no peer would take.
+    """Refuses to write an invitation that no peer would accept.
 
     Args:
         tip: newest manifest of the run.
         me: the inviter.
-        needed: what all guests take of the peers that it may let in.
+        needed: peers that the invitation uses up of the inviter's allowance.
 
     Raises:
-        InvitationError: this peer may not invite, or not so many.
+        InvitationError: this peer may not invite, or not this many.
     """
     if not tip.is_anchor(me):
         raise InvitationError(
@@ -137,7 +137,7 @@ def require_anchor(tip: Manifest, me: str, needed: int) -> None:
 
 
 def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
-    """Round and time (in seconds) of each manifest in a run's history; torn lines are passed."""
+    """Round and time (in seconds) of each manifest in a run's history. Skips torn lines."""
     seen = []
     for line in durable.read_lines(directory.events_path):
         try:
@@ -150,7 +150,7 @@ def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
 
 
 def hours_of(rounds: int, seen: Iterable[tuple[int, float]]) -> float | None:
-    """How long so many rounds take by the last ones that were seen; None if too few were."""
+    """Hours of a number of rounds, by the last rounds in the history. None if these are too few."""
     last = list(seen)[-PACE_ROUNDS:]
     if len(last) < 2 or last[-1][0] <= last[0][0]:
         return None

@@ -1,4 +1,4 @@
-"""swarm-local: a whole swarm on this machine, for a first look, for tests and for drills."""
+"""swarm-local: a whole swarm on this machine, for a first try, for tests and for drills."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from swarm.errors import ConfigError, SwarmError
 from swarm.run_files import read_text
 
 EVERY_S = 15.0
-"""So often something is said, even if no round ends."""
+"""Most seconds between two lines, even if no round ends."""
 LOCAL = "127.0.0.1"
 STALL_S = 1800.0
-"""Without a new manifest or step anywhere for so long, the swarm is given up. A lost majority is
-waited for by the peers themselves, for ten minutes or more."""
+"""The swarm is given up after this time without a new manifest or step. It is long, because the
+peers themselves wait for a lost majority, for ten minutes or more."""
 _OF_EACH = frozenset(
     {
         *("peer.name", "peer.wait_for_peers", "peer.linger_s"),
@@ -53,24 +53,24 @@ class Progress:
     rounds_total: int
     as_json: bool
     said: int = 0
-    """Height of the last manifest said; manifest 0 is not."""
+    """Height of the last printed manifest. Manifest 0 is never printed."""
     losses_said: set[str] = field(default_factory=set)
     steps_said: tuple[str, ...] = ()
-    """How far the peers' local steps were when last looked at."""
+    """The peers' local steps at the last look."""
     last_s: float = field(default_factory=time.monotonic)
-    """When a peer got on last."""
+    """When a peer last made progress."""
     heard_s: float = field(default_factory=time.monotonic)
-    """When something was said last, be it only how far a peer is."""
+    """When the last line was printed, even if only about a peer's progress."""
 
     def __call__(self, swarm: LocalSwarm) -> None:
-        """Looks at the peers' histories.
+        """Prints news from the peers' histories.
 
         Raises:
             SwarmError: nothing has happened for too long.
         """
         histories = [peer.events() for peer in swarm.peers if peer.alive]
         chains = [applied(events) for events in histories]
-        # A peer without a manifest, such as a newcomer, holds no line back.
+        # Lines do not wait for a peer without a manifest, such as a newcomer.
         newest = [chain[-1]["height"] for chain in chains if chain]
         everywhere = min(newest, default=-1) if len(newest) == len(chains) or self.said else -1
         by_height: dict[int, list[Event]] = {}
@@ -112,7 +112,7 @@ class Progress:
 
 
 def how_far(histories: Sequence[Sequence[Event]]) -> str:
-    """What the peers do between two rounds: the first one that has said so, and how many more."""
+    """Progress between two rounds: of the first peer that reports any, and a count of others."""
     for index, events in enumerate(histories):
         if events and events[-1]["event"] == "progress":
             more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
@@ -121,7 +121,7 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
 
 
 def newest_steps(histories: Sequence[Sequence[Event]]) -> tuple[str, ...]:
-    """The last line of each peer about its local steps; one that waits says so all the time."""
+    """The last line of each peer about its local steps. A waiting peer repeats its line."""
     said = ([e["text"] for e in events if e["event"] == "progress"] for events in histories)
     return tuple(
         next((text for text in reversed(texts) if not text.startswith("waiting")), "")
@@ -221,7 +221,7 @@ def main(
 
 @contextlib.contextmanager
 def _folder_of(given: Path | None) -> Iterator[Path]:
-    """Where states and logs are; a temporary folder is removed at the end of the run alone."""
+    """The folder of states and logs. A temporary one is removed only at the end of the run."""
     if given:
         yield given.expanduser()
         return
@@ -238,7 +238,7 @@ def _folder_of(given: Path | None) -> Iterator[Path]:
 
 
 def what_is_left(folder: Path) -> str:
-    """Says where an unfinished run is and, if it has begun, how to resume it."""
+    """Names the folder of an unfinished run and, if it has begun, the way to resume it."""
     first, others = folder / "peer-0", folder / "peer-N"
     if not _has_run(folder):
         return f"states and logs are in {folder}; no run was founded"
@@ -254,10 +254,10 @@ def _has_run(folder: Path) -> bool:
 
 
 def peer_settings(options: Options) -> tuple[str, ...]:
-    """What `--set` and flags say of peers, which holds for each of the swarm.
+    """The settings of `--set` and flags that apply to each peer of the swarm.
 
     Raises:
-        ConfigError: a setting is wrong, or of what each peer has its own.
+        ConfigError: a setting is wrong, or differs for each peer.
     """
     options.peer_config()
     settings = options.peer_settings()
@@ -276,7 +276,7 @@ def _set(settings: Sequence[str]) -> list[str]:
 
 
 def _given(options: Options) -> list[str]:
-    """What the founder alone gets."""
+    """The options of the founder alone."""
     flags = {"--tokenizer": options.tokenizer, "--initialise-from": options.initialise_from}
     return [word for flag, folder in flags.items() if folder for word in (flag, str(folder))]
 
@@ -316,7 +316,7 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
 def _train(
     swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None, page: bool
 ) -> list[int]:
-    """Trains until the run is finished; returns the peers that were there at the end."""
+    """Trains until the run is finished. Returns the peers that are there at the end."""
     if runner:
         runner.prepare()
     swarm.start()
@@ -346,7 +346,8 @@ def _monitor(founder: LocalPeer, *options: str) -> subprocess.Popen[bytes]:
     if not options:
         _say(f"in a browser: swarm-monitor {' '.join(address)} --http 8080")
     command = [sys.executable, "-m", "peers.monitor", *address, *options]
-    # Only the verdict is for stdout, so the page's address goes where the progress of --json does.
+    # Only the verdict goes to stdout, so the page's address goes to stderr like the progress of
+    # --json.
     out = sys.stderr if options else None
     return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL, stdout=out)
 

@@ -30,17 +30,17 @@ if TYPE_CHECKING:  # loads hivemind and torch
 
 
 class Source(Protocol):
-    """What shows a run: one that lives, or one that is over."""
+    """Shows a run, a living or a finished one."""
 
     before: Snapshot | None
-    """The last look; None before the first."""
+    """The last look. None before the first one."""
 
     @property
     def refresh_s(self) -> float:
-        """Seconds from one look to the next."""
+        """Seconds between looks."""
 
     def look(self) -> Snapshot:
-        """The newest snapshot; a `SwarmError` when there is none now."""
+        """The newest snapshot. Raises `SwarmError` if there is none now."""
 
 
 @program("swarm-monitor")
@@ -125,7 +125,7 @@ def _source(
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
     kept = _kept(history, events)
-    # What one look misses the next one sees; lines on stderr would tear the view.
+    # The next look sees what this one misses, and lines on stderr would damage the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
     from swarm.network.blobs.blob_store import BlobStore  # with the next: not for --help
@@ -143,7 +143,7 @@ def _source(
 def _kept(history: Path | None, events: tuple[Path, ...]) -> History | None:
     if not history and not events:
         return None
-    from peers.actions.monitor_files import (  # as above: only where it is asked for
+    from peers.actions.monitor_files import (  # as above: only on request
         Earlier,
         HistoryFile,
     )
@@ -162,7 +162,7 @@ def _show(source: Source, in_json: bool) -> None:
 
 
 def _follow(source: Source, in_json: bool) -> None:
-    """One line per look (JSON) or per change; ends only with an interrupt."""
+    """Prints one line per look (JSON) or per change. Ends only with an interrupt."""
     said = ""
     while True:
         try:
@@ -182,7 +182,7 @@ def _follow(source: Source, in_json: bool) -> None:
 
 
 def _lost(before: Snapshot | None, reason: str) -> str:
-    """The last look, marked as such; before the first one its health is all that there is."""
+    """The last look, marked as such. Before the first look only its health."""
     if before is None:
         return json.dumps({"health": {"word": "unreachable", "reason": reason}})
     return json.dumps(as_json(before, unreachable=reason))

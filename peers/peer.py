@@ -1,4 +1,4 @@
-"""swarm-peer: trains in a run; founds it with --run, joins it with only --initial-peers."""
+"""swarm-peer: trains in a run. It founds one with --run, and joins one with --initial-peers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PEER_OPTIONS = (
     "settings", "port", "public_ip", *flags_of(PeerConfig), "tokenizer", "initialise_from",
     "tensorboard", "print_config", "log_format", "log_level",
 )  # fmt: skip
-"""Options of swarm-doctor too, which takes the same ones as a peer."""
+"""Options of a peer, which swarm-doctor takes too."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Threads without work sleep. By default those of GNU's OpenMP, which torch brings, spin some
-milliseconds first, on cores that other peers of the machine could use."""
+"""Makes idle threads sleep. By default the threads of torch's GNU OpenMP first spin for some
+milliseconds, on cores that other peers of the machine could use."""
 
 
 @program("swarm-peer")
@@ -59,11 +59,11 @@ def in_effect(options: Options, kind: str) -> str:
     """Settings as a TOML file that --run or --config takes.
 
     Args:
-        options: as given; those of the machine also as kept by an earlier start.
+        options: the given ones. Those of the machine include those kept by an earlier start.
         kind: `run` or `machine`.
 
     Raises:
-        ConfigError: the run is asked for, and --run is missing.
+        ConfigError: the kind is `run`, and --run is missing.
     """
     if kind == "run":
         return as_toml(options.run_config())
@@ -77,9 +77,9 @@ def in_effect(options: Options, kind: str) -> str:
 
 
 def launch() -> None:
-    """The program swarm-peer: OpenMP reads its environment when torch is imported, later in `main`.
+    """Starts swarm-peer. OpenMP reads its environment when `main` later imports torch.
 
-    What the person has set about OpenMP stays.
+    A person's own settings of OpenMP stay.
     """
     for name, value in PASSIVE.items():
         os.environ.setdefault(name, value)

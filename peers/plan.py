@@ -1,4 +1,4 @@
-"""swarm-plan: what a run costs a peer, before anybody rents a machine."""
+"""swarm-plan: the cost of a run for a peer, before anybody rents a machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KEYS = (
     "tflops",
     "mbit",
 )
-"""What scripts may rely on."""
+"""The figures for scripts."""
 
 
 @program("swarm-plan")
@@ -164,7 +164,7 @@ def _under_caps(mbit: float, network: NetworkSection) -> float:
 
 
 def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
-    """What the run takes of a machine, and with which engine."""
+    """The run's need of a machine, and the engine."""
     console.print(table_of(run, planned.cost))
     console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
     console.print(losses_table(run, planned))
@@ -222,7 +222,7 @@ def _times(times: Forecast, machine: Machine, mbit: float) -> dict[str, float]:
 def times_table(
     run: RunConfig, times: Forecast, machine: Machine, mbit: float, *, is_described: bool
 ) -> Table:
-    """How long it takes, for people, and from which speeds that follows."""
+    """The predicted times for people, and the speeds behind them."""
     how = "assumed" if is_described and machine.device == "cuda" else "measured here"
     table = Table(title="time", title_justify="left", box=box.SIMPLE, show_header=False)
     table.add_column()
@@ -249,7 +249,7 @@ def times_table(
 
 
 def in_words(duration_s: float) -> str:
-    """Seconds in the unit that suits them, up to days."""
+    """Seconds in a suitable unit, up to days."""
     if duration_s < 90:
         return seconds_of(duration_s)
     if duration_s < 36 * 3600:
@@ -295,7 +295,7 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
         (
             "peak, disk",
             _gigabytes(need.disk),
-            "mapped frozen experts, what is kept for new workers",
+            "mapped frozen experts, history for new workers",
         ),
         ("micro-batch", f"{micro} x {run.data.sequence_length}", "tokens; the run's"),
         ("step", seconds_of(plan.step_s), f"of {run.train.batch_tokens:,} tokens, estimated"),
@@ -306,7 +306,7 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
 
 
 def losses_table(run: RunConfig, planned: RunPlan) -> Table:
-    """How many of such machines the run may lose."""
+    """The number of such machines that the run may lose."""
     peers, most = run.run.peers, planned.experts_that_fit or 0
     title = f"{peers} such peers, each with room for {most} experts and owner of "
     title += f"{planned.owned_experts}"
@@ -325,7 +325,7 @@ def losses_table(run: RunConfig, planned: RunPlan) -> Table:
 
 
 def seconds_of(duration_s: float) -> str:
-    """Seconds, or milliseconds where they are few."""
+    """Seconds, or milliseconds for short times."""
     return f"{duration_s * 1e3:.1f} ms" if duration_s < 1 else f"{duration_s:.1f} s"
 
 
@@ -364,7 +364,7 @@ def table_of(run: RunConfig, cost: Cost) -> Table:
 
 
 def seconds(num_bytes: float, rate_mbit: float) -> str:
-    """How long bytes take at a rate, in words."""
+    """The time of bytes at a rate, in words."""
     duration_s = num_bytes * 8 / (rate_mbit * 1e6)
     return f"{duration_s:.1f} s" if duration_s < 90 else duration(duration_s)
 

@@ -1,4 +1,4 @@
-"""swarm-upcycle: run files for checkpoints, and mixtures of experts out of dense ones."""
+"""swarm-upcycle: run files for checkpoints, and mixtures of experts from dense ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOLDER = click.Path(path_type=Path)
 
 
 class Upcycle(Program, click.Group):
-    """A program with a command in addition to its own work."""
+    """A program with its own work and an additional command."""
 
     command_class = Program
 

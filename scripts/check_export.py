@@ -1,4 +1,4 @@
-"""Measures an exported model in Transformers and compares it with what the swarm measured.
+"""Measures an exported model in Transformers and compares its loss with the swarm's.
 
 Usage: scripts/check_export.py MODEL_FOLDER --state-dir PEER_STATE_DIR
 """
@@ -18,12 +18,12 @@ from swarm.peer.machine.state_directory import RunDirectory
 from swarm.peer.text.agreed_model import held_out_of
 
 TOLERANCE = 1e-3
-"""Nats per token; both sides compute in fp32."""
+"""Nats per token. Both sides compute in fp32."""
 BATCH = 64
 
 
 def main() -> int:
-    """Prints both losses; returns 1 if they differ by more than the tolerance, and says so."""
+    """Prints both losses. Returns 1 with a message if they differ by more than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--state-dir", type=Path, required=True)
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def validation_loss(swarm: Path, digest: str) -> float:
-    """What a peer of the local swarm measured for this manifest."""
+    """The loss that a peer of the local swarm measured for this manifest."""
     for path in sorted(swarm.glob("peer-*/runs/*/events.jsonl")):
         for line in path.read_text().splitlines():
             event = json.loads(line)

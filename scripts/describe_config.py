@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 def meanings(kind: type[BaseModel]) -> dict[str, str]:
-    """What the docstring under each field of a class, or of a class it is built on, says."""
+    """The docstrings of the fields of a class and of its base classes."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
@@ -57,7 +57,7 @@ def meanings(kind: type[BaseModel]) -> dict[str, str]:
 
 
 def sections(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel], bool]]:
-    """Name and class of each section of a configuration, and whether it is a list of them."""
+    """Name and class of each section of a configuration, and whether the section is a list."""
     for name, field in kind.model_fields.items():
         annotation = field.annotation
         is_list = get_origin(annotation) is tuple
@@ -67,7 +67,7 @@ def sections(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel], bool
 
 
 def type_and_bounds(schema: dict[str, Any]) -> tuple[str, str]:
-    """How a table names the type in a JSON schema, and the bounds in it."""
+    """The table's text for the type and the bounds in a JSON schema."""
     if "anyOf" in schema:
         pairs = [type_and_bounds(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kind for kind, _ in pairs)), "; ".join(
@@ -97,7 +97,7 @@ def _number(value: Any) -> str:
 
 
 def default_of(kind: type[BaseModel], key: str) -> str:
-    """The default in TOML's words, or that there is none."""
+    """The default in TOML, or a note that there is none."""
     field = kind.model_fields[key]
     if field.is_required():
         return "required"
@@ -118,7 +118,7 @@ def rows(kind: type[BaseModel], keys: list[str], prefix: str = "") -> str:
     lines = []
     for key in keys:
         if key not in known:
-            raise LookupError(f"{kind.__name__}.{key} has no docstring that says what it means")
+            raise LookupError(f"{kind.__name__}.{key} has no docstring")
         name, bounds = type_and_bounds(schema[key])
         cells = [f"`{prefix}{key}`", name, default_of(kind, key), bounds, known[key]]
         lines.append("| " + " | ".join(cells) + " |\n")
@@ -126,7 +126,7 @@ def rows(kind: type[BaseModel], keys: list[str], prefix: str = "") -> str:
 
 
 def configuration(title: str, kind: type[BaseModel]) -> Iterator[str]:
-    """The chapter on one configuration, a table for each section."""
+    """The chapter about one configuration, with a table for each section."""
     yield f"\n## {title}\n"
     for name, section, is_list in sections(kind):
         head = f"[[{name}]]" if is_list else f"[{name}]"
@@ -135,7 +135,7 @@ def configuration(title: str, kind: type[BaseModel]) -> Iterator[str]:
 
 
 def faults() -> Iterator[str]:
-    """The chapter on plans of faults."""
+    """The chapter about plans of faults."""
     yield "\n## Plans of faults (`configs/faults`)\n\n### At the top\n\n" + HEAD
     yield rows(FaultPlan, [key for key in FaultPlan.model_fields if key != "fault"])
     yield f"\n### `[[fault]]`, `at`\n\n{first_line(At)}\n\n{HEAD}" + rows(At, list(At.model_fields))
@@ -150,12 +150,12 @@ def faults() -> Iterator[str]:
 
 
 def first_line(kind: type[BaseModel]) -> str:
-    """What a class is for."""
+    """The first line of a class's docstring."""
     return (kind.__doc__ or "").strip().splitlines()[0]
 
 
 def described(text: str) -> str:
-    """A text of configs/README.md with its tables regenerated; the text before them is kept."""
+    """A text of configs/README.md with new tables. The text before the tables stays."""
     by_hand = text.partition(MARK)[0]
     chapters = [
         *configuration("Run files (`configs/runs`)", RunConfig),
@@ -166,7 +166,7 @@ def described(text: str) -> str:
 
 
 def main() -> int:
-    """Rewrites the page, or says whether it is current."""
+    """Rewrites the page, or checks whether it is current."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Runs a month of a peer's life in virtual time and reports what broke. See scripts/longevity."""
+"""Runs a month of a peer's life in virtual time and reports failures. See scripts/longevity."""
 
 import argparse
 import json

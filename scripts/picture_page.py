@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Takes pictures of the monitor's page as it shows a living run, light and dark.
+"""Takes pictures of the monitor's page of a living run, light and dark.
 
     scripts/demo --page                               # prints the address of the page
     python scripts/picture_page.py http://127.0.0.1:PORT/
 
-The digest of the files that the page is made of is kept with the pictures, so that a test notices
-when the page has changed since. It needs playwright (the extra `dev`) and chromium.
+The digest of the page's files is stored with the pictures, so that a test notices later changes of
+the page. It needs playwright (the extra `dev`) and chromium.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLE_MS = 2_000
 
 
 def web_digest(folder: Path = WEB) -> str:
-    """Of all names and contents of the files that the page is made of."""
+    """Digest of names and contents of the page's files."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -39,7 +39,7 @@ def web_digest(folder: Path = WEB) -> str:
 
 def picture(url: str, scheme: str) -> bytes:
     """The upper part of the page as a WebP."""
-    from playwright.sync_api import sync_playwright  # an extra: the digest is computed without it
+    from playwright.sync_api import sync_playwright  # an extra, which the digest does not need
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -51,7 +51,7 @@ def picture(url: str, scheme: str) -> bytes:
         page.wait_for_selector("#peers tbody tr", timeout=WAIT_MS)
         page.wait_for_timeout(SETTLE_MS)
         shot = base64.b64encode(page.screenshot()).decode()
-        blank = browser.new_page()  # not the page itself, whose policy forbids scripts of others
+        blank = browser.new_page()  # not in the page itself, whose policy forbids foreign scripts
         encoded = blank.evaluate(
             """async ([shot, quality]) => {
               const image = new Image();
@@ -72,7 +72,7 @@ def picture(url: str, scheme: str) -> bytes:
 def main() -> int:
     """Writes page-light.webp, page-dark.webp and page.digest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url", help="of the page of a run that goes on")
+    parser.add_argument("url", help="address of a run's page, while the run trains")
     parser.add_argument("--out", type=Path, default=PICTURES, help="default: scripts/pictures")
     arguments = parser.parse_args()
     for scheme in SCHEMES:

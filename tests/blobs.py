@@ -9,5 +9,5 @@ from swarm.experts import UnitLayout
 
 
 def blob_of(layout: UnitLayout, tensors: Mapping[str, Tensor]) -> bytes:
-    """The blob of a unit of these tensors, which are named in full."""
+    """The blob of a unit of these tensors, given by full names."""
     return encoded(layout, cut_from(tensors.__getitem__)).whole()

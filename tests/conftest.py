@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no network hub, a home, an environment, and loggers."""
+"""The environment of every test: one thread, no network hub, a home, and loggers."""
 
 import gc
 import logging
@@ -23,8 +23,8 @@ def _gpu_was_asked_for(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add options: of scripts/test, and of those that change tests for two GPUs."""
-    # Most files need not be loaded to know that none of their tests is meant.
+    """Add options of scripts/test, and options for tests with two GPUs."""
+    # Most files need not be loaded to know that no test of theirs is selected.
     parser.addoption("--files-with", metavar="TEXT", help="pass over files without this text")
     parser.addoption(
         "--gpu2-on-cpu", action="store_true", help="run tests marked gpu2 on the CPU, over gloo"
@@ -40,12 +40,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the process up before any test module is imported; peers that tests start inherit it."""
+    """Set the process up before any test module is imported. Peers started by tests inherit it."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A device chosen by itself must give the same bits on a machine that has a GPU.
+    # The automatic choice of a device must give the same bits on a machine with a GPU.
     if not _gpu_was_asked_for(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # The developer's own settings and state (~/.swarm) are neither read nor written.
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith("SWARM_"):
             del os.environ[name]
     config.stash[SCRATCH_HOME] = os.environ["HOME"] = tempfile.mkdtemp(prefix="swarm-test-home-")
-    # The same examples every time: a failure seen once is seen again.
+    # The same examples every time, so that a failure can be repeated.
     hypothesis.settings.register_profile(
         "repeatable", derandomize=True, deadline=None, database=None
     )
@@ -67,7 +67,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @contextmanager
 def loggers_as_before() -> Iterator[None]:
-    """What programs set up for their process goes at the end: tests share one.
+    """Undo the programs' logging set-up at the end, because tests share a process.
 
     `peers/command_line/command.py` `configure_logging` names the loggers; monitor and doctor set a
     level.
@@ -95,7 +95,7 @@ def _loggers_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Cycles of references are not looked for: what ends must free its memory by itself."""
+    """The garbage collector is off: ended objects must free their memory without it."""
     gc.collect()
     gc.disable()
     try:
@@ -105,7 +105,7 @@ def uncollected() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs GPUs where none were asked for or too few are there."""
+    """Skip tests for GPUs if they were not requested or too few GPUs are there."""
     reasons = {"gpu": _lacking(config, 1), "gpu2": _lacking(config, 2)}
     if config.getoption("--gpu2-on-cpu"):
         del reasons["gpu2"]
@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _lacking(config: pytest.Config, needed: int) -> str | None:
-    """Why tests that need so many GPUs are skipped."""
+    """Why tests with this number of GPUs are skipped."""
     if not _gpu_was_asked_for(config):
         return "GPUs are hidden unless asked for with -m gpu or -m gpu2"
     if torch.cuda.device_count() < needed:

@@ -1,4 +1,4 @@
-"""Time that passes only where a test says so."""
+"""Time that passes only when a test says so."""
 
 from __future__ import annotations
 

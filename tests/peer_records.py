@@ -1,4 +1,4 @@
-"""Records as peers would have published them."""
+"""Records like those of real peers."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ DIGEST = "ab12cd34" * 8
 
 
 def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
-    """Of a peer in its sixth round, but for what is told otherwise."""
+    """A record of a peer in its sixth round, with these changes."""
     record = PeerRecord(
         peer_id=peer_id,
         name=f"name-of-{peer_id}",

@@ -1,4 +1,4 @@
-"""Processes that end with the test that started them, whatever becomes of it."""
+"""Processes that end with their test, whatever its result."""
 
 import subprocess
 import threading
@@ -16,12 +16,12 @@ def running(
 ) -> Iterator[subprocess.Popen[Any]]:
     """A process that is killed at the end of the block, and after a limit at the latest.
 
-    `subprocess.Popen` as a context waits for the end of its process for ever, also where an assert
-    has failed; and who reads a line of a process that says nothing waits as long.
+    `subprocess.Popen` as a context waits forever for the end of its process, also after an assert
+    has failed. A test that reads a line of a silent process waits as long.
 
     Args:
         command: the program and its arguments.
-        limit_s: seconds after which it is killed, so that whoever reads what it says goes on.
+        limit_s: seconds after which it is killed, so that a reader of its output returns.
         options: those of `subprocess.Popen`.
     """
     with subprocess.Popen(command, **options) as process:

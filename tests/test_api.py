@@ -1,4 +1,4 @@
-"""What `import swarm` gives: files by name, models, exports, and words about each name."""
+"""The names of `import swarm`: files by name, models, exports, and the docstring of each name."""
 
 import inspect
 import re
@@ -78,7 +78,7 @@ def test_a_model_has_the_weights_of_the_seed_or_those_that_are_given(tmp_path: P
 
 
 def test_weights_that_are_not_the_whole_model_are_refused() -> None:
-    """What nobody has written is whatever the memory held before."""
+    """Unwritten values are whatever the memory held before."""
     weights = _all_initial()
     missing = list(all_shapes(DEMO.model))[:4]
     for name in missing:

@@ -1,7 +1,7 @@
-"""No thread and no task of a peer ends for good, or fails unheard, by an exception of its own.
+"""No thread or task of a peer ends for good, or fails silently, by its own exception.
 
-The syntax trees say where threads and tasks are started. Each of those that live as long as the
-process is then made to fail once, as the real class with what it needs faked, and goes on.
+The syntax trees say where threads and tasks are started. Each one that lives as long as the process
+then fails once, as the real class with faked dependencies, and must continue.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FAULTS = (RuntimeError("can't start new thread"), MemoryError(), asyncio.Cancell
 
 
 class HastySystem(System):
-    """Waits hardly last, but move its clock on: a day passes in some hundred of them."""
+    """Waits take almost no time, but advance its clock: a day passes in some hundred waits."""
 
     def __init__(self, real_s: float = 0.0005) -> None:
         self.now_s, self.real_s = 0.0, real_s
@@ -79,7 +79,7 @@ class HastySystem(System):
 
 
 class Once:
-    """Raises a fault at one of its calls, the first, and else does what it stands for."""
+    """Raises a fault at its first call. All other calls go to the real function."""
 
     def __init__(
         self, fault: BaseException, then: Callable[..., Any] = lambda *_: None, at: int = 1
@@ -259,7 +259,7 @@ STARTS = frozenset(
 SUPERVISES = frozenset({"SupervisedThread", "supervise", "supervised", "supervised_async"})
 HELPER = "swarm/background.py"
 
-HEARD = "who starts it waits for it, and hears what it raises"
+HEARD = "its starter waits for it, and receives its exceptions"
 SHORT = {
     "swarm/data/encoders.py": {
         "encode": "its futures are waited for in their order",
@@ -289,7 +289,7 @@ SHORT = {
     "swarm/network/runs/run_search.py": {"_heard_of": HEARD, "_open_first": HEARD},
     "swarm/network/runs/joiner.py": {
         "_comes": HEARD,
-        "_Keeping.arrived": "what it has not synced the sync of everything does, or raises",
+        "_Keeping.arrived": "the sync of everything syncs the rest, or raises",
     },
     "swarm/network/wire/loop_thread.py": {"LoopThread.run": HEARD, "started_pool": HEARD},
     "swarm/network/rounds/moments_exchange.py": {"MomentsClient._download": HEARD},
@@ -300,7 +300,7 @@ SHORT = {
         "Relay._splice": "ends with its streams, as which a fault shows"
     },
     "swarm/network/rounds/round_driver.py": {
-        "RoundDriver.start": "the coroutine itself tells the trainer what it raises"
+        "RoundDriver.start": "the coroutine itself passes its exceptions to the trainer"
     },
     "swarm/network/node/substrate.py": {"Substrate.ended": HEARD},
     "swarm/network/runs/tips.py": {"first_and_soon": HEARD},
@@ -328,11 +328,12 @@ SHORT = {
     },
     "swarm/train/streaming/device.py": {"Places.__init__": "each unit is waited for"},
 }
-"""Where threads and tasks with an end are started without supervision, and who hears of a fault."""
+"""Starts of threads and tasks with an end, without supervision, and the receiver of their
+errors."""
 
 
 def places_of(module: Module, is_one: Callable[[ast.AST], bool]) -> set[tuple[str, str]]:
-    """(path, enclosing class and function) of the nodes that are meant."""
+    """(path, enclosing class and function) of the selected nodes."""
     found = set()
 
     def look(node: ast.AST, scope: tuple[str, ...]) -> None:
@@ -347,7 +348,7 @@ def places_of(module: Module, is_one: Callable[[ast.AST], bool]) -> set[tuple[st
 
 
 def names_of(node: ast.AST | None) -> tuple[str, str]:
-    """The last two names of what is called or meant, as `loop` and `create_task`."""
+    """The last two names of a call or reference, as `loop` and `create_task`."""
     if isinstance(node, ast.Call):
         return names_of(node.func)
     if isinstance(node, ast.Attribute):
@@ -361,7 +362,7 @@ def starts(node: ast.AST) -> bool:
 
 
 def supervises(node: ast.AST) -> bool:
-    """Also one that is handed on, such as `call_soon_threadsafe(tasks.supervise, ...)`."""
+    """Also as an argument, such as `call_soon_threadsafe(tasks.supervise, ...)`."""
     if isinstance(node, ast.Attribute) and node.attr == "supervise":
         return True
     return isinstance(node, ast.Call) and names_of(node)[1] in SUPERVISES
@@ -386,7 +387,7 @@ def test_a_thread_that_somebody_adds_is_found() -> None:
     assert places_of(module, supervises) == {("swarm/a.py", "")}
 
 
-# ---------------------------------------------------------------- each of those that live on
+# ---------------------------------------------------------------- long-lived work
 
 Fails = Callable[[BaseException, pytest.MonkeyPatch, Path], None]
 
@@ -492,7 +493,7 @@ def shaper_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
 
 
 def fail_in_select(loop: asyncio.AbstractEventLoop, fault: BaseException) -> Once:
-    """The loop itself fails, as without memory: no exception of what it runs does that."""
+    """The loop itself fails, as without memory. No exception of a task has this effect."""
     selector = getattr(loop, "_selector")  # noqa: B009 - private to every loop
     select = Once(fault, selector.select)
     selector.select = select
@@ -639,7 +640,7 @@ def scores_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -
     patch.setattr(observer, "RENEW_S", 0.001)
     patch.setattr(observer, "publish", publish)
     showing = observer.Observer(node, BlobStore())
-    published = Once(fault, lambda *_: True, at=2)  # the first is its caller's to hear
+    published = Once(fault, lambda *_: True, at=2)  # the first goes to its caller
     showing.publish_scores("run", Any, WAIT_S)
     thread.run(repeats(), WAIT_S)
     thread.stop(WAIT_S)
@@ -749,7 +750,7 @@ LIVE: dict[tuple[str, str], Fails] = {
     ("swarm/train/workers/nodes.py", "Nodes.__init__"): nodes_fail,
     ("swarm/train/streaming/gradients.py", "HostOptimizer.__init__"): host_fails,
 }
-"""Where work begins that lives as long as the process, and what makes it fail once."""
+"""Starts of work that lives as long as the process, and a way to make it fail once."""
 
 
 def test_all_that_lives_as_long_as_the_process_is_made_to_fail() -> None:
@@ -767,12 +768,12 @@ def test_one_foreign_exception_ends_none_of_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     LIVE[place](fault, monkeypatch, tmp_path)
-    if place[0] != "swarm/train/streaming/gradients.py":  # the update's own waiter hears of that
+    if place[0] != "swarm/train/streaming/gradients.py":  # the update's own waiter receives it
         assert "failed; it begins again in" in caplog.text
         assert f"{type(fault).__name__}" in caplog.text, "with its traceback"
 
 
-# ---------------------------------------------------------------- what must not go on
+# ---------------------------------------------------------------- work that must not continue
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)

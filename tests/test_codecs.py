@@ -1,4 +1,4 @@
-"""Tensors to bytes and back: what is exact, what is bounded, what is refused."""
+"""Tensors to bytes and back: exact cases, bounds, refusals."""
 
 import math
 import struct
@@ -209,14 +209,14 @@ def test_weights_whose_shares_were_rounded_up_keep_the_limit() -> None:
     layout = layout_of("fp32", Slice("x", 0, 1))
     largest = blob_of(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
     sums = [sum(float(numpy.float32(w / (n * w + 1))) for w in [w] * n + [1]) for n, w in CASES]
-    assert max(sums) > 1, "else the test says nothing"
+    assert max(sums) > 1, "otherwise the test proves nothing"
     for number, weight in CASES:
         found = mean([largest] * (number + 1), "fp32", [weight] * number + [1])
         codecs.check_finite(layout, codecs.Content.of(found))
 
 
 CASES = [(number, weight) for number in (2, 3, 5, 7, 40) for weight in (2, 3, 5, 11)]
-"""So many peers of this weight beside one of weight 1."""
+"""`number` peers of weight `weight`, and one of weight 1."""
 
 
 def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:

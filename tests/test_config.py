@@ -1,4 +1,4 @@
-"""Configurations: what is refused and in which words, what overrides what, what is shipped."""
+"""Configurations: refusals and their texts, precedence of overrides, shipped files."""
 
 import json
 import re

@@ -26,7 +26,7 @@ DOCUMENTS = ("*.md", "configs/*.md", *(f"{folder}/**/*.md" for folder in FOLDERS
 BRACKETED = re.compile(r"\[([A-Z]{1,2}\d+[a-z]?(?:(?:, |-)[^\]\[]{1,30})*)\]")
 BARE = re.compile(r"(?<![\w\[.:/-])([A-Z]\d{1,2}[a-z]?)(?![\w:.]*\w)")
 NO_RULES = frozenset({"F32", "U8", "K2"})
-"""Types of safetensors, and a term of an attack: they only look like rules."""
+"""Types of safetensors, and a term of an attack, which only look like rules."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 OUR_FILE = re.compile(r"[\w./-]+\.(?:py|toml|md)")
@@ -34,7 +34,7 @@ IN_PROSE = re.compile(r"\b(?:swarm|peers|scripts|configs|tests)/[\w./-]*\w\.(?:p
 IN_FILE = re.compile(r"`([\w/]+\.py)`\s+`([A-Za-z_][\w.]*)")
 PROGRAM = re.compile(r"(?<![\w/.-])swarm-([a-z]+)(?![\w/-])")
 OTHERS_PACKAGE = re.compile(r"pip install '?swarm\[|swarm with its\b extra")
-"""On the index the name swarm is that of others; ours is moe-swarm."""
+"""On the package index the name swarm belongs to others. Ours is moe-swarm."""
 SCRIPT = re.compile(
     r"(?<![\w/-])(?:\./)?(scripts/(?:benchmarks/)?[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])"
 )
@@ -63,7 +63,7 @@ class Text:
 
 
 def words_of(source: str) -> str:
-    """Comments and strings of Python, in lines of their own numbers."""
+    """Comments and strings of Python, with their line numbers."""
     lines = [""] * (source.count("\n") + 2)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.STRING, tokenize.COMMENT):
@@ -89,7 +89,7 @@ def sources() -> tuple[Text, ...]:
 
 @cache
 def rules() -> frozenset[str]:
-    """Rules and invariants: first cells of the tables of the protocol page."""
+    """Rules and invariants: the first cells of the tables of the protocol page."""
     text = (ROOT / MAP).read_text(encoding="utf-8")
     rows = re.findall(r"^\| ((?:(?:[A-Z]\d+|GC)(?:, )?)+) \|", text, flags=re.MULTILINE)
     within = re.findall(r"(?<=\. )([A-Z]\d+[a-z])(?=: )", text)
@@ -110,7 +110,7 @@ def rule_offences(texts: Iterable[Text]) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What links to headings of a document end with, as GitHub makes it."""
+    """The anchors of a document's headings, as made by GitHub."""
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
@@ -142,9 +142,9 @@ def files() -> frozenset[str]:
 
 
 def is_a_file(name: str) -> bool:
-    """Whether a file's path is this, or ends with it: people write what is clear where they are."""
+    """Whether a file's path is this, or ends with it, because texts shorten paths."""
     end = name.removeprefix("./").replace("../", "")
-    is_there = (ROOT / end).is_file()  # swarm/configs is a link, into which globs do not look
+    is_there = (ROOT / end).is_file()  # swarm/configs is a link, which globs do not follow
     return is_there or any(path == end or path.endswith("/" + end) for path in files())
 
 
@@ -160,7 +160,7 @@ def file_offences(texts: Iterable[Text]) -> list[str]:
 
 
 def symbol_offences(texts: Iterable[Text]) -> list[str]:
-    """A file and a name after it, as in a journey: the file has a word of that name."""
+    """A file followed by a name, as in a journey, where the file lacks the name."""
     found = []
     for text in texts:
         for name, symbol in IN_FILE.findall(text.text) if text.is_document else ():
@@ -198,7 +198,7 @@ def named_tests() -> str:
 
 
 def named_test_offences(texts: Iterable[Text]) -> list[str]:
-    """Names of four words or more in quotes are those of tests, perhaps without their end."""
+    """Names of four words or more in quotes must be names of tests, perhaps without their end."""
     return [
         f"{place}: no test {name}"
         for text in texts
@@ -210,7 +210,7 @@ def named_test_offences(texts: Iterable[Text]) -> list[str]:
 
 
 def package_offences(texts: Iterable[Text]) -> list[str]:
-    """Hints that would install somebody else's package."""
+    """Hints that would install another project's package."""
     return [
         f"{place}: the package is called moe-swarm"
         for text in texts

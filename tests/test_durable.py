@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: what is synced, and what is there after a step that fails."""
+"""Files that are replaced as a whole: synced paths, and the state after a failed step."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from swarm import durable
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the disk is told, in order: `sync NAME` and `rename NAME`."""
+    """Calls of the disk, in order: `sync NAME` and `rename NAME`."""
     told: list[str] = []
     sync, rename = os.fsync, Path.replace
 

@@ -1,4 +1,4 @@
-"""The tree of errors: distinct exit codes, drawn as it is."""
+"""The tree of errors: distinct exit codes, and a correct drawing."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ def test_each_branch_has_its_own_exit_code_and_its_leaves_share_it() -> None:
     branches = [kind for kind in kinds() if kind.__base__ is errors.SwarmError]
     codes = [kind.exit_code for kind in branches]
     assert len(set(codes)) == len(codes)
-    # 0 is success, 1 any other error, 2 also click's own; shells use 126 and up.
+    # 0 is success, 1 any other error, 2 also click's own. Shells use 126 and up.
     assert all(2 <= code < 126 for code in codes)
     for branch in branches:
         assert {kind.exit_code for kind in kinds(branch)} == {branch.exit_code}

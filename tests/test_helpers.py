@@ -1,4 +1,4 @@
-"""A pool whose threads wait for a disk that does not answer: its end is bounded, and is logged."""
+"""A pool with threads that hang in a disk: its end is bounded, and is logged."""
 
 import gc
 import logging
@@ -89,7 +89,7 @@ def test_an_error_is_raised_where_the_result_is_wanted_and_holds_nothing() -> No
         with pytest.raises(KeyError, match="lost"):
             future.result(30)
         del future, large
-        assert pool.submit(len, "x").result(30) == 1  # the thread has let go of it
+        assert pool.submit(len, "x").result(30) == 1  # the thread has released it
         assert found() is None
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
-"""The contract between the parts: who may import whom, what stays pure, how long code may get.
+"""The contract between the parts: imports, purity, length of code.
 
-Read from the syntax trees, so nothing is imported and the whole file takes about a second. Each
+The checks read syntax trees, so nothing is imported and the whole file takes about a second. Each
 check is a function from sources to offences, tried first on code that breaks the rule.
 """
 
@@ -26,20 +26,21 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_CHAIN_LINES = 1200
-"""Of a class and of all of ours that it inherits from: what a reader of it has to know."""
+"""Most lines of a class together with all of our classes that it inherits from, which its reader
+must know."""
 MAX_CHAIN = 3
-"""Classes of ours from one that is inherited from down to the one that inherits: implementations,
-neither interfaces nor errors."""
+"""Most classes of ours in an inheritance chain. Only implementations count, neither interfaces nor
+errors."""
 MAX_FOLDER_FILES = 25
 FRAGMENT_LINES = 40
-"""A file that is shorter has two importers, or is part of a thought that another file has."""
+"""A shorter file must have two importers, or it belongs into another file."""
 
-# Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
+# Part -> the other parts that it may import. A part is swarm.X, or peers as a whole.
 BASE = frozenset(
     {"swarm.canonical", "swarm.config", "swarm.errors", "swarm.experts", "swarm.version"}
 )
 DURABLE = frozenset({"swarm.durable"})
-# Threads and tasks: for all that is not pure.
+# Threads and tasks: for all impure code.
 BACKGROUND = frozenset({"swarm.background"})
 PROTOCOL = BASE | {"swarm.codings", "swarm.protocol"}
 MAY_IMPORT = {
@@ -71,8 +72,8 @@ MAY_IMPORT["peers"] = frozenset(MAY_IMPORT) - {"swarm.api"}
 # Runs the peer as a whole in virtual time, so it stands above all parts of it.
 LONGEVITY = "swarm.emulation.longevity"
 MAY_IMPORT[LONGEVITY] = frozenset(MAY_IMPORT) - {"swarm.api", "peers"}
-# The package's own file hands on the names of swarm.api, when they are first used: a script gets
-# them by `import swarm`, and whoever imports a part of the library pays for that part only.
+# The package's own file re-exports the names of swarm.api on first use: a script gets them by
+# `import swarm`, and an import of one part of the library loads that part only.
 FACADE = ("swarm.api", "swarm.version")
 
 # Outside package -> the only parts that may import it.
@@ -93,7 +94,7 @@ RESERVED = {
     "shelve": frozenset[str](),
 }
 
-# All that the protocol may import from outside: no clock, randomness, logging, tensors or I/O.
+# Imports from outside for the protocol: no clock, randomness, logging, tensors or I/O.
 PURE_MODULES = frozenset(
     {
         "__future__",
@@ -124,7 +125,7 @@ PURE_MODULES = frozenset(
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
 UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "__import__", "importlib.import_module"})
-# What a module may do at its top level besides defining: statements of these kinds act at import.
+# At its top level a module may only define names. These kinds of statements act at import.
 ACTS_AT_IMPORT = (ast.For, ast.While, ast.With, ast.Delete, ast.Raise, ast.Assert)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_REASON_WORDS = 3
@@ -176,12 +177,12 @@ def modules() -> tuple[Module, ...]:
 
 
 def imports_of(module: Module) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import; `from a import b` gives a.b, which may be a module."""
+    """(line, dotted name) of each import. `from a import b` gives a.b, which may be a module."""
     return ((line, name) for line, name, _ in bindings_of(module))
 
 
 def bindings_of(module: Module) -> Iterator[tuple[int, str, str]]:
-    """As `imports_of`, with the name that the module has for it; of `import a.b` that is a.b."""
+    """As `imports_of`, with the local name of each import. For `import a.b` this is a.b."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from (
@@ -246,7 +247,7 @@ def call_offences(sources: tuple[Module, ...], forbidden: frozenset[str]) -> lis
 
 
 def impurities(sources: tuple[Module, ...]) -> list[str]:
-    """What swarm.protocol, or what it imports of ours, does besides computing."""
+    """Impure statements of swarm.protocol, and of our modules that it imports."""
     protocol = tuple(m for m in sources if m.part == "swarm.protocol")
     offences = [
         f"{module.path}:{line} imports {name}"
@@ -265,7 +266,7 @@ def impurities(sources: tuple[Module, ...]) -> list[str]:
 
 
 def modules_imported(sources: tuple[Module, ...]) -> Iterator[tuple[Module, Module]]:
-    """Each module with each other one that it imports, once."""
+    """Pairs of a module and another one that it imports, once each."""
     named = {module.name: module for module in sources}
     for module in sources:
         found = {n if n in named else n.rpartition(".")[0] for _, n in imports_of(module)}
@@ -284,7 +285,10 @@ def cycles(sources: tuple[Module, ...]) -> list[str]:
 
 
 def hidden_import_offences(sources: tuple[Module, ...]) -> list[str]:
-    """Imports inside functions whose lines do not say why; a linter's directive is no reason."""
+    """Imports inside functions without a reason on their line.
+
+    A linter's directive is no reason.
+    """
     offences = []
     for module in sources:
         lines = module.text.splitlines()
@@ -326,14 +330,14 @@ def long_functions(sources: tuple[Module, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """A class and the classes of ours that it names as its bases."""
+    """A class and its bases among our classes."""
 
     node: ast.ClassDef
     bases: tuple[str, ...]
 
     @property
     def is_interface(self) -> bool:
-        """A protocol, or nothing but methods that only say what they are for."""
+        """Whether it is a protocol, or has only methods with nothing but a docstring."""
         if any(ast.unparse(base).startswith("Protocol") for base in self.node.bases):
             return True
         methods = [each for each in self.node.body if isinstance(each, FUNCTION)]
@@ -345,7 +349,7 @@ class Family:
 
 
 def families(sources: tuple[Module, ...]) -> dict[str, Family]:
-    """Every class by its full name; names of bases are followed through imports and packages."""
+    """Every class by its full name. Names of bases are resolved through imports and packages."""
     classes = [
         (module, node)
         for module in sources
@@ -380,7 +384,7 @@ def families(sources: tuple[Module, ...]) -> dict[str, Family]:
 
 
 def long_ancestries(sources: tuple[Module, ...]) -> list[str]:
-    """Classes that are too long together with all of ours that they inherit from."""
+    """Classes that are too long together with all our classes that they inherit from."""
     of = families(sources)
 
     def ancestry(name: str) -> set[str]:
@@ -395,7 +399,7 @@ def long_ancestries(sources: tuple[Module, ...]) -> list[str]:
 
 
 def long_chains(sources: tuple[Module, ...]) -> list[str]:
-    """Classes with too many classes above them; of interfaces and errors any number may be."""
+    """Classes with too many base classes. Any number of interfaces and errors is allowed."""
     of = families(sources)
 
     def depth(name: str) -> int:
@@ -408,7 +412,7 @@ def long_chains(sources: tuple[Module, ...]) -> list[str]:
 def folder_circles(sources: tuple[Module, ...]) -> list[str]:
     """Imports between folders, at the depth where their paths part, that lead back.
 
-    The files of a folder count as a folder beside those that it holds. Each file of `swarm` itself
+    The files of a folder count as one more folder inside it. Each file of `swarm` itself
     is a part of its own, see MAY_IMPORT.
     """
     graph: dict[str, set[str]] = {}
@@ -449,7 +453,7 @@ def crowded_folders(sources: tuple[Module, ...]) -> list[str]:
 
 
 def namesakes(sources: tuple[Module, ...]) -> list[str]:
-    """Names of files that stand in several folders."""
+    """File names that occur in several folders."""
     counts = Counter(m.path.rpartition("/")[2] for m in sources if not is_package(m))
     return [name for name, count in counts.items() if count > 1]
 
@@ -466,7 +470,7 @@ def fragments(sources: tuple[Module, ...]) -> list[str]:
 
 Law = Callable[[tuple[Module, ...]], list[str]]
 
-# Those that offend against a law today. The lists only become shorter.
+# Present violations of a law. The lists only become shorter.
 OFFENDERS: dict[Law, frozenset[str]] = {
     # The engines of several GPUs, which PyTorch's own parts are to replace.
     long_chains: frozenset(
@@ -548,7 +552,7 @@ def test_a_chain_of_classes_is_followed_through_modules() -> None:
     "text",
     [
         "class A(Protocol):\n    x: int\n",
-        "class A:\n    def f(self) -> None:\n        'What it is for.'\n",
+        "class A:\n    def f(self) -> None:\n        'Its purpose.'\n",
     ],
 )
 def test_an_interface_is_no_link_of_a_chain(text: str) -> None:
@@ -563,7 +567,7 @@ def test_an_error_is_no_link_of_a_chain() -> None:
 
 
 def imports(*edges: tuple[str, str]) -> tuple[Module, ...]:
-    """Modules of which each imports another one."""
+    """Modules that import each other."""
     paths = {path for edge in edges for path in edge}
     texts = {
         path: "".join(f"import {module_at(b, '').name}\n" for a, b in edges if a == path)
@@ -579,7 +583,7 @@ def test_folders_that_import_each_other_are_caught_at_every_depth() -> None:
         "swarm/a/y -> swarm/a/x",
     ]
     assert not folder_circles(imports(inner, ("swarm/b/f.py", "swarm/a/x/f.py")))
-    # No two folders below import each other: their packages do.
+    # No two folders below import each other, but their packages do.
     assert folder_circles(imports(("swarm/a/x/f.py", "swarm/b/f.py"), ("swarm/b/g.py", outer[0])))
 
 
@@ -587,7 +591,8 @@ def test_a_folder_and_one_within_it_do_not_import_each_other() -> None:
     down, up = ("swarm/a/f.py", "swarm/a/x/g.py"), ("swarm/a/x/h.py", "swarm/a/k.py")
     assert folder_circles(imports(down, up)) == ["swarm/a -> swarm/a/x", "swarm/a/x -> swarm/a"]
     assert not folder_circles(imports(down))
-    # A file of the library's own folder is a part: no package is in a circle with all of them.
+    # A file of the library's own folder is a part by itself, so packages form no circle with all of
+    # them.
     assert not folder_circles(
         imports(("swarm/f.py", "swarm/a/g.py"), ("swarm/a/h.py", "swarm/k.py"))
     )
@@ -651,7 +656,7 @@ def test_every_outside_package_is_declared_by_us_and_not_only_by_others() -> Non
     standard = sys.stdlib_module_names | STANDARD_SINCE_3_14
 
     def providers(name: str) -> set[str]:
-        """Of an extra that is not installed here, the package has the module's name."""
+        """For an extra that is not installed here, the package has the module's name."""
         return {canonicalize_name(package) for package in installed.get(name, [name])}
 
     hold(

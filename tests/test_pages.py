@@ -1,4 +1,4 @@
-"""The pages for people that run a swarm say what the code does."""
+"""The pages for operators agree with the code."""
 
 import configparser
 import re
@@ -20,7 +20,7 @@ ENVIRONMENT = re.compile(r"\b(SWARM_[A-Z_]+)\b")
 
 
 def kinds(root: type[SwarmError] = SwarmError) -> dict[str, type[SwarmError]]:
-    """Of errors.py alone; tests and programs may have made more."""
+    """Kinds of errors of errors.py alone, because tests and programs may define more."""
     found = {root.__name__: root} if root.__module__ == errors.__name__ else {}
     for child in root.__subclasses__():
         found |= kinds(child)
@@ -28,7 +28,7 @@ def kinds(root: type[SwarmError] = SwarmError) -> dict[str, type[SwarmError]]:
 
 
 def error_offences(page: str) -> list[str]:
-    """What the page and errors.py do not say alike."""
+    """Differences between the page and errors.py."""
     rows = {name: (int(code), cause, remedy) for name, code, cause, remedy in ROW.findall(page)}
     found = [f"{name} has no row" for name in kinds() if name not in rows]
     found += [f"there is no {name}" for name in rows if name not in kinds()]

@@ -1,4 +1,4 @@
-"""What the tests themselves stand on: processes end, and each test runs once."""
+"""The basis of the tests: processes end, and each test runs once."""
 
 import re
 import subprocess

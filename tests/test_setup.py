@@ -1,4 +1,4 @@
-"""scripts/setup, with a stand-in for Python that records what it is asked to do."""
+"""scripts/setup, with a stand-in for Python that records its command lines."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.processes import running
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 TIMEOUT_S = 60
-# `-m venv` copies itself into place; `-m pip` fails when told to.
+# `-m venv` copies itself into place; `-m pip` fails on request.
 STAND_IN = """#!/usr/bin/env bash
 echo "$* under ${PIP_CONSTRAINT:-no pins}" >>calls
 case "$*" in
@@ -28,7 +28,7 @@ esac
 
 
 class Checkout:
-    """A copy of what scripts/setup reads, in a folder whose name pip would trip over."""
+    """A copy of the files that scripts/setup reads, in a folder whose name is difficult for pip."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a checkout"

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that it works in an environment of its own, away from any clone."""
+"""The contents of a wheel, and its use in a separate environment, outside of any clone."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ ENDS_S = 300.0
 
 
 def run(*command: object, folder: Path) -> str:
-    """What a command prints on stdout; nothing of this clone or this session reaches it."""
+    """The stdout of a command without this clone's and this session's environment."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command],
@@ -42,7 +42,7 @@ def run(*command: object, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since building leaves files in the folder."""
+    """Built from a copy, because building leaves files in the folder."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in BUILT_FROM:
         path = ROOT / name
@@ -73,7 +73,7 @@ def test_a_wheel_has_the_code_and_the_run_files_and_nothing_else(wheel: Path) ->
 
 
 def packaged() -> set[str]:
-    """Pages, run files and service files, named as below the folder of packages."""
+    """Pages, run files and service files, with paths relative to the folder of packages."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found: set[str] = set()
     for package, patterns in data["package-data"].items():
@@ -93,7 +93,7 @@ NAMED = re.compile(
 
 
 def spoken(source: str) -> str:
-    """What a program may print: the strings of its source that are no docstrings."""
+    """A program's possible output: the strings of its source, without docstrings."""
     tree = ast.parse(source)
     silent = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in silent)
@@ -154,7 +154,7 @@ def test_the_page_of_a_wheel_names_files_of_a_wheel_and_options_that_there_are()
 def test_the_demo_runs_by_name_from_a_wheel_away_from_the_clone(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """Its packages are those of this environment, which a line in a .pth file lends it."""
+    """A line in a .pth file makes this environment's packages available to it."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", folder=tmp_path)
     programs = tmp_path / "env" / "bin"
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install")

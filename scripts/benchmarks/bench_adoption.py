@@ -1,18 +1,19 @@
 #!/usr/bin/env python
-"""What the Adam moments of an adopted expert are worth to the loss.
+"""The effect of an adopted expert's Adam moments on the loss.
 
 Two peers of a model of 21 M parameters (`--large`: 104 M) in one process, fp32 throughout, in the
 plain arithmetic of SPES: local steps, a mean of the shared tensors, each expert from its owner.
-After `BEFORE` rounds one peer goes, and the other trains all experts on. It adopts the newest
-agreed values in every variant, and reads the same data with the same seed; only the moments differ:
+After `BEFORE` rounds one peer leaves, and the other one trains all experts further. In every
+variant it adopts the newest agreed values, and reads the same data with the same seed. Only the
+moments differ:
 
-handed    the newest, as an owner hands them over that leaves
-old 1     of one round before, as a backup of every round would hold at best
-old 5     of five rounds before
+handed    the newest, as a leaving owner hands them over
+old 1     from one round before, as a backup of every round would have at best
+old 5     from five rounds before
 zero      none
 
-Each variant of a seed appends a JSON line to `--out`; what is there with equal settings and text is
-not computed again. `--table` makes the table of the seeds from these lines.
+Each variant of a seed appends a JSON line to `--out`. Results with equal settings and text are not
+computed again. `--table` makes the table of the seeds from these lines.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from swarm.train.engine.resident import ResidentEngine
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 TEXT = ((0, 2**40),)
 BEFORE, STEPS = 16, 10
-"""Rounds until one of the two goes, and local steps of a round."""
+"""Rounds until one of the two peers leaves, and local steps of a round."""
 MEASURED = (5, 10, 20, 40, 60)
 """Steps after the adoption at which the held-out loss is measured."""
 AGES = {"handed": 0, "old 1": 1, "old 5": 5}
@@ -60,10 +61,10 @@ Named = dict[str, Tensor]
 
 
 class Pair:
-    """Two peers that share the experts, until the second goes."""
+    """Two peers that share the experts until the second one leaves."""
 
     def __init__(self, run: RunConfig, loader: Loader) -> None:
-        """Both with the initial model and their halves of the experts."""
+        """Starts both with the initial model and their halves of the experts."""
         self.run, self.loader = run, loader
         experts = range(run.model.num_experts)
         self.halves = [[e for e in experts if e % 2 == peer] for peer in (0, 1)]
@@ -73,7 +74,7 @@ class Pair:
             engine.write(self.agreed)
             engine.own(half)
         self.moments: list[Named] = []
-        """Of the second peer's experts after each round; index -1: the newest."""
+        """Moments of the second peer's experts after each round. Index -1 is the newest."""
 
     def names(self, experts: range | list[int]) -> list[str]:
         """The tensors of experts."""
@@ -85,7 +86,7 @@ class Pair:
         engine.step(tokens_BT1, lr=learning_rate(number, self.run))
 
     def train(self, number: int) -> None:
-        """The round `number`, from 0: local steps of both, then what they agree on."""
+        """The round `number`, from 0: local steps of both, then the agreement."""
         for peer, engine in enumerate(self.engines):
             for step in range(number * STEPS, (number + 1) * STEPS):
                 self.step(engine, step, peer)
@@ -120,19 +121,19 @@ def run_of(seed: int, *, large: bool) -> RunConfig:
 
 
 def losses_of(run: RunConfig, variants: Sequence[str], results: Results) -> dict[str, list[float]]:
-    """What is known of a seed, by variant."""
+    """The known losses of a seed, by variant."""
     key, seed = key_of(run), run.run.seed
     found = {variant: results.get(f"{variant}/{seed}", key) for variant in variants}
     return {variant: line["losses"] for variant, line in found.items() if line}
 
 
 def key_of(run: RunConfig) -> str:
-    """All that a training depends on, except its text."""
+    """The settings that a training depends on, without its text."""
     return f"{run.fingerprint()}, {BEFORE} rounds, measured at {MEASURED}"
 
 
 def measure(run: RunConfig, variants: Sequence[str], corpus: Corpus, results: Results) -> None:
-    """Adds the variants of a seed that are not there yet."""
+    """Measures the missing variants of a seed."""
     there = losses_of(run, variants, results)
     left = [variant for variant in variants if variant not in there]
     if not left:
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the model of 104 M parameters")
     parser.add_argument("--variants", nargs="+", choices=AGES, default=list(AGES), help="and zero")
     parser.add_argument("--out", type=Path, default=Path("out") / "bench_adoption.jsonl")
-    parser.add_argument("--table", action="store_true", help="of what was measured so far")
+    parser.add_argument("--table", action="store_true", help="from the existing results")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     corpus = open_corpus(None)

@@ -1,24 +1,24 @@
 #!/usr/bin/env python
 """A round of a few peers on loopback, against hivemind.DecentralizedAverager on the same tensors.
 
-Every expert has several owners, whose values are to be averaged, by two swarms of as many
-processes:
+Every expert has several owners. Two swarms with equal numbers of processes average the owners'
+values:
 
   ours      RoundDriver over RoundMachine, Node and BlobStore, without a trainer: from tensors in
-            memory to the agreed tensors in memory. Every peer ends with *every* expert, verified,
-            agreed by a quorum and durable on disk, and the shared tensors of a one-layer model too
-  hivemind  one averager for each expert group in each owner's process (which is how one averages
-            different tensors with different peers): only the owners get the result
+            memory to the agreed tensors in memory. Every peer ends with *every* expert and the
+            shared tensors of a one-layer model: verified, agreed by a quorum, durable on disk
+  hivemind  one averager for each expert group in each owner's process (the way to average
+            different tensors with different peers). Only the owners get the result
 
-Seconds are from the parent's word to the last process's answer. CPU-seconds are those of all
-processes of a swarm, their children (p2pd, hivemind's averagers and DHT) included. hivemind runs
-with its own default time-outs; a group begins as soon as it is complete. A result is wrong if it is
-not within 1e-6 of numpy's mean.
+Seconds are from the parent's command to the last process's answer. CPU-seconds are those of all
+processes of a swarm, including their children (p2pd, hivemind's averagers and DHT). hivemind runs
+with its own default time-outs, and a group begins as soon as it is complete. A result is wrong if
+it is not within 1e-6 of numpy's mean.
 
-The swarms are measured in blocks: one is started, warms up for a round, is measured and stopped,
-then the other, so that each has the machine for itself; every other block begins with the other
-swarm. (Beside an idle swarm of hivemind's, a round of ours took a third more CPU-seconds.) Medians
-over the rounds of all blocks, but for those that warm up; none is left out.
+The swarms are measured in blocks. In a block one swarm is started, warms up for a round, is
+measured and stopped, and then the other one. So each has the machine for itself. Every second block
+begins with the other swarm. (While an idle swarm of hivemind's ran, a round of ours took a third
+more CPU-seconds.) Figures are medians over all rounds of all blocks, except warm-up rounds.
 
     python scripts/benchmarks/bench_averaging.py --experts 64 --owners 2 --megabytes 1 --rounds 9
 """
@@ -148,7 +148,7 @@ def measure_in_blocks(
 
 
 def measure_rounds(swarm: Swarm, num_rounds: int, title: str) -> list[Measured]:
-    """That many rounds, after one that warms up."""
+    """Measures rounds after a warm-up round."""
     measured = []
     for round_number in range(num_rounds + 1):
         result = swarm.measure(round_number)

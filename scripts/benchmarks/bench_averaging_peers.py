@@ -38,14 +38,14 @@ HIDDEN = 128
 DEADLINE_S = 120.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TOLERANCE = 1e-6
-"""Of values that are about 1: hivemind adds differences, so its last bit is another."""
+"""Tolerance for values of about 1. hivemind adds differences, so its last bit differs."""
 
 Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is averaged by whom."""
+    """The tensors to average, and their owners."""
 
     peers: int
     experts: int
@@ -78,7 +78,10 @@ class Setting:
 
 
 def values_of(round_number: int, peer: int, unit: int, num_elements: int) -> Values:
-    """What a peer offers: made up from a seed, so that every process can check the means."""
+    """The values that a peer offers.
+
+    They depend on a seed, so every process can check the means.
+    """
     generator = np.random.default_rng([round_number, peer, unit])
     return generator.standard_normal(num_elements, dtype=np.float32)
 
@@ -119,7 +122,7 @@ class OurPeer:
             self.driver.inbound.take(source, payload)
 
     def found(self, peer_ids: list[str]) -> None:
-        """Everybody derives the same manifest 0 and starts its driver."""
+        """Derives manifest 0, the same at all peers, and starts the driver."""
         self.peer_ids = peer_ids
         manifest = self._manifest_zero()
         name = run_id("bench", self.run.fingerprint(), manifest.digest)
@@ -272,7 +275,7 @@ class HivemindPeer:
 
 
 def serve_hivemind(link: Connection, setting: Setting, index: int, _: Path) -> None:
-    multiprocessing.set_start_method("fork", force=True)  # what hivemind is made for
+    multiprocessing.set_start_method("fork", force=True)  # hivemind's intended use
     torch.set_num_threads(1)
     peer = HivemindPeer(setting, index, link.recv())
     link.send((str(peer.dht.peer_id), [str(a) for a in peer.dht.get_visible_maddrs()]))
@@ -288,7 +291,7 @@ def obey(
     num_wrong: Callable[[int], int],
     close: Callable[[], None],
 ) -> None:
-    """Does what the parent says, word by word, and answers each."""
+    """Executes the parent's commands one by one, and answers each."""
     link.send(None)
     commands: Mapping[str, Callable[[int], Any]] = {
         "prepare": prepare,

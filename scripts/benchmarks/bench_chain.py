@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""What the chain of heads takes after so many rounds: memory, disk, seconds to start, proofs.
+"""The cost of the chain of heads after many rounds: memory, disk, seconds to start, proofs.
 
 Voters leave and others come at a steady rate, one for one. A smallest quorum by lot signs each
 round. The chain grows as a peer's does. The chain's file is appended to and replaced as a peer does
 it.
 
 Real: keys, heads and their digests, the quorums, every growth and pruning, every line written. The
-links that are in the file at the end get real signatures. That file is then started from. A
-newcomer and peers with tips of 1 round to all rounds ago check each signature of their proofs.
+links in the final file get real signatures. A peer then starts from that file. A newcomer and peers
+with tips of 1 round to all rounds ago check each signature of their proofs.
 
 Shortened: signatures of rounds are zeros until the end, because no rule of the chain reads them.
-There are no manifests, no messages, and no other branches. A round lasts no time: a day is 1,440
-rounds. Use a --folder in memory (/dev/shm) where fsync is slow: a line is synced each round.
+There are no manifests, no messages, and no other branches. A round takes no time, and 1,440 rounds
+count as a day. Use a --folder in memory (/dev/shm) where fsync is slow: a line is synced each
+round.
 
     python scripts/benchmarks/bench_chain.py [--rounds 100000] [--voters 256] [--changes-a-day 10]
 """
@@ -47,7 +48,7 @@ from swarm.protocol.values.manifest import Head, Kind
 RUN = "spes-7b-0123456789abcdef"
 ROUNDS_A_DAY = 1440
 AWAY = (1, 64, 1000, 10_000)
-"""Rounds for which the returners were away, besides one that was away for all of them."""
+"""Rounds for which the returning peers were away. One more was away for all rounds."""
 
 
 class Run:
@@ -86,7 +87,7 @@ class Run:
         )
 
     def next(self, *, is_change: bool) -> Link:
-        """The next link; one voter has been replaced in its head if there is a change."""
+        """The next link. In a change, its head has one replaced voter."""
         signers = sorted(self.random.sample(self.voters, len(self.voters) // 2 + 1))
         if is_change:
             self.voters[self.random.randrange(len(self.voters))] = self._peer()
@@ -104,7 +105,7 @@ class Run:
 
 
 def record_at(link: Link) -> Record:
-    """As much of a record as a chain looks at."""
+    """The part of a record that a chain reads."""
     tip = SimpleNamespace(head=link.head)
     parent = SimpleNamespace(head=link.parent) if link.parent else None
     return cast(Record, SimpleNamespace(tip=tip, parent=parent, certificate=link.certificate))
@@ -112,12 +113,12 @@ def record_at(link: Link) -> Record:
 
 @dataclass
 class Growth:
-    """A chain that grows round by round, on the disk as well.
+    """A chain that grows round by round, in memory and on disk.
 
     Attributes:
-        file: where it is kept.
-        run: whose chain it is.
-        earlier: the chains of those who return, as they were when these went away.
+        file: file of the chain.
+        run: of the chain.
+        earlier: the chains of the returning peers when they went away.
         longest_s: the longest growth by one round.
         most_bytes: the largest size of the file.
     """
@@ -129,7 +130,7 @@ class Growth:
     most_bytes: int = 0
 
     def grown(self, rounds: int, changes_a_day: float) -> Chain:
-        """The chain after so many rounds."""
+        """The chain after a number of rounds."""
         chain, appended = Chain((Link(self.run.head),)), 0
         self.file.chain.append(chain.links)
         for number in range(1, rounds + 1):
@@ -150,18 +151,18 @@ class Growth:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return os.stat(self.file.chain.path).st_size
 
     def sign(self) -> None:
-        """Gives each link of the file its signatures, those that are no longer needed as well."""
+        """Gives each link of the file its signatures, including those that are no longer needed."""
         links = [self.run.signed(link) for link in self.file.chain.read()]
         self.file.chain.path.unlink()
         self.file.chain.append(links)
 
 
 def checked_s(trusting: Chain, path: Sequence[Link], tip: Head) -> float:
-    """Seconds to check a proof with all of its signatures; for peers with a tip of their own."""
+    """Seconds to check a proof with all of its signatures, for a peer with its own tip."""
     sound, begun_s = partial(signatures.sound, run=RUN, holds=verify), time.perf_counter()
     proved = Foothold(trusting).proved(path, tip.body, None, sound)
     assert proved
@@ -170,7 +171,7 @@ def checked_s(trusting: Chain, path: Sequence[Link], tip: Head) -> float:
 
 
 def proofs(chain: Chain, founding: Head, earlier: Sequence[Chain]) -> dict[str, float]:
-    """What proofs for a newcomer and for returners take; each is checked."""
+    """The cost of proofs for a newcomer and for returning peers. Each proof is checked."""
     path = chain.proof(founding.digest)
     assert proof_problem(path, chain.tip, {founding.digest}, is_new=True) is None
     proof_bytes = len(encode_proof(Proof(None, path)))
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100_000)
     parser.add_argument("--voters", type=int, default=256)
     parser.add_argument("--changes-a-day", type=float, default=10.0)
-    parser.add_argument("--folder", type=Path, help="where the file is written; not kept")
+    parser.add_argument("--folder", type=Path, help="folder for the file, which is not kept")
     given = parser.parse_args()
     run = Run(given.voters)
     founding = run.head

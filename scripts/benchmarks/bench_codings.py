@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""How fast deltas are coded and applied: GB/s of one core, by processor time.
+"""The speed of coding and applying deltas: GB/s of one core, by processor time.
 
-Encoding counts the fp32 bytes of the differences that go in, applying the bytes of the agreed value
-that come out. Differences are Gaussian. Each figure is the best of some repeats, on one thread.
+For encoding, the bytes are those of the fp32 differences. For applying, they are those of the
+resulting agreed value. Differences are Gaussian. Each figure is the best of some repeats, on one
+thread.
 
     scripts/benchmarks/bench_codings.py [--elements 16777216] [--repeat 3] [--json]
 """
@@ -33,7 +34,7 @@ CODECS: tuple[Codec, ...] = ("bf16", "fp32")
 
 
 def processor_s(work: Callable[[], Iterable[object]], repeat: int) -> float:
-    """The least processor time that a pass through what `work` gives has taken."""
+    """The least processor time of a pass through the results of `work`."""
     times = []
     for _ in range(repeat):
         begin = time.process_time()

@@ -5,7 +5,7 @@ Each line has processor milliseconds for forward and backward, the median of `--
 
   window     attention over the whole sequence
   mask       torch's fused kernel with a mask of documents
-  documents  each document by itself, as `data.attention = "document"` computes it
+  documents  each document separately, as with `data.attention = "document"`
 
     .venv/bin/python scripts/benchmarks/bench_documents.py --length 2048 --documents 64 256 1024
 """
@@ -30,7 +30,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def milliseconds(attention: Attention, given: list[Tensor], repeat: int) -> float:
-    """The median, after one that warms up."""
+    """The median, after a warm-up."""
     found = []
     for _ in range(repeat + 1):
         began_s = time.process_time()

@@ -1,4 +1,4 @@
-"""What the GPU benches share: shapes, weights, timing, how busy the device is, validity.
+"""Shared parts of the GPU benchmarks: shapes, weights, timing, load of the device, validity.
 
 Imported by bench_gpu_streaming.py and bench_gpu_resident.py.
 """
@@ -32,7 +32,7 @@ class Shape:
     Attributes:
         file: run file in configs/runs.
         owned: experts.
-        layers: fewer than the file's, to fit a limit; 0 keeps them.
+        layers: fewer layers than the file's, to fit a limit. 0 keeps them.
     """
 
     file: str
@@ -47,18 +47,19 @@ SHAPES = {
     "2b-all": Shape("spes_2b", 16),
     "demo": Shape("demo", 2),
 }
-"""7b and 2b as in the paper (N = 4 and 16); with "-all" everything is owned; demo for a CPU."""
+"""7b and 2b as in the paper (N = 4 and 16). With "-all" the peer owns everything. demo is for a
+CPU."""
 
 
 def run_of(shape: Shape, sequences: int, length: int, *, clip: str, micro: int = 0) -> RunConfig:
-    """The run with one pass of so many sequences as its step.
+    """The run with one pass of a number of sequences as its step.
 
     Args:
         shape: see `SHAPES`.
         sequences: of a step.
         length: tokens of a sequence.
         clip: "unit" lets updates overlap the backward pass.
-        micro: sequences of a micro-batch; 0 takes all at once.
+        micro: sequences of a micro-batch. 0 takes all at once.
     """
     path = RUNS / f"{shape.file}.toml"
     run = parse_config(RunConfig, path.read_text(), source=str(path), overrides=())
@@ -89,7 +90,7 @@ def fill(engine: Engine, run: RunConfig, device: str) -> None:
 
 
 def batches(run: RunConfig, number: int) -> list[Tensor]:
-    """Random tokens; every step has its own."""
+    """Random tokens, different in every step."""
     generator = torch.Generator().manual_seed(1)
     sequences = run.train.batch_tokens // run.data.sequence_length
     shape = (sequences, run.data.sequence_length + 1)
@@ -113,12 +114,12 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gb(device: str) -> float:
-    """Peak of allocations on the GPU; 0 on a CPU."""
+    """Peak of allocations on the GPU. 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
 
 
 def seconds_of_steps(step: Callable[[Tensor], object], tokens: list[Tensor], device: str) -> float:
-    """Seconds of a step once the pipeline is full: all together, over their number."""
+    """Seconds of a step with a full pipeline: the total divided by the number of steps."""
     settle(device)
     begin_s = time.perf_counter()
     for each in tokens:
@@ -128,17 +129,17 @@ def seconds_of_steps(step: Callable[[Tensor], object], tokens: list[Tensor], dev
 
 
 def tflops(run: RunConfig, owned: int, tokens_per_s: float) -> float:
-    """Useful operations a second: frozen experts have no weight gradients, recomputing is none."""
+    """Useful operations per second, without recomputing and weight gradients of frozen experts."""
     return step_flops_with(run, owned) * tokens_per_s / 1e12
 
 
 def busy_share(step: Callable[[Tensor], object], tokens: list[Tensor], trace: Path | None) -> float:
-    """Share of the time in which the GPU computes, copies left out; from a profile of two steps.
+    """Share of time in which the GPU computes, without copies, from a profile of two steps.
 
     Args:
-        step: what is profiled.
+        step: the profiled step.
         tokens: its batches.
-        trace: where the trace is written, to be looked at in Perfetto.
+        trace: file for the trace, which Perfetto shows.
     """
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -167,7 +168,7 @@ def covered_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def changed_wrongly(engine: Engine, run: RunConfig, step: Callable[[], object]) -> list[str]:
-    """Owned tensors that a step left as they were, and frozen ones that it changed."""
+    """Owned tensors that a step did not change, and frozen ones that it changed."""
     names = list(all_shapes(run.model))
     before = _sums(engine, names)
     step()
@@ -182,7 +183,7 @@ def changed_wrongly(engine: Engine, run: RunConfig, step: Callable[[], object]) 
 
 
 def _sums(engine: Engine, names: Iterable[str]) -> dict[str, int]:
-    """Each tensor's bits added up, a checksum that a change of a few elements moves."""
+    """A checksum of each tensor: the sum of its bits, which a change of a few elements alters."""
     sums = {}
     for name in names:
         bits = engine.read([name])[name].view(torch.int32)

@@ -9,10 +9,10 @@
     python scripts/benchmarks/bench_gpu_resident.py mfu --device cpu --shape demo --tokens 512 \\
         --length 64
 
-MFU counts useful operations only: frozen experts without weight gradients, nothing recomputed,
-attention over half the square. `--peak-tflops` is the dense bf16 rate it is compared with. Each
-variant is printed as it is done, and all of them once more at the end; of one that does not fit the
-error takes the place of its figures.
+MFU counts useful operations only: frozen experts without weight gradients, no recomputing,
+attention over half the square. `--peak-tflops` is the dense bf16 rate for comparison. Each variant
+is printed when it is done, and all variants again at the end. If a variant does not fit, its error
+replaces its figures.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def engine_of(run: RunConfig, owned: int, options: EngineOptions) -> Engine:
 def figures_of(
     run: RunConfig, owned: int, options: EngineOptions, measured: Callable[[Engine], Found]
 ) -> Found:
-    """What is measured of an engine, from its start to its end; the error where memory is short."""
+    """The figures of an engine, from its start to its end, or its error if memory is short."""
     need = need_of(run, owned, options)
     found: Found = {"predicted_gb": need.device / 1e9}
     if options.kind is EngineKind.STREAMING:
@@ -82,13 +82,13 @@ def figures_of(
 def _from_start_to_end(
     run: RunConfig, owned: int, options: EngineOptions, measured: Callable[[Engine], Found]
 ) -> Found:
-    """Of an engine that nobody holds any longer when this returns or has failed."""
+    """The figures of an engine that is freed when this returns or fails."""
     with closing(engine_of(run, owned, options)) as engine:
         return measured(engine)
 
 
 def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
-    """Tokens a second and share of the peak rate, with and without computing layers again."""
+    """Tokens per second and share of the peak rate, with and without recomputing layers."""
     shape = SHAPES[args.shape]
     sequences = max(1, args.tokens // args.length)
     micro = largest_divisor(sequences, args.micro or sequences)
@@ -118,12 +118,12 @@ def bench_mfu(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest one of a number, of those up to `most`."""
+    """The largest divisor of a number up to `most`."""
     return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
 
 
 def bench_peak(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
-    """Peak of the paper's micro-batch, for this ownership and, of 7b and 2b, for all experts."""
+    """Peak of the paper's micro-batch, for this ownership and (7b, 2b) with all experts owned."""
     for name in filter(SHAPES.__contains__, (args.shape, f"{args.shape}-all")):
         run = run_of(SHAPES[name], 4, 2048, clip="global", micro=2)
 
@@ -167,7 +167,7 @@ def bench_context(args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
 
 
 def main() -> None:
-    """Runs one of the three benches; the last thing printed is one JSON object of all variants."""
+    """Runs one of the three benchmarks. The last output is one JSON object of all variants."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bench", choices=["mfu", "peak", "context"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

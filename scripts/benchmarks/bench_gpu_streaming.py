@@ -9,10 +9,10 @@ Variants, on the same model code, shapes and random tokens, each in a process of
   fsdp      fully_shard per layer, CPUOffloadPolicy, default AdamW, frozen experts in fp32
   tuned     the same with pinned memory, fused AdamW, explicit prefetch, frozen experts in bf16
 
-FSDP computes layers again in backward too (it could not keep their inputs otherwise), and takes
-each step as one micro-batch. Reported: tokens/s, useful TFLOP/s (attention counted, frozen experts
-without weight gradients, recomputation not), share of time in which the GPU computes, bytes each
-way, peaks. Validity: every owned tensor changes in a step and no frozen one does.
+FSDP recomputes layers in backward too (otherwise it could not keep their inputs), and takes each
+step as one micro-batch. Figures: tokens/s, useful TFLOP/s (with attention, without recomputing and
+weight gradients of frozen experts), share of time in which the GPU computes, bytes each way, peaks.
+Validity: every owned tensor changes in a step, and no frozen one does.
 
     python scripts/benchmarks/bench_gpu_streaming.py --shape 7b --tokens 4096 16384 --steps 6
     python scripts/benchmarks/bench_gpu_streaming.py --device cpu --shape demo --tokens 512 \\
@@ -65,7 +65,7 @@ WARM_UP = 2
 
 
 def options_of(variant: str, run: RunConfig, device: str) -> EngineOptions:
-    """How our engine is set up for a variant."""
+    """Our engine's options for a variant."""
     base = replace(EngineOptions.of(run, device=device), recompute="routing")
     if variant == "resident":
         return base
@@ -130,7 +130,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
             tensor = stack.tensor.normal_(std=0.02)
             bank.register_parameter(f"frozen_{name}", nn.Parameter(tensor, requires_grad=False))
             stacks[name] = ParameterStack(bank, f"frozen_{name}")
-    # Norms and routers compute in fp32: they stay whole on the device, a little to FSDP's favour.
+    # Norms and routers compute in fp32. They stay whole on the device, slightly in FSDP's favor.
     exact = {p for n, p in model.named_parameters() if n.endswith(("norm.weight", "gate.weight"))}
     for parameter in exact:
         parameter.data = parameter.data.to(args.device)
@@ -141,7 +141,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
-            # The model casts by itself; FSDP would not where a layer is computed again.
+            # The model casts by itself. FSDP would not cast when a layer is recomputed.
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=args.device == "cuda"),
@@ -150,7 +150,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
     if tuned:
-        layers: list[Any] = list(model.model.layers)  # fully_shard gave them methods
+        layers: list[Any] = list(model.model.layers)  # fully_shard has added these methods
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])

@@ -1,22 +1,22 @@
 #!/usr/bin/env python
-"""How long rounds of 16 to 1,024 peers with lines of the internet take, and what they wait for.
+"""Durations and bottlenecks of rounds of 16 to 1,024 peers with real-world internet lines.
 
 Nothing is sent. Lines are drawn from quantiles whose sources `internet_rounds.py` names. Bytes are
-those of the real run's units and of manifests and offers that the real functions make (see
-bench_scale.py); who averages what [D3], which units are due [U3] and whose steps count is
-decided by the functions that peers use. The run is the 7B with max(32, N) experts, 36 s a step:
+those of the real run's units, and of manifests and offers made by the real functions (see
+bench_scale.py). The functions of peers decide who averages what [D3], which units are due [U3] and
+whose steps count. The run is the 7B with max(32, N) experts, 36 s a step:
 
-- exact: values in fp32 and bf16, rounds of 50 steps that block (configs/runs/spes_7b.toml);
+- exact: values in fp32 and bf16, blocking rounds of 50 steps (configs/runs/spes_7b.toml).
 - slices: shared tensors in 2 bits in each of five rounds of 10 steps, experts in 1 bit in one of
-  them (spes_7b_home.toml), rounds block;
-- overlapped: the same, while the next steps are taken.
+  them (spes_7b_home.toml). Rounds block.
+- overlapped: the same, but rounds overlap the next steps.
 
 Each of `--seeds` drawings gives N rounds, one with each peer as the convener. `round_s` is without
-relays: every value comes from where it was made, the manifest from the convener. In `relayed_s`
-relays pass on experts and manifests, as peers do [D4]; `flow_s` is what values would take at least
-if all that have some passed them on. A round is over when a majority has everything, and waits for
-all uplinks that something comes from. `sent` is of relayed rounds where it says so. Beyond 8 MiB of
-manifest the parts of the shared tensors are made larger. CPU time is of one call each.
+relays: every value comes from its origin, and the manifest from the convener. In `relayed_s` relays
+pass on experts and manifests, as peers do [D4]. `flow_s` is the least time of values if all peers
+that have some passed them on. A round is over when a majority has everything, and waits for all
+sending uplinks. `sent` is of relayed rounds where the name says so. If a manifest exceeds 8 MiB,
+the parts of the shared tensors are made larger. CPU time is of one call each.
 
     python scripts/benchmarks/bench_internet.py [--peers 16,64,256,1024] [--seeds 5] [--json]
 """
@@ -65,15 +65,15 @@ MODES = {
     "overlapped": (HOME, ()),
 }
 STEP_S = 36.0
-"""Of the 7B on eight GPUs, as in bench_utilisation.py."""
+"""Seconds of a step of the 7B on eight GPUs, as in bench_utilisation.py."""
 PART_BYTES = 2**24
-"""Of a part of the shared tensors, doubled until a manifest fits its limit."""
+"""Bytes of a part of the shared tensors, doubled until a manifest fits its limit."""
 STAGES = ("offers", "lists", "values", "body", "means", "experts", "rest")
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A swarm of some size: its tip and what its control messages come to."""
+    """A swarm of some size: its tip and the bytes of its control messages."""
 
     swarm: Swarm
     part_bytes: int
@@ -97,7 +97,7 @@ def sized(num_peers: int, identity: Identity) -> Sized:
 
 
 def cpu_of(swarm: Swarm) -> float:
-    """Milliseconds that a convener decides, one thing after the other."""
+    """Milliseconds of a convener's decisions, one after the other."""
     rules, tip, offers = swarm.rules, swarm.tip, swarm.offers
     return (
         once_ms(lambda: [offer_problem(offer, p, tip, rules) for p, offer in offers.items()])
@@ -138,7 +138,7 @@ def drawn(of: Sized, mode: str, seeds: int, least_up: float) -> tuple[list[Round
 
 
 def row_of(of: Sized, mode: str, seeds: int, least_up: float) -> dict[str, Any]:
-    """A line of the table: medians over conveners and drawings, if nothing else is said."""
+    """A line of the table: medians over conveners and drawings, unless the name differs."""
     rounds, constants = drawn(of, mode, seeds, least_up)
     outcomes: list[Outcome] = []
     shares, waited, used, used_relayed = [], [], [], []
@@ -197,7 +197,7 @@ def row_of(of: Sized, mode: str, seeds: int, least_up: float) -> dict[str, Any]:
 
 
 def p90(values: Sequence[float]) -> float:
-    """Nine of ten are not above it."""
+    """The 90th percentile."""
     return quantiles(values, n=10)[-1]
 
 

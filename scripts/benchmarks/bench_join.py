@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How long joining takes on a slow link, and what it costs those that train already.
+"""The duration of joining on a slow link, and its cost for the peers that already train.
 
-Real peers on this machine, joined by an emulated network; their local steps are timed waits. One
-newcomer after another joins by the printed line, works until a round has counted it, and leaves.
+Real peers run on this machine in an emulated network, with timed waits as local steps. One newcomer
+after another joins by the printed line, works until a round has counted it, and leaves.
 
-  join_s        from its command to its first local step that a round counted
+  join_s        from its command to its first counted local step
   bound_s       1.2 x (bytes of the state / rate of the link) + one round + 15 s for the start
-  round_ratio   mean length of the others' rounds while it joined, to that of rounds without,
-                and the standard error of that: single rounds differ by 3 % (standard deviation)
+  round_ratio   mean length of the others' rounds during the join, divided by that of other
+                rounds, and its standard error: the standard deviation of a round is 3 %
 
     .venv/bin/python scripts/benchmarks/bench_join.py --link home-20 --joins 6
 """
@@ -46,7 +46,7 @@ MODEL = settings(
     "wire.part_bytes=1048576",
 )
 STEP_S = 7.5
-"""A local step as a timed wait; six make a round, of which averaging then takes about a sixth."""
+"""A local step as a timed wait. Six make a round, and averaging then takes about a sixth of it."""
 QUIET_ROUNDS = 2
 START_S = 400.0
 JOIN_S = 400.0
@@ -60,8 +60,8 @@ class Join:
 
     Attributes:
         seconds: from its command to its first counted local step.
-        bound_s: what it may be.
-        round_s: of each round of the others meanwhile.
+        bound_s: the limit of `seconds`.
+        round_s: seconds of the others' rounds meanwhile.
     """
 
     seconds: float
@@ -99,7 +99,7 @@ def state_bytes(peer: LocalPeer) -> int:
 
 
 def first_counted_step_at(peer: LocalPeer) -> float | None:
-    """When the local steps of its first counted round began: with the manifest before."""
+    """When the local steps of its first counted round began: with the previous manifest."""
     before: float | None = None
     for event in applied(peer.events()):
         if event["kind"] == "quorum" and event["counted"]:
@@ -122,12 +122,12 @@ def join(swarm: LocalSwarm, quiet_s: float, rate_mbit: float) -> Join:
     newcomer.send(signal.SIGINT)
     newcomer.wait(JOIN_S)
     swarm.peers.remove(newcomer)
-    shutil.rmtree(newcomer.folder)  # the next one knows nothing
+    shutil.rmtree(newcomer.folder)  # the next newcomer starts without state
     return Join(at_s - began_s, ALLOWED_FACTOR * bytes_s + quiet_s + ALLOWED_START_S, meanwhile)
 
 
 def rest(swarm: LocalSwarm) -> list[float]:
-    """Lengths of a few rounds in which nothing happens."""
+    """Lengths of a few rounds without a newcomer."""
     known = num_rounds(swarm)
     wait(swarm, lambda: num_rounds(swarm) > known + QUIET_ROUNDS, "quiet rounds", START_S)
     found = rounds_of([peer.events() for peer in swarm.peers])
@@ -135,7 +135,7 @@ def rest(swarm: LocalSwarm) -> list[float]:
 
 
 def ratio_of_means(some: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """The ratio and its standard error; both need two values at least."""
+    """The ratio and its standard error. Each side needs at least two values."""
     means = statistics.mean(some), statistics.mean(others)
     ratio = means[0] / means[1]
     shares = [

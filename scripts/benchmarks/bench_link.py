@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What share of a named link the rounds of a swarm use that waits for them.
+"""The share of a named link that rounds use, in a swarm that waits for its rounds.
 
-Peers in namespaces of their own take one local step a round, so nearly all of it is transfers. The
-use is what a peer sent in a round, over what its uplink carries in the seconds of the round; the
-step, control, reducing and voting are in that time. Of the data phase, from the first roster until
-the last peer has the manifest, what counts is the line that needs longest. Needs root (see
-swarm-local --link).
+Peers in separate namespaces take one local step per round, so nearly all of a round is transfers.
+The use is the bytes that a peer sent in a round, divided by the bytes that its uplink carries in
+the seconds of the round. These seconds include the step, control, reducing and voting. The data
+phase lasts from the first roster until the last peer has the manifest, and its use is that of the
+line that needs longest. Needs root (see swarm-local --link).
 
     .venv/bin/python scripts/benchmarks/bench_link.py --link home-100-20 --rounds 5
     python scripts/benchmarks/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
@@ -70,8 +70,10 @@ def parse() -> argparse.Namespace:
 
 
 def model_of(hidden_size: int) -> list[str]:
-    """Two layers with eight experts; as large a share of shared tensors as the 7B has, in parts
-    of which no peer has noticeably more than another."""
+    """Two layers with eight experts.
+
+    The share of shared tensors is the 7B's, in parts that spread evenly over the peers.
+    """
     return [
         f"wire.part_bytes={hidden_size**2}",
         f"model.hidden_size={hidden_size}", f"model.moe_intermediate_size={hidden_size * 5 // 6}",
@@ -80,7 +82,7 @@ def model_of(hidden_size: int) -> list[str]:
 
 
 def links_of(text: str, slower: float) -> list[Link]:
-    """The links that one --link gives, their rates so many times lower.
+    """The links of one --link, with divided rates.
 
     Raises:
         ConfigError: there is no such link.
@@ -104,10 +106,10 @@ _OF_A_ROUND = re.compile(
 
 
 def rosters_closed_at(logs: Sequence[str]) -> dict[int, float]:
-    """Height -> when its first roster was closed, as the logs of all peers have it.
+    """Height -> time when its first roster was closed, from the logs of all peers.
 
-    Seconds since the epoch, to the whole one below. A roster that was closed anew, by the same
-    convener or the next one, moves the bytes of the first once more, or what was left of them.
+    Times are seconds since the epoch, rounded down. If the same convener or the next one closes a
+    roster again, the bytes of the first one are moved again, or the rest of them.
     """
     found: dict[int, float] = {}
     for log in logs:
@@ -123,11 +125,11 @@ def rosters_closed_at(logs: Sequence[str]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class DataPhase:
-    """What of a round is transfers.
+    """The transfers of a round.
 
     Attributes:
         seconds: from its first roster until the last peer had the manifest.
-        used: of the line that needs longest, the share of that.
+        used: used share of the line that needs longest.
     """
 
     seconds: float
@@ -137,11 +139,11 @@ class DataPhase:
 def data_phases(
     link_of: Sequence[Link], done: Sequence[Sequence[Event]], closed_at: Mapping[int, float]
 ) -> list[DataPhase]:
-    """Of each round that all peers report and whose roster is known.
+    """The data phase of each round with a known roster that all peers report.
 
-    The bytes that a peer reports are those since its manifest before, among them what it sent to
-    those that had that one later: so the time until the last had it is theirs too. Of the first
-    round that all report no rest is known.
+    The bytes that a peer reports are those since its previous manifest. They include bytes for
+    peers that got the previous manifest later, so the time until the last of these had it counts
+    too. For the first round that all report, this time is unknown.
     """
     by_height = [{event["height"]: event for event in history} for history in done]
     found, rests_s = list[DataPhase](), [0.0] * len(done)
@@ -158,15 +160,16 @@ def data_phases(
 
 
 def needed_s(link: Link, event: Event) -> float:
-    """What the line of a peer needs for the blobs of a round, in the direction that needs more."""
+    """Seconds that a peer's line needs for the blobs of a round, in the slower direction."""
     up_bytes, down_bytes = float(event["blob_bytes_sent"]), float(event["blob_bytes_received"])
     return max(up_bytes / link.up_mbit, down_bytes / link.down_mbit) * 8e-6
 
 
 def whole_s(event: Event) -> float:
-    """Seconds in which a peer moved the bytes that it reports of a round.
+    """Seconds in which a peer moved the reported bytes of a round.
 
-    All since its manifest before; in the first round those before its steps are a start's.
+    They are all seconds since its previous manifest. In the first round the seconds before its
+    steps belong to the start.
     """
     is_first = event["round"] == 1
     return float(event["training_s"] + event["wait_s"] if is_first else event["seconds"])
@@ -175,7 +178,7 @@ def whole_s(event: Event) -> float:
 def measure(
     arguments: argparse.Namespace, each: Sequence[Link], folder: Path
 ) -> tuple[list[list[Event]], dict[int, float], dict[str, int]]:
-    """What each peer reports of its rounds, `rosters_closed_at`, and what became of packets."""
+    """Each peer's reports of its rounds, `rosters_closed_at`, and the fate of packets."""
     rounds, links = arguments.rounds, NamespaceLinks(each, congestion=arguments.congestion)
     swarm = LocalSwarm(
         folder / "swarm",

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Training state and peak of every engine and level: predicted, and measured on allocations.
 
-Measured is a model with the 7B's proportions (32 experts, a quarter owned; hidden size 2048 / 16)
-on the CPU, where device and host are one memory: bytes of living tensors between two steps and at
-the worst moment of a step. Computed are the paper's models, with a column each for device, host and
-disk.
+The first table measures a model with the 7B's proportions (32 experts, a quarter owned, hidden size
+2048 / 16) on the CPU, where device and host are one memory. Its figures are bytes of living tensors
+between two steps and at the peak of a step. The second table computes the paper's models, with a
+column each for device, host and disk.
 
     python scripts/benchmarks/bench_memory.py
 """
@@ -37,7 +37,7 @@ PLANS = (("spes_2b", 1), ("spes_2b", 16), ("spes_7b", 8), ("spes_7b", 2))
 
 
 def levels(run: RunConfig, folder: Path) -> list[EngineOptions]:
-    """What is compared, the most memory first."""
+    """The compared levels, the most memory first."""
     base = EngineOptions.of(run)
     streaming = replace(base, kind=EngineKind.STREAMING, resident_layers=0)
     host = replace(streaming, activation_checkpoints=ActivationCheckpoints.HOST)
@@ -79,7 +79,7 @@ def loaded(name: str) -> RunConfig:
 
 
 def measured(run: RunConfig, owned: int, options: EngineOptions) -> tuple[int, int]:
-    """State between steps, and peak within one, in bytes of living tensors."""
+    """State between steps, and peak within a step, in bytes of living tensors."""
     shape = (run.train.batch_tokens // run.data.sequence_length, run.data.sequence_length + 1)
     tokens = torch.randint(0, 2048, shape, generator=torch.Generator().manual_seed(0))
     with LiveBytes() as live:
@@ -126,13 +126,13 @@ def name_of(options: EngineOptions, run: RunConfig) -> str:
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:
-    """The paper's models at every level, their micro-batch of 2 x 2048 and one per pass."""
+    """The paper's models at every level, with their micro-batch of 2 x 2048 and one per pass."""
     rows = []
     for name, owned in PLANS:
         run = loaded(name)
         without_frozen = 1 if owned == run.model.num_experts else None
         for options in levels(run, folder)[:without_frozen]:
-            # As in a peer, whose blob store has the agreed values as files.
+            # As in a peer, whose blob store keeps the agreed values as files.
             lent = options.frozen_folder is not None
             used = replace(options, device="cuda", pass_micro_batches=1, frozen_lent=lent)
             need = need_of(run, owned, used)
@@ -141,7 +141,7 @@ def computed(folder: Path) -> list[dict[str, Any]]:
 
 
 def columns(run: RunConfig, owned: int, options: EngineOptions, need: Need) -> dict[str, Any]:
-    """One row of the computed table; state counts gradients, as the paper does."""
+    """One row of the computed table. State includes gradients, as in the paper."""
     gradients = 4 * sizes_of(run.model, owned).trained
     state = need.device_state + (gradients if options.kind is EngineKind.RESIDENT else 0)
     return {

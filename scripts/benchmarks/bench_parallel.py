@@ -1,23 +1,23 @@
 #!/usr/bin/env python
-"""Several processes as one engine against one process: seconds, and what crosses between them.
+"""Several processes as one engine against one process: seconds, and traffic between them.
 
     # CPU, the demo's model
     python scripts/benchmarks/bench_parallel.py
     python scripts/benchmarks/bench_parallel.py --device cuda --shape 2b --meshes w1 dp2 \\
         --backend gloo
 
-A mesh is named by its parts: w1 is one worker, dp2 two whole models, ep2 the experts dealt out over
-two, pp2 the layers cut over two, tp2 heads, experts and tokens cut over two, dp2-ep2 and tp2-pp2
-two of those, s2 two that stream layers from one host copy of the weights. In every turn each of
-them and the resident engine, which computes in this process, train the same batches from the same
-weights. Workers that share a GPU need --backend gloo.
+A mesh is named by its parts. w1 is one worker, and dp2 two whole models. ep2 distributes the
+experts over two workers, pp2 cuts the layers over two, and tp2 cuts heads, experts and tokens over
+two. dp2-ep2 and tp2-pp2 combine two of these. s2 is two workers that stream layers from one host
+copy of the weights. In every turn each mesh and the resident engine, which computes in this
+process, train the same batches from the same weights. Workers that share a GPU need --backend gloo.
 
-  step_s      seconds of a step, and ratio: to the resident engine's of the same turn (medians)
+  step_s      seconds of a step. ratio: divided by the resident engine's in the same turn (medians)
   apart       largest difference of a step's loss from the resident engine's
-  operations  between workers in a step, by kind, as the first one counts them, and bytes: those
-              that leave it
-  offer_s     seconds to hand what a round offers to the host: shared tensors and owned experts
-  adopt_s     seconds to take all tensors from there
+  operations  operations between workers in a step, by kind, counted by the first worker. bytes:
+              sent by the first worker
+  offer_s     seconds to copy a round's offer to the host: shared tensors and owned experts
+  adopt_s     seconds to copy all tensors from the host
   state_s     seconds to read the private state
 """
 
@@ -52,14 +52,14 @@ RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Form:
-    """A mesh: workers, and what they share.
+    """A mesh of workers.
 
     Attributes:
-        workers: processes.
-        ep: of which each group shares the experts.
-        pp: of which each group shares the layers.
-        tp: of which each group shares heads, experts and tokens.
-        kind: of the engine of each.
+        workers: number of processes.
+        ep: workers that share the experts.
+        pp: workers that share the layers.
+        tp: workers that share heads, experts and tokens.
+        kind: of each worker's engine.
     """
 
     workers: int
@@ -70,7 +70,7 @@ class Form:
 
     @staticmethod
     def of(name: str) -> Form:
-        """Reads such as dp2-ep2; raises ValueError."""
+        """Parses a name such as dp2-ep2. Raises ValueError."""
         sizes = {"w": 1, "dp": 1, "ep": 1, "pp": 1, "tp": 1, "s": 0}
         for part in name.split("-"):
             found = re.fullmatch("(w|dp|ep|pp|tp|s)([1-9][0-9]?)", part)
@@ -101,7 +101,7 @@ def engine_of(name: str, run: RunConfig, owned: int, args: argparse.Namespace) -
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     settle(device)
     began_s = time.perf_counter()
     work()
@@ -110,7 +110,7 @@ def seconds_of(work: Callable[[], object], device: str) -> float:
 
 
 def measured(name: str, run: RunConfig, owned: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One engine, from its start to its end."""
+    """The figures of one engine, from its start to its end."""
     with closing(engine_of(name, run, owned, args)) as engine:
         found = measured_of(engine, run, args)
     del engine
@@ -119,7 +119,7 @@ def measured(name: str, run: RunConfig, owned: int, args: argparse.Namespace) ->
 
 
 def measured_of(engine: Engine, run: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Steps first, then what a round does with an engine."""
+    """Measures steps first, then the calls of a round."""
     losses, steps_s = [], []
     for tokens_BT1 in batches(run, WARM_UP + args.steps):
         began_s = time.perf_counter()
@@ -143,7 +143,7 @@ def measured_of(engine: Engine, run: RunConfig, args: argparse.Namespace) -> dic
 
 
 def summary(turns: Sequence[dict[str, Any]], resident: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one mesh, over all turns."""
+    """The figures of one mesh, over all turns."""
     pairs = list(zip(turns, resident, strict=True))
     ratios = [mine["step_s"] / other["step_s"] for mine, other in pairs]
     return {
@@ -197,7 +197,7 @@ def main() -> None:
         names = [RESIDENT, *dict.fromkeys(name for name in args.meshes if Form.of(name))]
     except ValueError as error:
         parser.error(str(error))
-    torch.set_num_threads(args.threads)  # of the resident engine, which is in this process
+    torch.set_num_threads(args.threads)  # threads of the resident engine, which is in this process
     shape = SHAPES[args.shape]
     run = run_of(shape, args.sequences, args.length, clip="global", micro=args.micro)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

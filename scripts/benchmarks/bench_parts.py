@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Saving the private state of several workers: in parts that they write, against one file.
+"""Saves the private state of several workers: in parts that they write, against one file.
 
     python scripts/benchmarks/bench_parts.py --workers 1 2 4 --turns 3
 
 Workers that hold the whole model (fp32 masters and moments of the size that --hidden gives) save
 it, in turn
 
-  one    as tensors that come one by one over the first worker's answers, into one file
+  one    in one file, from tensors that come one by one in the first worker's answers
   parts  in parts, each written by a worker, and an index
 
-with the same tensors, on the same disk. Medians of the turns, with the ratio of each turn's pair;
-read_s is what reading the parts back takes, digests checked.
+with the same tensors, on the same disk. Figures are medians of the turns, with the ratio of each
+turn's pair. read_s is the time to read the parts back, with checked digests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from swarm.train.workers.parallel_engine import ParallelEngine
 
 
 class OneByOne(LazyTensors):
-    """The same tensors, which nobody offers to write."""
+    """The same tensors, without the interface for writing parts."""
 
     def __init__(self, tensors: LazyTensors) -> None:
         self._tensors = tensors
@@ -73,14 +73,14 @@ def seconds_of_saving(folder: Path, state: EngineState) -> float:
     private = PrivateState(
         state, "run", "ab" * 32, 1, 6, 1, 1.0, 0, offered={}, expert_bases={}, rng=rng
     )
-    os.sync()  # what others have written is not this one's to wait for
+    os.sync()  # excludes waiting for the writes of others
     began_s = time.perf_counter()
     save_private(folder / "private", private)
     return time.perf_counter() - began_s
 
 
 def measured(workers: int, args: argparse.Namespace) -> dict[str, object]:
-    """Of one number of workers."""
+    """The figures for one number of workers."""
     run = run_with(args.hidden)
     place = Place(workers)
     seconds: dict[str, list[float]] = {"one": [], "parts": [], "read": []}
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--hidden", type=int, default=512, help="size of the residual stream")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, help="folder on the measured disk")
     args = parser.parse_args()
     found = {workers: measured(workers, args) for workers in args.workers}
     rows = [

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What precisions and smaller moments cost in loss, on the demo's text.
+"""The cost of precisions and smaller moments in loss, on the demo's text.
 
-Each row trains the model of configs/runs/demo.toml on the Python standard library with the same
-weights, batches and learning rates per seed as all others; one peer owns half of the experts, the
-others stay as they were made. Columns: held-out loss in nats per byte, mean over the seeds, always
-evaluated in fp32; its mean difference from the first row with equal seeds, and the largest of any
-seed; bytes of masters, moments and frozen experts.
+Each row trains the model of configs/runs/demo.toml on the Python standard library. For each seed
+all rows have the same weights, batches and learning rates. One peer owns half of the experts, and
+the other experts keep their initial values. The columns are the held-out loss in nats per byte
+(mean over the seeds, always evaluated in fp32), its mean difference from the first row with equal
+seeds, the largest difference of any seed, and bytes of masters, moments and frozen experts.
 
     .venv/bin/python scripts/benchmarks/bench_precision.py --steps 150 --seeds 3
 """
@@ -41,7 +41,7 @@ OWNED = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train."""
+    """One setting of training."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)

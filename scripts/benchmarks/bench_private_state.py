@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How long a GPU idles between its last local step and READY: values stored, private state durable.
+"""Idle time of a GPU between its last local step and READY: values stored, private state durable.
 
-A state of the given size (fp32 masters and two moments) is saved in turn
+A state of the given size (fp32 masters and two moments) is saved in two ways in turn,
 
-  before  values are encoded and stored, then the state is hashed by one thread and written by it
-  now     as a peer does it: tensors are hashed and written, each by a thread, beside the values
+  before  values are encoded and stored, then one thread hashes and writes the state
+  now     as in a peer: one thread hashes tensors and another writes them, at the same time
 
-and read again, with the digest checked by one thread and as a peer does it. Medians of the turns
-are compared. Beside each other on one disk, so that both have the same noise. Then, at the rates
-found, what the state of the 7B model would take.
+and read again, with the digest checked by one thread, and as in a peer. The figures are medians
+of the turns. Both ways use one disk in turn, so that both have the same noise. At the end the times
+for the state of the 7B model are computed from the measured rates.
 
     .venv/bin/python scripts/benchmarks/bench_private_state.py --gigabytes 1
 """
@@ -50,7 +50,7 @@ def make_state(gigabytes: float) -> PrivateState:
 
 
 def store_values(state: PrivateState, folder: Path) -> None:
-    """The masters as bf16, as most experts travel, into a store of blobs on the same disk."""
+    """Stores the masters as bf16, as most experts travel, in a blob store on the same disk."""
     store = BlobStore(folder)
     for k in range(NUM_UNITS):
         value = state.engine.tensors[f"master.{k}"].bfloat16().view(torch.uint8).numpy()
@@ -58,7 +58,7 @@ def store_values(state: PrivateState, folder: Path) -> None:
 
 
 def save_before(path: Path, state: PrivateState) -> None:
-    """What it was: one thread hashes a chunk, then writes it."""
+    """The former way: one thread hashes a chunk, then writes it."""
     store_values(state, path.parent / "store")
     digest = blake3()
     with path.open("wb") as file:
@@ -89,7 +89,7 @@ def timed(action: str, state: PrivateState, parent: Path) -> float:
         path = Path(folder) / "private"
         if action.startswith("load"):
             save_private(path, state)
-        os.sync()  # what others have written is not this one's to wait for
+        os.sync()  # excludes waiting for the writes of others
         actions: dict[str, Callable[[], object]] = {
             "save_before": lambda: save_before(path, state),
             "save_now": lambda: save_now(path, state),
@@ -107,7 +107,7 @@ def main() -> int:
     )
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, help="folder on the measured disk")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args()
     torch.set_num_threads(1)

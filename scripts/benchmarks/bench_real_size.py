@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""A swarm at real size on this machine: what each phase takes, compared with the plan.
+"""A swarm at real size on this machine: the cost of each phase, compared with the plan.
 
-Two real peers train a model of some 590 million parameters (two layers, few large experts; every
-value and byte is real, only the batches are small). They hold rounds and a merge; a third peer
-joins; one is killed and its experts are adopted; the model is exported; one leaves and hands over.
+Two real peers train a model of some 590 million parameters (two layers, few large experts). Every
+value and byte is real, and only the batches are small. The peers hold rounds and a merge. A third
+peer joins. One peer is killed, and its experts are adopted. The model is exported. One peer leaves
+and hands over.
 
-  peak_rss      of each process in each phase, as it reports it itself, and its plan
+  peak_rss      of each process in each phase, by its own report, and its plan
   seconds       of each phase (the longest of the peers)
-  disk          most that a state directory held, and its plan
+  disk          largest size of a state directory, and its plan
   bytes         sent and received per peer and round, and by the formula
 
-The exit status is 1 if a phase took more than 10 % above its plan. Last come the same phases of
-SPES 7B with four peers: peaks by the plan's formulas, seconds by this machine's seconds a byte.
+The exit status is 1 if a phase exceeded its plan by more than 10 %. The last table has the same
+phases of SPES 7B with four peers: peaks by the plan's formulas, seconds by this machine's seconds
+per byte.
 
     .venv/bin/python scripts/benchmarks/bench_real_size.py --json
 """
@@ -56,9 +58,9 @@ FOUNDERS_ROUNDS = 3
 """Rounds of the first two peers, before anybody joins."""
 NUM_OWNED_7B = 8
 BEFORE_ADOPTING = ("training", "offering")
-"""Phases that are over when what a peer owns changes; others go on around that."""
+"""Phases that end before the peer's owned experts change. Other phases may include the change."""
 SMALL = 2 * 10**7
-"""Bytes; figures below say nothing about a plan."""
+"""Bytes. Smaller figures are no evidence about a plan."""
 
 
 def parse() -> argparse.Namespace:
@@ -95,9 +97,9 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
 
 @dataclass
 class Life:
-    """What one peer's process held in each phase, at most, and how long it took at most.
+    """The peak memory and the longest time of one peer's process in each phase.
 
-    With a peak goes the number of experts that the peer owned then, which its plan depends on.
+    Each peak has the number of experts that the peer owned then, because its plan depends on it.
     """
 
     peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -105,9 +107,10 @@ class Life:
     disk: int = 0
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Reads the peer's own figures; an event tells of the phases before it.
+        """Reads the peer's own figures. An event reports the phases before it.
 
-        A peer trains what its first event names, so that counts for the phases before it, too.
+        A peer already trains the experts of its first event before it, so these count for the
+        earlier phases too.
         """
         owned = next((len(event["owned"]) for event in events if "owned" in event), 0)
         for event in events:
@@ -120,10 +123,10 @@ class Life:
 
 
 def peak_rss_bytes(command: Sequence[str], timeout_s: float) -> int:
-    """Runs a program; returns the most memory that it held.
+    """Runs a program. Returns its peak memory.
 
     Raises:
-        SwarmError: it failed, or did not end in time and was killed.
+        SwarmError: the program failed, or did not end in time and was killed.
     """
     end_s = time.monotonic() + timeout_s
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -143,7 +146,7 @@ def peak_rss_bytes(command: Sequence[str], timeout_s: float) -> int:
 
 
 class Bench:
-    """The swarm and what is measured of it."""
+    """The swarm and its measurements."""
 
     def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         settings = overrides(arguments)
@@ -163,7 +166,7 @@ class Bench:
         self.lives: dict[int, Life] = {}
 
     def wait(self, done: Callable[[], bool], what: str, timeout_s: float = ROUND_S) -> None:
-        """Waits, looking at the disks meanwhile."""
+        """Waits, and measures the disks meanwhile."""
 
         def look(swarm: LocalSwarm) -> None:
             for peer in swarm.peers:
@@ -184,7 +187,7 @@ class Bench:
         return any(event["counted"] for event in applied(peer.events(), "quorum"))
 
     def go(self) -> dict[str, Any]:
-        """Everything in its order; returns the figures of the export."""
+        """Runs all phases in order. Returns the figures of the export."""
         swarm = self.swarm
         swarm.start()
         first = swarm.peers[0]
@@ -214,13 +217,13 @@ class Bench:
         return bool(applied(peer.events(), "merge"))
 
     def adopted(self, lost: set[int], by: Sequence[LocalPeer]) -> bool:
-        """Whether these peers own all that was lost, and a later round counted them."""
+        """Whether these peers own all lost experts, and a later round counted the peers."""
         tips = [applied(peer.events())[-1] for peer in by]
         owned = {expert for tip in tips for expert in tip["owned"]}
         return lost <= owned and all(tip["counted"] for tip in tips)
 
     def export(self, peer: LocalPeer) -> dict[str, Any]:
-        """Runs swarm-export as anybody would; its peak is what the system says of the process."""
+        """Runs swarm-export as a user would. Its peak is the system's figure of the process."""
         began_s = time.monotonic()
         command = [sys.executable, "-m", "peers.export", "--initial-peers", peer.join_address()]
         command += ["--out", str(self.folder / "model")]
@@ -258,7 +261,7 @@ def row(
 
 
 def traffic(bench: Bench) -> dict[str, Any]:
-    """Blob bytes of the rounds before anybody joined against the formula."""
+    """Blob bytes of the rounds before the join, against the formula."""
     rounds = [
         event
         for peer in bench.swarm.peers[:2]
@@ -276,7 +279,7 @@ def traffic(bench: Bench) -> dict[str, Any]:
 
 
 def bytes_of_phases(run: RunConfig, num_peers: int) -> dict[str, float]:
-    """What the seconds of a phase are taken to be in proportion to."""
+    """The bytes that the seconds of a phase are assumed to be proportional to."""
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     private = 12 * trained_per_peer(run, num_peers)
     donors = run.merging.top_k + 1

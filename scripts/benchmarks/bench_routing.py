@@ -1,22 +1,23 @@
 #!/usr/bin/env python
-"""What the routing techniques do to loss, expert load and dropped tokens on the demo's text.
+"""Effects of the routing techniques on loss, expert load and dropped tokens, on the demo's text.
 
-Each setting trains the model of configs/runs/demo.toml on the Python standard library, with the
-same weights, batches and learning rates per seed as all others. Groups of settings:
+Each setting trains the model of configs/runs/demo.toml on the Python standard library. For each
+seed all settings have the same weights, batches and learning rates. Groups of settings:
 
   balance  the balancing loss against loss-free balancing, top-1, 2 and 4, capacity 1.0, 1.25 and
-           none; one peer that owns every expert
-  others   what is left, each on its own, against top-2 without capacity; one peer as well
-  peers    what only exists in a swarm: four peers in this process, who average the shared tensors
-           and take each expert from its owner every H steps (exact mode, nothing is encoded)
+           none, with one peer that owns every expert
+  others   each other technique alone, against top-2 without capacity, also with one peer
+  peers    techniques of swarms: four peers in this process average the shared tensors and take
+           each expert from its owner every H steps (exact mode, nothing is encoded)
 
-Columns: held-out loss in nats per byte, mean over the seeds, and its mean difference from the first
-row of the group with the same seed; tokens of a layer's busiest expert by the mean over the
-experts, in the worst layer, over the last quarter of the steps together and in the mean step; share
-of choices dropped. Evaluation never drops and has no noise.
+The first columns are the held-out loss in nats per byte, mean over the seeds, and its mean
+difference from the first row of the group with the same seed. The load is the tokens of a layer's
+busiest expert divided by the mean over the experts, in the worst layer, over the last quarter of
+the steps together and in the mean step. The last column is the share of dropped choices. Evaluation
+never drops and has no noise.
 
 Every finished training is a line of the results file and is not done again with equal settings and
-text, so that a table can be made in several calls. The last line says how many are of earlier ones.
+text, so that a table can be made in several calls. The last line counts trainings of earlier calls.
 
     .venv/bin/python scripts/benchmarks/bench_routing.py balance --results out/routing.jsonl
 """
@@ -74,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What one seed of a setting came to."""
+    """The result of one seed of a setting."""
 
     loss: float
     load: float
@@ -206,7 +207,7 @@ def row(setting: Setting, results: Sequence[Result], first: Sequence[Result]) ->
 
 
 def key_of(setting: Setting, run: RunConfig) -> str:
-    """All that a training depends on, except its text."""
+    """The settings that a training depends on, without its text."""
     return f"{run.fingerprint()} at {setting.peers} peers, H = {LOCAL_STEPS}"
 
 
@@ -224,7 +225,7 @@ def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     for setting in settings:
         found = []
         for seed in range(args.seeds):
-            name = f"seed {seed}"  # settings of two groups may be the same training
+            name = f"seed {seed}"  # two groups may share a training
             key = key_of(setting, run_of(setting, seed, args.steps))
             line = results.get(name, key)
             if line is None:

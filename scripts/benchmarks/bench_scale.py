@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""What a swarm of N peers costs: bytes and milliseconds of every message, decision and record.
+"""The cost of a swarm of N peers: bytes and milliseconds of every message, decision and record.
 
-The run is the 7B (`configs/runs/spes_7b.toml`) with max(32, N) experts: every peer owns one.
-Records, offers, rosters, manifests, certificates and messages are made, encoded and decoded by the
-functions that peers use; only digests and bytes of tensors are made up. All milliseconds are CPU
-time of one thread, the best of some calls, without Python's garbage collection, as timeit measures:
-what that costs depends on all else that a process holds. Messages of a round are counted in a
-simulation without faults, see `round_rows`. What a peer could not send is said to be over the
-limit.
+The run is the 7B (`configs/runs/spes_7b.toml`) with max(32, N) experts, so every peer owns one. The
+functions of peers make, encode and decode records, offers, rosters, manifests, certificates and
+messages. Only digests and bytes of tensors are invented. All milliseconds are CPU time of one
+thread, the best of some calls. As in timeit, Python's garbage collection is off, because its cost
+depends on all other objects of a process. Messages of a round are counted in a simulation without
+faults, see `round_rows`. Messages that a peer could not send are marked as over the limit.
 
     python scripts/benchmarks/bench_scale.py [--peers 4,16,64,256,1024] [--json]
 """
@@ -105,25 +104,26 @@ from swarm.protocol.values.manifest import (
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "spes_7b.toml"
 SIMULATED = 64
-"""Largest swarm of which the messages of a round are counted; beyond it counts are scaled."""
+"""The largest swarm whose messages of a round are counted. Counts of larger swarms are scaled."""
 ROUND_S = 60.0
-"""Local steps of the simulated round; polls and greetings grow with it, the rest does not."""
+"""Local steps of the simulated round. Only polls and greetings grow with them."""
 ROUNDS = 3
 REPLICAS = 5
 """Peers at which hivemind stores a value by default."""
 VISITED = 20
-"""Peers that a search of hivemind asks for one key; each names as many others."""
+"""Peers that a search of hivemind asks for one key. Each names the same number of others."""
 ASK_BYTES = 70
 NEIGHBOUR_BYTES = 62
-"""Of a search: the key and who asks; an id in the DHT, a peer id, and their heads in protobuf."""
+"""Bytes of a search request (key and sender) and of a DHT id with a peer id, with protobuf
+headers."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature of each record."""
 OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "taken in", "half late")
-"""What runs in another thread, or in slices."""
+"""Work in another thread, or in slices."""
 
 
 class Swarm:
-    """N peers in the round after some tip, with everything that they send each other."""
+    """N peers in the round after some tip, with all their messages."""
 
     def __init__(self, num_peers: int, identity: Identity, run: RunConfig | None = None) -> None:
         self.num_peers = num_peers
@@ -136,7 +136,7 @@ class Swarm:
         self.header = Header(self.tip.code, self.tip.digest, self.tip.generation)
 
     def _tip(self) -> Manifest:
-        """The manifest of round 7, made as a round would make it, from founding and offers."""
+        """The manifest of round 7, made from founding and offers as in a round."""
         members = {peer: Member(0, 1.0) for peer in sorted(self.peers)}
         entries = {
             unit: Entry(_digest("tip", unit), size, 0, self.peers[0], self.rules.unit_codec[unit])
@@ -192,12 +192,12 @@ class Swarm:
 
     @cached_property
     def offers(self) -> dict[PeerId, Offer]:
-        """What all peers offer on the tip."""
+        """The offers of all peers on the tip."""
         return self._offers(self.tip)
 
     @cached_property
     def plan(self) -> Plan:
-        """The roster of all of them."""
+        """The roster of all offers."""
         return plan_roster(self.tip, self.offers, self.rules)
 
     @property
@@ -219,12 +219,12 @@ class Swarm:
         return self.compose(self.tip, self.plan)
 
     def signature(self) -> Signature:
-        """A real signature; all are of one key, the bench has no other."""
+        """A real signature. All are made with one key."""
         statement = accept_statement(self.rules.run, self.ballot, self.manifest.digest)
         return self.identity.sign(statement)
 
     def messages(self) -> Iterator[Message]:
-        """One of each kind, as large as it gets in a round without faults."""
+        """One message of each kind, of the largest size in a round without faults."""
         peer, signature = self.tip.order[-1], self.signature()
         quorum = sorted(self.peers)[: self.num_peers // 2 + 1]
         own = [unit for unit, reducer in self.plan.reducers.items() if reducer == peer]
@@ -262,7 +262,7 @@ def run_of(num_peers: int, path: Path = RUN, others: Sequence[str] = ()) -> RunC
 
 
 def _peer_id(number: int) -> PeerId:
-    """As real ones are, and in an order of its own."""
+    """A peer id with the form of real ones, in pseudo-random order."""
     key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(_digest("peer", str(number))))
     peer_id = peer_id_of(key.public_key().public_bytes_raw())
     assert peer_id is not None
@@ -274,7 +274,7 @@ def _digest(*words: str) -> str:
 
 
 def best_ms(function: Callable[[], object], least: int = 2, seconds: float = 0.3) -> float:
-    """Milliseconds of the fastest call; the first ones fill caches as in a running peer."""
+    """Milliseconds of the fastest call. The first calls fill caches, as in a running peer."""
     best, began, calls = float("inf"), time.thread_time(), 0
     while calls < least or (calls < 50 and time.thread_time() - began < seconds):
         start = time.thread_time()
@@ -299,8 +299,8 @@ def kind_of(message: Message) -> str:
 def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
     """Bytes, attachments and milliseconds of one message of each kind.
 
-    `encode_ms` is of a message whose offers and manifests have been encoded before; `decode_ms` is
-    of one whose attachments are seen for the first time, `decode_again_ms` of its repetition.
+    `encode_ms` is for a message whose offers and manifests were encoded before. `decode_ms` is for
+    a message with new attachments, and `decode_again_ms` for its repetition.
     """
     rows = []
     for message in swarm.messages():
@@ -335,7 +335,7 @@ def forget_decoded() -> None:
 
 
 def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
-    """Milliseconds of what is decided on the event loop, in one go each."""
+    """Milliseconds of decisions that block the event loop."""
     rules, tip, plan, offers = swarm.rules, swarm.tip, swarm.plan, swarm.offers
     reducer = swarm.peers[-1]
     statement = accept_statement(rules.run, swarm.ballot, swarm.manifest.digest)
@@ -371,16 +371,16 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def _waiting_roster(swarm: Swarm) -> OpenRoster:
-    """A quorum has offered; all others train on and say for how long."""
+    """A quorum has offered. All others still train, and report their remaining time."""
     quorum = swarm.num_peers // 2 + 1
     absent = tuple(Absent(peer, 0.5, 30.0, 600.0) for peer in swarm.peers[quorum:])
     return OpenRoster(20.0, 10.0, quorum, swarm.num_peers, True, 600.0, absent)
 
 
 def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], None]:
-    """What all others say to the convener, which asks them every 1.5 s: that they train on.
+    """The answers of all others to the convener's poll every 1.5 s: they still train.
 
-    `is_late`: half and one have offered, and each sixth of the others has a thin line.
+    With `is_late`, half and one have offered, and each sixth of the others has a slow line.
     """
     convener, *others = swarm.tip.order
     local = LocalPeer(convener, 1.0, swarm.rules, Timers(), now=0.0, random=Random(0))
@@ -428,8 +428,8 @@ def _assign(swarm: Swarm, members: dict[PeerId, float]) -> object:
 def sourcing_rows(swarm: Swarm) -> list[dict[str, Any]]:
     """Sourcing of one proposal: every piece of the model, from all peers, each unit from another.
 
-    In all: until every piece was asked for, four being under way at each peer. What blocks the
-    event loop is the longest slice and the longest call.
+    The total lasts until every piece was asked for, with four in flight at each peer. The event
+    loop is blocked by the longest slice and the longest call.
     """
     sourcing: Sourcing[tuple[str, int]] = Sourcing()
     peers = swarm.peers[1:]
@@ -468,10 +468,11 @@ def sourcing_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
-    """The two records that every member repeats, and what they cost it, by formula.
+    """The two records that every member repeats, and their cost by formula.
 
-    Each is stored at `REPLICAS` peers every `HEARTBEAT_S`; who reads a key gets all of its records
-    from each of these. What a peer asks for others answer, so all send as much as they get.
+    Each record is stored at `REPLICAS` peers every `HEARTBEAT_S`. A reader of a key gets all of its
+    records from each of these. The answers come from other peers, so on average all send as much as
+    they receive.
     """
     owned = tuple(e for e, owners in swarm.tip.owners.items() if swarm.peers[-1] in owners)
     values: dict[str, Any] = dict.fromkeys(PeerRecord.__dataclass_fields__, 0)
@@ -525,7 +526,7 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def dht_rates(num_peers: int, peer_bytes: int, run_bytes: int) -> dict[str, float]:
-    """Bytes a second each way of a peer that publishes both records and looks for the others."""
+    """Bytes per second each way of a peer that publishes both records and reads the others'."""
     holders = min(REPLICAS, num_peers - 1)
     search = min(VISITED, num_peers - 1) * (
         ASK_BYTES + min(VISITED, num_peers - 2) * NEIGHBOUR_BYTES
@@ -582,19 +583,19 @@ def counted(num_peers: int) -> Counter[str]:
 
 
 def evidence_bytes(num_peers: int, num_means: int) -> int:
-    """Of a proposal's evidence, by swarm/network/README.md."""
+    """Bytes of a proposal's evidence, by swarm/network/README.md."""
     return 900 * num_peers + 120 * num_means
 
 
 def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Control bytes of a round: messages counted in a simulation, attachments by formula.
 
-    Counts are those of a swarm of at most `SIMULATED` peers, for each peer but the convener.
-    PREPARE, ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, the
-    rest from each of them to the convener. Manifest and evidence go from the convener to everybody,
-    or in a large swarm to its relays, if lines are known, and from these to the others [D4]. Offers
-    go to the convener, and to all reducers from those that made them (from the convener if they are
-    few).
+    Counts come from a swarm of at most `SIMULATED` peers, for each peer but the convener. PREPARE,
+    ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, and the rest
+    from each of them to the convener. Manifest and evidence go from the convener to all peers. In a
+    large swarm with known lines they go to relays, and from these to the others [D4]. Offers go to
+    the convener. Reducers get them from their authors, or from the convener if there are few
+    offers.
     """
     others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
     sizes = {row["message"]: row.get("bytes", message_bytes.MAX_MESSAGE_BYTES) for row in messages}
@@ -624,7 +625,7 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
         "another gets": (told + gossip, body + rosters / swarm.num_peers),
     }
     if relays:
-        table["a relay sends besides"] = (0, body * (others - relays) / relays)
+        table["a relay also sends"] = (0, body * (others - relays) / relays)
     return [
         {"peers": swarm.num_peers, "who": who, "message_bytes": text, "attached_bytes": attached}
         for who, (text, attached) in table.items()
@@ -652,9 +653,10 @@ def summary(
     decisions: list[dict[str, Any]],
     rounds: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Largest message and longest block of the event loop; what is large is decoded off it.
+    """Largest message, and longest block of the event loop. Large messages are decoded elsewhere.
 
-    Control bytes are what another peer than the convener sends and gets in a round, in messages.
+    Control bytes are the bytes of messages that a peer other than the convener sends and receives
+    in a round.
     """
     is_large = swarm.num_peers // 2 + 1 > MANY
     on_loop = [
@@ -684,7 +686,7 @@ def summary(
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """A table in Markdown; columns are those of any row."""
+    """A table in Markdown, with the columns of all rows."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")

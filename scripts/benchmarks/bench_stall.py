@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""What a peer's steps wait for: making offers and adopting manifests, in nanoseconds an element.
+"""Times that a peer's steps wait for: offers and adoptions, in nanoseconds per element.
 
-One of four peers, without a network: a model with the layout of the run file for home links, whose
-values have moved a little, is offered as the peer does it, and a manifest that counts the offer is
-adopted. Nothing is trained. Median of some repeats, by wall time and, in brackets, of processors:
+The peer is one of four, without a network. It has a model with the layout of the run file for home
+links, whose values have moved a little. It makes an offer with a peer's code, and adopts a manifest
+that counts the offer. Nothing is trained. Figures are medians of some repeats, by wall time and, in
+brackets, by processor time:
 
-  shared   an element of a shared tensor, in each round: its delta is made, judged and stored, and
+  shared   an element of a shared tensor, in each round: its delta is made, checked and stored, and
            the live value follows the agreed one
-  own      of an expert that this peer trains, once a cycle: the value that the delta makes too
-  others   of an expert that another peer trains, once a cycle: put into the engine
-  7B       seconds a cycle of these, five rounds, and their share of the 1,800 s of its 50 steps
+  own      an element of an own expert, once a cycle: the value of the delta is made too
+  others   an element of another peer's expert, once a cycle: put into the engine
+  7B       their sum in seconds per cycle of five rounds, and its share of the 1,800 s of 50 steps
 
-The engine is resident on the CPU, the store in memory or, with --folder, on a disk.
+The engine is resident on the CPU. The store is in memory or, with --folder, on a disk.
 
     .venv/bin/python scripts/benchmarks/bench_stall.py --threads 1 2 --json
 """
@@ -66,7 +67,7 @@ KINDS = ("shared", "own", "others")
 LARGE = parse_config(RunConfig, RUN_FILE.read_text(), source=str(RUN_FILE))
 CYCLE_S = 1800.0
 Seconds = tuple[float, float]
-"""By the wall, and of processors."""
+"""Wall time and processor time."""
 
 
 class Bench:
@@ -94,7 +95,7 @@ class Bench:
         return write(self.store.draft(value.num_bytes), value), value.num_bytes
 
     def moved(self) -> None:
-        """As after local steps."""
+        """Values as after local steps."""
         engine = self.model.engine
         for unit in self.due():
             for part in self.layout.by_unit[unit].slices:
@@ -103,16 +104,16 @@ class Bench:
         self.offering.changed()
 
     def due(self) -> list[Unit]:
-        """What this peer offers."""
+        """The units that this peer offers."""
         return list(self.rules.schedule.due_of("me", self.tip))
 
     def offer(self, units: Sequence[Unit]) -> dict[Unit, OfferedUnit]:
-        """As `Trainer.store`."""
+        """Makes an offer as `Trainer.store` does."""
         bases = {unit: self.tip.entries[unit].digest for unit in units}
         return self.offering.offered_all(self.tip, bases, 50 * self.run.train.batch_tokens)
 
     def next(self, renewed: Sequence[Unit], offered: Mapping[Unit, OfferedUnit]) -> Manifest:
-        """A manifest that renews these units, by what was offered or by others."""
+        """A manifest that renews these units, with the offered values or with others."""
         entries = dict(self.tip.entries)
         for unit in renewed:
             before = entries[unit]
@@ -131,7 +132,7 @@ class Bench:
         )
 
     def adopt(self, manifest: Manifest, offered: Mapping[Unit, OfferedUnit]) -> Seconds:
-        """What it takes to go there."""
+        """Adopts a manifest and returns the times."""
         offers = [Offer(self.tip.digest, 50, 1, dict(offered))] if offered else []
         decision = adopt(
             "me",
@@ -155,14 +156,14 @@ class Bench:
 
 
 def timed(work: Callable[[], object]) -> Seconds:
-    """By the wall, and of processors."""
+    """Wall time and processor time."""
     began_s, worked_s = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began_s, time.process_time() - worked_s
 
 
 def measure(bench: Bench, kind: str) -> dict[str, Seconds]:
-    """Nanoseconds an element of a kind, offered and adopted, once."""
+    """Nanoseconds per element of a kind, for one offer and one adoption."""
     bench.moved()
     due = bench.due()
     kinds = {
@@ -181,9 +182,9 @@ def measure(bench: Bench, kind: str) -> dict[str, Seconds]:
 
 
 def row_of(bench: Bench, threads: int, repeat: int) -> dict[str, Any]:
-    """What so many threads need."""
+    """The figures for a number of threads."""
     row: dict[str, Any] = {"threads": threads}
-    measure(bench, "shared")  # takes its memory for the first time
+    measure(bench, "shared")  # allocates its memory for the first time
     for kind in KINDS:
         found = [measure(bench, kind) for _ in range(repeat)]
         for name in ("offer", "adopt"):

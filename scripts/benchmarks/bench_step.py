@@ -1,20 +1,19 @@
 #!/usr/bin/env python
 """Time and memory of one local step, against Transformers on the same weights and tokens.
 
-A step is forward, backward, clipping and AdamW. Three variants, whose first losses must agree:
+A step is forward, backward, clipping and AdamW. The first losses of the three variants must agree:
 
-  ours   the resident engine that peers have, a quarter of the experts owned, the others frozen
-  plist  Transformers with the same trainable set: since its experts are one fused parameter, the
-         strongest thing a user can do is to put the matrices of each expert into ParameterLists
-         and run the eager loop; fused AdamW
-  stock  Transformers as it comes: grouped_mm, every expert trained, default AdamW
+  ours   the resident engine of peers, with a quarter of the experts owned and the others frozen
+  plist  Transformers with the same trainable set and fused AdamW. Its experts are one fused
+         parameter, so the best option of a user is to put the matrices of each expert into
+         ParameterLists and to run the eager loop
+  stock  unchanged Transformers: grouped_mm, every expert trained, default AdamW
 
 Time is CPU time of the process with one thread, so that other programs count less, and wall time
-with more. Each variant has a process of its own, as in life: in one heap they pay for the pages
-that others gave back. Ratios are medians over repeats in which the variants take turns, each repeat
-in another order. Memory is what lives between two steps (weights, moments, gradients that are
-kept), and how far the resident memory of a process that does nothing else rose above that of the
-libraries.
+with more threads. Each variant has its own process, as in use, because in one heap a variant pays
+for pages that others have freed. Ratios are medians over repeats in which the variants take turns,
+each repeat in another order. State is the memory between two steps (weights, moments, kept
+gradients). The peak is the growth of resident memory above the libraries', in a separate process.
 
     .venv/bin/python scripts/benchmarks/bench_step.py --dtype bf16 --vocab 32k --repeats 10
 """
@@ -216,7 +215,7 @@ def steps_of(name: str, args: argparse.Namespace) -> None:
 
 
 class Stepper:
-    """A process that makes steps of one variant when it is asked."""
+    """A process that makes steps of one variant on request."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         command = own_command("--steps-of", name, args)
@@ -238,7 +237,7 @@ def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
     steppers = {name: Stepper(name, args) for name in args.variants}
     try:
         first = {name: stepper.step()[0] for name, stepper in steppers.items()}
-        # bf16 rounds each product to 8 bits, in another order in each variant.
+        # bf16 rounds each product to 8 bits, and the order differs between variants.
         tolerance = 1e-5 if args.dtype == "fp32" else 5e-3
         if max(first.values()) - min(first.values()) > tolerance * max(first.values()):
             raise SystemExit(f"bench_step: the variants do not compute the same: {first}")
@@ -255,14 +254,14 @@ def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def measure_memory(name: str, args: argparse.Namespace) -> dict[str, int]:
-    """State and peak resident bytes of one variant; meant for a process of its own."""
+    """State and peak resident bytes of one variant. Runs in a separate process."""
     run = run_of(args.vocab)
     before = resident_bytes("VmRSS")
     measured = variant(name, args.dtype, run, weights_of(run))
     for batch in batches(run, 3):
         measured.step(batch)
     peak = resident_bytes("VmHWM") - before
-    with LiveBytes() as live:  # once more, since counting needs memory too
+    with LiveBytes() as live:  # again, because counting needs memory too
         measured = variant(name, args.dtype, run, weights_of(run))
         measured.step(*batches(run, 1))
         gc.collect()

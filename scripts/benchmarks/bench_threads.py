@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Whether peers started by hand, with no thread option, are about as fast as those of swarm-local.
+"""Compares the speed of peers that are started by hand, without a thread option, and swarm-local's.
 
-Both are swarms of the demo's model on as many cores as are named, under other load: processes
-that only spin, at normal priority. swarm-local gives each peer one thread; by hand each peer
-measures what suits it. The two take turns, and of all their rounds the medians are compared.
+Both are swarms of the demo's model on a given number of cores, under load of processes that only
+spin, at normal priority. swarm-local gives each peer one thread. A peer that is started by hand
+measures the best number. The two kinds take turns, and the medians of their rounds are compared.
 
   local_s, hand_s   median seconds of a round
-  ratio             hand_s / local_s; exit status 1 above 1.5, or if a swarm did not finish
+  ratio             hand_s / local_s. Exit status 1 above 1.5, or if a swarm did not finish
 
     .venv/bin/python scripts/benchmarks/bench_threads.py --cores 2 --load 2
 """
@@ -40,9 +40,9 @@ OPENMP = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOU
 
 
 def spin() -> None:
-    os.setsid()  # as programs of other people: Linux shares cores among sessions first
+    os.setsid()  # as programs of other users: Linux first shares cores among sessions
     parent = multiprocessing.parent_process()
-    while parent is None or parent.is_alive():  # after a kill -9 nobody ends it
+    while parent is None or parent.is_alive():  # after a kill -9 nobody else ends it
         for _ in range(MANY):
             pass
 
@@ -62,11 +62,12 @@ def load(processes: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one swarm did.
+    """The result of one swarm.
 
     Attributes:
-        seconds: of each round after the first, as the founder saw them; GIVE_UP_S of one that hung.
-        threads: that its peers chose.
+        seconds: of each round after the first, measured by the founder. GIVE_UP_S for a hanging
+            one.
+        threads: number chosen by its peers.
         is_finished: whether its run ended in time.
     """
 
@@ -76,7 +77,7 @@ class Seen:
 
 
 def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> Seen:
-    """Lets a swarm train."""
+    """Trains a swarm, and returns its rounds."""
     folder = Path(tempfile.mkdtemp(prefix="swarm-threads-"))
     swarm = LocalSwarm(
         folder,
@@ -111,7 +112,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--cores", type=int, default=2, help="that all may use (default: 2)")
+    parser.add_argument("--cores", type=int, default=2, help="cores for all processes (default: 2)")
     parser.add_argument("--load", type=int, default=2, help="spinning processes (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="of each swarm (default: 5)")
     parser.add_argument("--turns", type=int, default=2, help="swarms of each kind (default: 2)")
@@ -124,7 +125,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    for name in OPENMP:  # nobody who starts a peer by hand has set these
+    for name in OPENMP:  # a person who starts a peer by hand has not set these
         os.environ.pop(name, None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     seconds: dict[str, list[float]] = {"local": [], "hand": []}
@@ -142,7 +143,7 @@ def main() -> int:
     local_s, hand_s = (statistics.median(seconds[kind]) for kind in ("local", "hand"))
     ratio = hand_s / local_s
     print(
-        f"{args.peers} peers on {args.cores} cores beside {args.load} busy processes: "
+        f"{args.peers} peers on {args.cores} cores with {args.load} busy processes: "
         f"swarm-local {local_s:.1f} s a round, by hand {hand_s:.1f} s, ratio {ratio:.2f} "
         f"(at most {LIMIT}); threads chosen {threads}; swarms that did not finish: {unfinished}"
     )

@@ -1,10 +1,10 @@
-"""Measures how fast text becomes shards, against the package tokenizers' own `encode_batch_fast`.
+"""Measures the speed of making shards, against `encode_batch_fast` of the package tokenizers.
 
-Both tokenise the same documents of one folder, by turns: ours, theirs, theirs, ours, and so on.
-Ours is all of `swarm-data tokenize`: it reads the files (twice for the held-out text), cuts them,
-looks for copies, and writes shards with digests, durably. Theirs is `encode_batch_fast` alone, on
-documents that are in memory already, with all cores. On a machine that others use as well, the
-ratio by work of cores says more than that by rate.
+Both tokenize the same documents of one folder, by turns: ours, theirs, theirs, ours, and so on.
+"Ours" is all of `swarm-data tokenize`: it reads the files (twice for the held-out text), cuts them,
+finds copies, and durably writes shards with digests. "Theirs" is only `encode_batch_fast` on
+documents in memory, with all cores. On a machine with other users, the ratio by CPU time is more
+reliable than that by rate.
 
 Usage: scripts/benchmarks/bench_tokenise.py --megabytes 50 --pairs 3 [--tokenizer DIR]
 """
@@ -29,7 +29,7 @@ from swarm.data.shard_writer import write_shards
 from swarm.data.tokenizer_file import FileTokenizer, open_tokenizer, train_tokenizer
 
 BATCH = 1000
-"""Documents that `encode_batch_fast` gets at once."""
+"""Documents per call of `encode_batch_fast`."""
 VOCABULARY = 32_000
 
 
@@ -79,20 +79,20 @@ def main() -> int:
 
 
 def timed(work: Callable[[], None]) -> Taken:
-    """How long a call takes, and how much work it is for cores, its processes included."""
+    """Wall time of a call, and CPU time including child processes."""
     began_s, before_s = time.perf_counter(), cpu_s()
     work()
     return Taken(time.perf_counter() - began_s, cpu_s() - before_s)
 
 
 def cpu_s() -> float:
-    """Seconds of cores that this process and its children that have ended took."""
+    """CPU seconds of this process and of its ended children."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in usage)
 
 
 def text_of(folder: Path, size: int) -> Corpus:
-    """The standard library again and again, each time with other digits."""
+    """The standard library several times, each time with other digits."""
     folder.mkdir(parents=True)
     written = 0
     for number, document in enumerate(_endless(), start=1):

@@ -1,14 +1,14 @@
-"""Bits per byte of a run on bytes and of runs with tokenizers of their own, at equal bytes of text.
+"""Bits per byte of a run on bytes and of runs with trained tokenizers, at equal bytes of text.
 
 For each seed and vocabulary a lone peer is founded in this process and trains the body of
-configs/runs/demo.toml on the Python standard library. "bytes" is the byte tokenizer; a number is a
-byte-level BPE tokenizer of so many entries, made of the documents that are trained on. Sequences
-span the same bytes of text in each variant (256 on average), so every step, and the run, reads as
-much text; what differs is how many tokens it is, the embedding, and the work. Bits per byte are of
-the same held-out documents.
+configs/runs/demo.toml on the Python standard library. "bytes" is the byte tokenizer. A number is
+the vocabulary of a byte-level BPE tokenizer, made from the training documents. Sequences span the
+same bytes of text in each variant (256 on average), so each step and each run read equal bytes of
+text. The number of tokens, the embedding and the compute differ. Bits per byte are of the same
+held-out documents.
 
 Every finished training is a line of the results file and is not done again with equal settings,
-text and tokenizer. The last line says how many are of earlier calls.
+text and tokenizer. The last line counts trainings of earlier calls.
 
     .venv/bin/python scripts/benchmarks/bench_tokenizers.py --results out/tokenizers.jsonl
 """
@@ -38,7 +38,7 @@ from swarm.experts import all_shapes
 BYTES = "bytes"
 SEQUENCE_BYTES = 256
 SEQUENCES = 8
-"""Of a step."""
+"""Tokens of a step."""
 LOCAL_STEPS = 50
 
 
@@ -63,7 +63,7 @@ class Result:
     parameters: int
     sequence_length: int
     text_bytes: float
-    """That were trained on."""
+    """Bytes of training text."""
     wall_s: float
 
 
@@ -73,13 +73,13 @@ class Last(swarm.PeerObserver):
     bits_per_byte = float("nan")
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
-        """Prints it too."""
+        """Keeps and prints the loss."""
         print(f"  round {round_number}: {val_loss:.4f} nats, {bits_per_byte:.4f} bits per byte")
         self.bits_per_byte = bits_per_byte
 
 
 def main() -> int:
-    """Trains what is missing and prints the table."""
+    """Runs the missing trainings and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabularies", nargs="+", default=["2048", BYTES])
     parser.add_argument("--seeds", type=int, default=3)
@@ -125,7 +125,7 @@ def make(vocabulary: str, folder: Path) -> Made:
 
 
 def run_of(made: Made, seed: int, rounds: int) -> RunConfig:
-    """The run of a lone peer; a sequence spans as much text with every tokenizer."""
+    """The run of a lone peer. A sequence spans the same bytes of text with every tokenizer."""
     length = round(SEQUENCE_BYTES / made.bytes_per_token)
     padded = -(-made.tokenizer.num_ids // 64) * 64
     return swarm.load_run(
@@ -146,7 +146,7 @@ def run_of(made: Made, seed: int, rounds: int) -> RunConfig:
 
 
 def train(made: Made, vocabulary: str, run: RunConfig) -> Result:
-    """A lone peer from its founding to the last round."""
+    """Trains a lone peer from its founding to the last round."""
     seed, length = run.run.seed, run.data.sequence_length
     machine = swarm.load_peer(overrides=[f"corpus.folder={made.shards}"])
     print(f"{vocabulary}, seed {seed}, {length} tokens a sequence", flush=True)

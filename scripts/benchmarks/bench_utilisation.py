@@ -1,44 +1,45 @@
 #!/usr/bin/env python
-"""What share of the time peers compute on named links, with a real run's ratio of compute to bytes.
+"""The share of time that peers compute on named links, with a real run's compute per byte.
 
-Real peer processes in network namespaces of their own exchange a model's values. What a local step
-computes is replaced by a timed wait and a small move of all values (timed_peer.py), so nothing is
-learned. In modes with a parameter server parameter_server.py runs in the peers' place.
+Real peer processes in separate network namespaces exchange a model's values. A timed wait and a
+small move of all values replace the compute of a local step (timed_peer.py), so nothing is learned.
+In modes with a parameter server, parameter_server.py replaces the peers.
 
-The scale: a real run (SPES 7B in its last phase: half batch, H = 50, 36 s a step, so 1,800 s of
-computing a cycle) has on a link a cycle of some seconds, as swarm-plan counts them. A model with
-its shares of shared tensors, experts, norms and routers has k of its K parameters. The model's step
-lasts 36 s x (bytes of its cycle / bytes of the real cycle), so computing and bytes keep their
-ratio, and k is such that a cycle lasts --cycle-s by that count: each mode and link has its own k.
-Rates and round trips are not scaled, so what a round costs beside its bytes (greeting, rosters,
-votes) weighs as much more as the cycle is shorter than the real one, 30 times as much for the 7B.
-For the 2B and 9B the seconds of a step are computed, with the operations a second of a GPU that
-36 s for the 7B's eight mean; 1 GPU a peer for the 2B, 8 for the 9B. N is --peers for all of them.
+The scale: swarm-plan predicts the seconds of a real run's cycle on a link (SPES 7B in its last
+phase: half batch, H = 50, 36 s a step, so 1,800 s of computing a cycle). The small model has k of
+the real run's K parameters, with its shares of shared tensors, experts, norms and routers. Its step
+lasts 36 s x (bytes of its cycle / bytes of the real cycle), so the ratio of computing to bytes
+stays. k is chosen so that a cycle lasts --cycle-s by the prediction, for each mode and link. Rates
+and round trips are not scaled. So the fixed costs of a round (greeting, rosters, votes) weigh more,
+by the ratio of the real cycle to the short one: 30 times for the 7B. For the 2B and 9B the seconds
+of a step are computed from the speed of a GPU that follows from 36 s on the 7B's eight GPUs. The 2B
+has 1 GPU per peer, and the 9B has 8. N is --peers for all of them.
 
-A cycle is H local steps of a peer and their rounds. The first is left out: peers start and connect,
-and the windows of connections open. In seconds a cycle, mean of the peers:
+A cycle is H local steps of a peer and their rounds. The first cycle is left out, because peers
+start and connect in it, and the windows of connections open. The figures are seconds per cycle,
+mean of the peers:
 
-  computing   local steps x their seconds; over wall seconds it is the utilisation
-  encode      values or deltas of what is offered are made, hashed and stored
-  private     the private state is not durable yet, where the offer waits for that; where rounds
-              overlap both are made beside a step, and what is left of them holds up its update
-  waiting     from the offer to the manifest that the round agreed on
-  apply       it is brought into the engine
+  computing   local steps x their seconds. Divided by wall seconds it is the utilisation
+  encode      making, hashing and storing the offered values or deltas
+  private     waiting for the durable private state, if the offer waits for it. Where rounds
+              overlap, both run during a step, and only their rest delays the step's update
+  waiting     from the offer to the agreed manifest of the round
+  apply       bringing the manifest into the engine
   other       all else, such as a step that woke up late and the agreed state's validation
 
-Beside them MB a peer and cycle: blobs sent and received, and IP packets up and down on its
-interface. "Plan" is what `swarm-plan --link` says of the small run, its 4 s of control a round
-included; "real" is what it says of the real one. Packets have 9,000 bytes where 1,500 would be more
-of them than one process passes on; connections then open their windows sooner than on a real line.
+Further columns are MB per peer and cycle: blobs sent and received, and IP packets up and down on
+its interface. "Plan" is the prediction of `swarm-plan --link` for the small run, including its 4 s
+of control per round. "Real" is the prediction for the real run. Packets have 9,000 bytes if packets
+of 1,500 would be more than one process can pass on. Connections then open their windows sooner than
+on a real line.
 
-All peers share this machine's cores and disk, where a real one has some for itself. So links, and
-the pace of the steps, are --slower times slower than the named ones, and the model so many times
-smaller: what processors and disk have to do weighs so many times less, as if there were so many
-times as many of them, and what takes a number of round trips weighs as before. Losses at random
-grow by the square of it, so that a connection that takes them for congestion carries so much less;
-with --congestion bbr they stay.
-"Processor" is what a peer's process took of the cores, in seconds; its libp2p daemon takes some 6 s
-a GB beside. Needs root (see swarm-local --link); only --quick works without.
+All peers share this machine's cores and disk, while a real peer has its own. So links and steps are
+--slower times slower than the named ones, and the model is smaller by the same factor. The work of
+processors and disk then weighs less by this factor, as if there were more of them. Costs in round
+trips weigh as before. Random losses grow by the square of the factor, so that a connection that
+takes losses for congestion is slower by the factor. With --congestion bbr the losses stay.
+"Processor" is the CPU seconds of a peer's process. Its libp2p daemon takes some 6 s per GB in
+addition. Needs root (see swarm-local --link). Only --quick works without.
 
     .venv/bin/python scripts/benchmarks/bench_utilisation.py --json
     python scripts/benchmarks/bench_utilisation.py --mode slices --link 100/20mbit,100ms --model 7b
@@ -98,13 +99,13 @@ from swarm.train.planning.memory import host_peaks
 
 BENCHMARKS = Path(__file__).resolve().parent
 MOST_TAKEN = 0.9
-"""Of disk and memory that are free."""
+"""Usable share of free disk and memory."""
 IN_MEMORY, MEMORY = Path("/dev/shm"), Path("/proc/meminfo")
-"""A state directory in the first takes memory in place of a disk."""
+"""A state directory in the first folder takes memory instead of disk."""
 MOST_MBIT = 100.0
-"""That all peers together send in packets of 1,500 bytes."""
+"""Mbit/s that all peers together can send in packets of 1,500 bytes."""
 START_S, SLOWER = 400.0, 4.0
-"""A cycle is given up when it lasts so many times what was planned, and a start's seconds more."""
+"""A cycle is given up after SLOWER times its planned time, and the start has START_S more."""
 POLL_S = 0.2
 SERVER_PORT = 7070
 
@@ -116,7 +117,7 @@ def line_of(name: str) -> Link:
 
 
 def links_of(case: Case) -> Links | None:
-    """The network of a row; None where this user cannot have one."""
+    """The network of a row. None if this user cannot make one."""
     if why_not_here():
         return None
     each, server = line_of(case.link), MODES[case.mode].server
@@ -135,7 +136,7 @@ def measure(case: Case, cycles: int, folder: Path) -> list[PeerFigures]:
     """Measures a row.
 
     Raises:
-        SwarmError: it did not get there in time, or there is no room for it.
+        SwarmError: the swarm was too slow, or there is no room for it.
     """
     links = links_of(case)
     try:
@@ -148,7 +149,7 @@ def measure(case: Case, cycles: int, folder: Path) -> list[PeerFigures]:
 
 
 def patience_s(case: Case, cycles: int) -> float:
-    """After so many seconds cycles are given up, the start among them."""
+    """Time limit of all cycles, including the start."""
     return START_S + cycles * SLOWER * case.plan.cycle_s
 
 
@@ -181,7 +182,7 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
         return [line for line in whole if line["kind"] == QUORUM]
 
     def after(num_cycles: int) -> list[tuple[int, int]]:
-        """Counters of all interfaces once every peer is done with so many cycles."""
+        """Counters of all interfaces when every peer has finished a number of cycles."""
         count = num_cycles * case.rounds
         swarm.wait_until(
             lambda _: all(len(lines_of(peer.index)) >= count for peer in swarm.peers),
@@ -209,14 +210,14 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
 
 
 def capped(case: Case, peer: int) -> list[str]:
-    """A peer's cap, as it is recommended for thin uplinks."""
+    """A peer's cap, as recommended for slow uplinks."""
     name = case.last if case.last and peer == case.num_peers - 1 else case.link
     up_mbit = line_of(name).up_mbit / case.slower
     return [] if case.cap is None else ["--max-upload", f"{case.cap * up_mbit:g}mbit"]
 
 
 def forget_states(folder: Path) -> None:
-    """Removes the states of a row's peers, which are large; their logs stay."""
+    """Removes the large states of a row's peers. Their logs stay."""
     for state in (folder / "swarm").glob("peer-*/"):
         shutil.rmtree(state, ignore_errors=True)
 
@@ -244,7 +245,7 @@ def require_room(case: Case, folder: Path) -> None:
 def with_interfaces(
     found: Sequence[PeerFigures], moved: Sequence[Sequence[float]]
 ) -> list[PeerFigures]:
-    """Adds bytes up and down of each interface in a cycle, where they were counted."""
+    """Adds the bytes up and down of each interface in a cycle, if they were counted."""
     if not moved:
         return list(found)
     both = zip(found, moved, strict=True)
@@ -259,7 +260,7 @@ def counters(prefix: Sequence[str]) -> tuple[int, int]:
 
 
 def measure_server(case: Case, sizes: Sizes, cycles: int, links: Links | None) -> list[PeerFigures]:
-    """Figures of each peer of a parameter server; the server itself is the peer after the last."""
+    """Figures of each peer of a parameter server. The server is the peer after the last."""
     places = [links.place(peer)[0] if links else [] for peer in range(sizes.peers + 1)]
     host = address_of(sizes.peers) if links else "127.0.0.1"
     common = ["--host", host, "--cycles", str(cycles + 1), "--peers", str(sizes.peers)]
@@ -317,7 +318,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--last", metavar="LINK",
-        help="of the last peer, which is not in the figures: what it does to the others",
+        help="of the last peer, which only affects the others and is not in the figures",
     )  # fmt: skip
     parser.add_argument("--cap", type=float, help="of uploads, as a share of the uplink")
     parser.add_argument("--congestion", help="TCP's control, as bbr (default: this machine's)")
@@ -325,7 +326,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all modes on all links")
     parser.add_argument(
         "--quick", action="store_true",
-        help="a smoke test: 2 peers, short cycles, 2 modes; its figures mean nothing",
+        help="a smoke test: 2 peers, short cycles, 2 modes, with meaningless figures",
     )  # fmt: skip
     add_common(parser)
     arguments = parser.parse_args(words)
@@ -342,7 +343,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
-    """The rows that are asked for."""
+    """The requested rows."""
     pairs: Sequence[tuple[str, str]] = MAIN
     if arguments.full or arguments.mode or arguments.link:
         links = arguments.link or (MEASURED_LINKS if arguments.full else MEASURED_LINKS[:1])

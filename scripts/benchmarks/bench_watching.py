@@ -1,29 +1,29 @@
 #!/usr/bin/env python
-"""What those that train pay for a monitor, or for exports: phases with and without it, in turn.
+"""The cost of a monitor or of exports for training peers: phases with and without, in turn.
 
     .venv/bin/python scripts/benchmarks/bench_watching.py monitor --pairs 8 --seconds 30
     .venv/bin/python scripts/benchmarks/bench_watching.py export --pairs 8 --seconds 30
 
 One swarm of the demo's model trains all the time, on all processor cores but the last one. In every
-second phase somebody watches, on the last core, as on a machine of its own: `swarm-monitor --http`
-with one listener that reads its events, as an open page does; or `swarm-export --every 2
---evaluate`. Which of a pair comes first changes from pair to pair. A phase counts the
-tokens of its rounds by the time from the end of the first to the end of the last, whatever was done
-in it: local steps, averaging, serving those who watch. Beside it stands what these tokens took of
-the processor, of the peers and the daemons that they started: on a busy core the same thing, but
-other programs and other guests of the machine do not blur it.
+second phase a watcher runs on the last core, as on a separate machine. It is `swarm-monitor --http`
+with one listener that reads its events, as an open page does, or `swarm-export --every 2
+--evaluate`. The order within a pair changes from pair to pair. A phase's rate is the tokens of its
+rounds divided by the time from the end of the first round to the end of the last. This time
+includes local steps, averaging and serving the watcher. A second figure is the processor time per
+token of the peers and their daemons. On a busy core both figures mean the same, but other programs
+and other guests of the machine do not blur the second one.
 
   tokens_per_s    median of the phases without and with it, summed over the peers
-  cost            mean over the pairs of 1 - with / without, its standard error, and the quartiles;
-                  negative: faster with it
+  cost            mean over the pairs of 1 - with / without, its standard error, and the quartiles.
+                  Negative values mean faster training with it
   cpu_ms          processor milliseconds per 1,000 tokens, without and with it
-  cpu_cost        of these likewise: 1 - without / with
-  besides         share of the processor time that is not of the peers' main threads, which train:
-                  serving, averaging, the daemons; without and with it
-  besides_cost    of these likewise: with - without. It is what is taken from the trainers of a
-                  processor that has nothing idle, and the least noisy of the three: how fast the
-                  training itself happens to be cancels out
-  pairs           all tokens/s; cpu_pairs all cpu_ms; besides_pairs all besides
+  cpu_cost        likewise from cpu_ms: 1 - without / with
+  `besides`       share of the processor time outside of the peers' main threads, which train:
+                  serving, averaging, the daemons, without and with it
+  besides_cost    likewise: with - without. It is the loss of the training threads on a processor
+                  without idle time, and the least noisy of the three figures, because the speed of
+                  the training itself cancels out
+  pairs           all tokens/s. cpu_pairs: all cpu_ms. besides_pairs: all values of that share
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ READ_BYTES = 65_536
 
 
 CORES = sorted(os.sched_getaffinity(0))
-"""Peers have all but the last."""
+"""The peers' cores: all but the last."""
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def _listen(url: str) -> None:
 
 
 def tokens_per_s(swarm: LocalSwarm, began: float, ended: float) -> float:
-    """Of rounds that ended between two times, by the time from the first end to the last."""
+    """Tokens per second of rounds that ended between two times, from the first end to the last."""
     total = 0.0
     for peer in swarm.peers:
         rounds = [e for e in applied(peer.events(), "quorum") if began <= e["time"] < ended]
@@ -98,15 +98,15 @@ def tokens_per_s(swarm: LocalSwarm, began: float, ended: float) -> float:
 
 
 class Spent(NamedTuple):
-    """Processor seconds of the peers and of all that they have started."""
+    """Processor seconds of the peers and of all processes that they have started."""
 
     all: float
     besides: float
-    """Of all threads but the peers' main ones, which train."""
+    """Seconds of all threads but the peers' main ones, which train."""
 
 
 def processor_s(swarm: LocalSwarm) -> Spent:
-    """Since the processes began."""
+    """Processor seconds since the processes began."""
     parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -126,23 +126,23 @@ def processor_s(swarm: LocalSwarm) -> Spent:
 
 
 def tokens(swarm: LocalSwarm) -> int:
-    """Of all rounds so far."""
+    """Tokens of all rounds so far."""
     rounds = [event for peer in swarm.peers for event in applied(peer.events(), "quorum")]
     return sum(event["trained_tokens"] for event in rounds)
 
 
 class Phase(NamedTuple):
-    """What one phase shows."""
+    """The figures of one phase."""
 
     tokens_per_s: float
     cpu_ms: float
-    """Per 1,000 tokens."""
+    """Processor milliseconds per 1,000 tokens."""
     besides: float
-    """Share of the processor time that is not the trainers' own."""
+    """Share of the processor time outside of the training threads."""
 
 
 def phase(swarm: LocalSwarm, seconds: float, watcher: str | None) -> Phase:
-    """One phase; the round in which it begins does not count for its tokens/s."""
+    """Measures one phase. The round in which it begins does not count for its tokens/s."""
     with watched_by(watcher, swarm) if watcher else contextlib.nullcontext():
         time.sleep(seconds / 4)
         began, done, before = time.time(), tokens(swarm), processor_s(swarm)

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
 """Bytes that a peer sends and receives in a cycle, counted in real swarms, against the formulas.
 
-Peers in network namespaces of their own train a model that has the 7B's shares of shared tensors,
-experts, norms and routers, so that ratios of bytes are the 7B's; it learns next to nothing. A cycle
-is the H local steps between two rounds of exact SPES, and has one round, or several slices.
+Peers in separate network namespaces train a model with the 7B's shares of shared tensors, experts,
+norms and routers. So ratios of bytes are the 7B's, but the model learns almost nothing. A cycle is
+the H local steps between two rounds of exact SPES, and has one round or several slices.
 
-  blobs      bytes of values and deltas that a peer sent, mean of the peers; received are as many
-  formula    swarm/model/link_plan.py; plan is what swarm-plan prints, times the rounds of a cycle
-  off        of blobs from the farther of the two
-  ratio      fp32 DiLoCo's bytes (R = N, by the formula) to blobs
-  up, down   IP packets on the peer's interface: headers, acknowledgements, control and DHT beside
-             blobs; what does not grow with the model is a large share of so small a one. Needs root
-  control    bytes of messages sent, those that carry records and offers included
+  blobs      bytes of values and deltas that a peer sent, mean of the peers. It received as many
+  formula    by swarm/model/link_plan.py. plan: output of swarm-plan, times the rounds of a cycle
+  off        difference of blobs from the farther of the two
+  ratio      fp32 DiLoCo's bytes (R = N, by the formula) divided by blobs
+  up, down   IP packets on the peer's interface: blobs, headers, acknowledgements, control and DHT.
+             All but blobs is a large share for so small a model. Needs root
+  control    bytes of sent messages, including those with records and offers
 
-It ends with status 1 if a figure is more than 3 % off, if the recommended mode is above a sixteenth
-of fp32 DiLoCo or the thin one above a thirty-second, or if a round went without somebody, whose
-figures mean nothing.
+The exit status is 1 if a figure is more than 3 % off, if the recommended mode is above a sixteenth
+of fp32 DiLoCo or the thin one above a thirty-second. It is also 1 if a round excluded a peer,
+because the figures are then meaningless.
 
     .venv/bin/python scripts/benchmarks/bench_wire.py --json
     .venv/bin/python scripts/benchmarks/bench_wire.py --full --layers 6
@@ -53,7 +53,7 @@ EVERYBODY = 2**16
 TYPES = ("fp32", "bf16")
 MOST_OFF = 0.03
 LINK = Link(up_mbit=200, down_mbit=200, rtt_ms=1)
-"""As fast as packets of 1,500 bytes are passed on here; bytes do not depend on it."""
+"""The rate at which packets of 1,500 bytes are passed on here. Bytes do not depend on it."""
 HIDDEN, INTERMEDIATE, EXPERTS, HEADS = 16, 2048, 32, 4
 LEAST_ROUNDS = 6
 ROUND_S, START_S = 120.0, 300.0
@@ -65,7 +65,7 @@ class Mode:
 
     Attributes:
         name: of the mode.
-        setting: how its run exchanges; blocking, since overlap changes no bytes.
+        setting: of its run's exchange. It is blocking, because overlap changes no bytes.
         is_main: whether it is measured without `--full`.
     """
 
@@ -95,7 +95,7 @@ MODES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a peer in a cycle, mean of peers and cycles, in bytes; see the head of this file."""
+    """Bytes of a peer in a cycle, mean of peers and cycles; see the head of this file."""
 
     blobs: float
     control: float
@@ -105,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """The measured and the expected bytes of a mode."""
+    """A row of the table: measured and expected bytes of a mode, and their ratios."""
 
     mode: str
     peers: int
@@ -124,17 +124,17 @@ class Row:
 
 
 def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
-    """Settings of a model with as many elements of shared tensors to each of an expert as another.
+    """Settings of a model with another model's ratio of shared elements to expert elements.
 
-    Few rows and long columns: a router is then as small next to its experts as that of the 7B, and
-    the vocabulary makes up for what is missing in shared tensors. What nobody trains is equal at
-    all peers and is not sent, so every token goes through all experts, and the embedding is the
-    output layer, of which each step moves all rows.
+    The matrices have few rows and long columns. So a router is as small in relation to its experts
+    as the 7B's, and the vocabulary supplies the missing shared elements. Untrained values are equal
+    at all peers and are not sent. So every token goes through all experts, and the embedding is
+    also the output layer, whose rows all move in each step.
 
     Args:
         like: the run whose shares are wanted.
-        layers: of the model; each has 3.1 million elements of experts with 16 elements a state.
-        hidden: elements of a token's state, a multiple of 8.
+        layers: of the model. With a hidden size of 16, each has 3.1 million elements of experts.
+        hidden: hidden size, a multiple of 8.
     """
     counted = parameters(like.model)
     experts = 3 * layers * EXPERTS * hidden * INTERMEDIATE
@@ -150,7 +150,7 @@ def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
 
 
 def exchanging(setting: Setting, num_peers: int) -> list[str]:
-    """Settings with which a run exchanges so."""
+    """A run's settings for this exchange."""
     wire = [
         f"wire.{kind}={value}" if value in TYPES else f"wire.{kind}_coding={value}"
         for kind, value in (("shared", setting.shared), ("experts", setting.experts))
@@ -169,14 +169,14 @@ def exchanging(setting: Setting, num_peers: int) -> list[str]:
 
 
 def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> list[str]:
-    """Settings with which the rehearsed run exchanges so, and lasts long enough."""
+    """The rehearsed run's settings for this exchange and a sufficient length."""
     return [
         *model_like(parse_config(RunConfig, LIKE.read_text(), source=str(LIKE)), layers),
         *exchanging(setting, num_peers),
         "wire.part_bytes=131072",
         f"run.rounds={counted_rounds(setting, least) + 3}",
         "round.local_steps=2",
-        "round.roster_after_s=120.0",  # everybody is waited for
+        "round.roster_after_s=120.0",  # rounds wait for all peers
         "merging.alpha=0.0",
         "data.validation_bytes=64",
         "train.batch_tokens=32",
@@ -185,7 +185,7 @@ def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> l
 
 
 def counted_rounds(setting: Setting, least: int) -> int:
-    """Whole periods of everything, of at least so many rounds."""
+    """A number of rounds, rounded up to whole periods of the schedule."""
     period = math.lcm(setting.rounds, setting.shared_every, setting.experts_every)
     return -(-least // period) * period
 
@@ -200,10 +200,10 @@ def run_of(overrides: Iterable[str]) -> RunConfig:
 
 
 def window_of(history: Sequence[Event], num_rounds: int, num_peers: int) -> Sequence[Event]:
-    """The counted rounds of a peer: all but the first, with which it fetches what joiners fetch.
+    """The counted rounds of a peer: all but the first, in which it fetches a joiner's blobs.
 
     Raises:
-        SwarmError: somebody was left out, so that others had less to send.
+        SwarmError: a round excluded a peer, so others had less to send.
     """
     window = history[1 : num_rounds + 1]
     for event in window:
@@ -211,7 +211,7 @@ def window_of(history: Sequence[Event], num_rounds: int, num_peers: int) -> Sequ
             raise SwarmError(
                 f"round {event['round']} went without {num_peers - len(event['contributors'])} of "
                 f"{num_peers} peers",
-                hint="run it again where less else is computed",
+                hint="run it again on a less busy machine",
             )
     return window
 
@@ -228,7 +228,7 @@ def interface_bytes(table: str) -> tuple[int, int]:
 
 
 def row_of(mode: Mode, run: RunConfig, num_peers: int, measured: Measured) -> Row:
-    """The measured bytes, and those that the formulas give."""
+    """The row of a mode: measured bytes, and the formulas' bytes."""
     setting, blobs = mode.setting, measured.blobs
     formula = cycle_bytes(run, setting, num_peers)
     plan = bytes_sent_per_peer_per_round(run, num_peers) * setting.rounds
@@ -242,7 +242,7 @@ def row_of(mode: Mode, run: RunConfig, num_peers: int, measured: Measured) -> Ro
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """What is not as it should be."""
+    """The figures that violate a limit."""
     found = []
     for row in rows:
         name = f"{row.mode}, N = {row.peers}"
@@ -275,10 +275,10 @@ def _mb(num_bytes: float | None) -> str:
 
 
 def measure(mode: Mode, overrides: list[str], num_peers: int, least: int, folder: Path) -> Measured:
-    """Trains a swarm for the rounds that are counted, and ends it.
+    """Trains a swarm for the counted rounds, and ends it.
 
     Raises:
-        SwarmError: it did not get there in time, or a round went without somebody.
+        SwarmError: the swarm was too slow, or a round excluded a peer.
     """
     num_rounds = counted_rounds(mode.setting, least)
     links = None if why_not_here() else NamespaceLinks(LINK)
@@ -289,7 +289,7 @@ def measure(mode: Mode, overrides: list[str], num_peers: int, least: int, folder
         return [applied(peer.events(), "quorum") for peer in swarm.peers]
 
     def after(rounds: int, timeout_s: float) -> list[tuple[int, int]]:
-        """Counters of all interfaces once every peer has applied so many rounds."""
+        """Counters of all interfaces when every peer has applied a number of rounds."""
         swarm.wait_until(
             lambda _: all(len(history) >= rounds for history in histories()),
             what=f"{mode.name}: {rounds} rounds of {num_peers} peers",
@@ -318,14 +318,14 @@ def measure(mode: Mode, overrides: list[str], num_peers: int, least: int, folder
 
 
 def _counters(prefix: Sequence[str]) -> tuple[int, int]:
-    """Of the namespace in which such a command runs."""
+    """Counters of the namespace of a command."""
     command = [*prefix, "cat", "/proc/net/dev"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     return interface_bytes(shown.stdout)
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Mode, int]]:
-    """Modes and numbers of peers that are asked for."""
+    """The requested modes and numbers of peers."""
     numbers = arguments.peers or ([2, 4, 8] if arguments.full else [4])
     modes = [
         mode
@@ -350,7 +350,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def described(rows: Sequence[Row], run: RunConfig) -> Mapping[str, Any]:
-    """What `--json` prints."""
+    """The JSON output."""
     return {
         "parameters": parameters(run.model).total,
         "shared_share": round(parameters(run.model).shared / parameters(run.model).total, 4),

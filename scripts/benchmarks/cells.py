@@ -1,4 +1,4 @@
-"""Trainings that are measured one by one and never twice: results on disk, and how they compare.
+"""Trainings that run once each: their results on disk, and comparisons.
 
 A *cell* is one training of an `InProcessSwarm`: a variant of the method, and a seed. The same seed
 means the same initial weights and the same text in all variants, so variants are compared in pairs.
@@ -30,9 +30,9 @@ from swarm.data.shards import Shards, open_shards
 from swarm.data.tokenizer import BYTE
 
 MEASURED = 2
-"""The held-out loss is measured so often, the last time at the end."""
+"""Number of measurements of the held-out loss, the last one at the end."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
-"""Of Student's distribution 97.5 % lie below, with 1, 2, ... degrees of freedom."""
+"""97.5 % quantiles of Student's distribution, with 1, 2, ... degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As `--cells` finds it."""
+        """The name that `--cells` matches."""
         return f"{self.group}/{self.variant}/{self.seed}"
 
 
@@ -58,7 +58,7 @@ class Text:
         self._documents: list[bytes] = []
 
     def fingerprint(self) -> str:
-        """Of the files; no content is read for it."""
+        """Fingerprint of the files, without reading their content."""
         return self._corpus.fingerprint()
 
     def shards(self) -> Shards:
@@ -76,7 +76,7 @@ class Text:
 
 
 def train(run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
-    """Trains a cell: what its line of the results says; `delay` as `InProcessSwarm`."""
+    """Trains a cell. Returns its line of the results. `delay` is as in `InProcessSwarm`."""
     began_s, worked_s = time.monotonic(), time.process_time()
     held_out, losses = read.held_out(run), {}
     with Loader(read.shards(), run) as loader:
@@ -95,13 +95,13 @@ def train(run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
 
 
 def key_of(run: RunConfig, delay: int = 0) -> str:
-    """What a cell was trained with."""
+    """The configuration of a cell."""
     return run.fingerprint() + (f" after {delay}" if delay else "")
 
 
 @functools.cache
 def commit() -> str:
-    """The program's commit, with a + where files were changed since; empty outside a clone."""
+    """The program's commit, with a + if files were changed since. Empty outside a clone."""
     command = ["git", "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
     folder = Path(__file__).parent
     try:
@@ -112,10 +112,10 @@ def commit() -> str:
 
 
 class Results:
-    """The file of finished trainings; a line that a kill has torn is cut off.
+    """The file of finished trainings. A line that a kill has torn is cut off.
 
-    A line is found by its name, its configuration and its text. The program is none of these: each
-    line has the commit with which it was trained.
+    A line is found by its name, its configuration and its text, but not by the program's version.
+    Each line has the commit of its training.
     """
 
     def __init__(self, path: Path, corpus: str) -> None:
@@ -126,7 +126,7 @@ class Results:
         if kept != whole:
             path.write_bytes(kept)
         lines = [json.loads(line) for line in kept.splitlines()]
-        # A line without a text is older than the field that names the text.
+        # A line without a text is older than this field.
         ours = [line for line in lines if line.get("corpus") == corpus]
         self._found = {(line["cell"], line["run"]): line for line in ours}
         self._asked, self._added = set[tuple[str, str]](), set[tuple[str, str]]()
@@ -137,7 +137,7 @@ class Results:
         return self._found.get((name, key))
 
     def add(self, name: str, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps what a training came to; returns its line."""
+        """Stores the result of a training. Returns its line."""
         line = {"cell": name, "run": key, "corpus": self._corpus, "commit": commit(), **values}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
@@ -147,7 +147,7 @@ class Results:
         return line
 
     def reused(self) -> str:
-        """How many of the trainings that were asked for were there already, by their commits."""
+        """The number of requested trainings that existed already, by their commits."""
         there = self._asked & self._found.keys()
         commits = Counter(self._found[each]["commit"] for each in there - self._added)
         shown = [f"{count} of {made or 'no commit'}" for made, count in sorted(commits.items())]
@@ -170,14 +170,14 @@ def gaps(losses: Losses, variant: str, base: str) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean, for errors that are normal; of 2 to 12 values."""
+    """The 95 % confidence interval of a mean of 2 to 12 values with normal errors."""
     middle = statistics.mean(values)
     half = T_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
 
 
 def parsed(arguments: Sequence[str] | None, description: str, out: str) -> argparse.Namespace:
-    """The options of a script; `out` is where its results go if nothing else is said."""
+    """The options of a script. `out` is the default file of its results."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--list", action="store_true", help="of cells and whether they are done")
     parser.add_argument(
@@ -195,15 +195,15 @@ def work_off(
     cells: Sequence[Cell],
     run_of: Callable[[Cell], tuple[RunConfig, int]],
 ) -> Losses:
-    """Trains the cells that are asked for and not there yet, or lists them.
+    """Trains the requested cells that do not exist yet, or lists them.
 
     Args:
-        asked: as `parsed` gives it.
-        cells: all of them, in order.
-        run_of: the run file and the delay of a cell.
+        asked: the result of `parsed`.
+        cells: all cells, in order.
+        run_of: gives the run file and the delay of a cell.
 
     Returns:
-        Of all cells that are finished.
+        The lines of all finished cells.
     """
     read = Text(asked.corpus, asked.out.parent / "tokens")
     results = Results(asked.out, read.fingerprint())

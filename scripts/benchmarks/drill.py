@@ -16,7 +16,7 @@ from swarm.emulation.local_swarm import LocalSwarm, summary
 
 WARM_UP_ROUNDS = 4
 MEAN_GAP_S = 2.0
-"""Between the return of one victim and the next kill, about."""
+"""Approximate seconds between the return of one victim and the next kill."""
 ABSENCE_S = (0.01, 6.0)
 
 
@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(kills: int, seed: int) -> FaultPlan:
-    """One kill at a time; the next waits for the victim to contribute again."""
+    """One kill at a time. The next one waits until the victim contributes again."""
     if not kills:
         return FaultPlan(seed=seed)
     at = At(every_s=MEAN_GAP_S, times=kills)
@@ -46,7 +46,7 @@ def plan_of(kills: int, seed: int) -> FaultPlan:
 
 
 def drill(runner: FaultRunner, kills: int) -> None:
-    """Runs until all kills are over; it ends early at a hang or when a peer ends on its own."""
+    """Runs until all kills are over. Ends early at a hang, or when a peer ends by itself."""
     swarm = runner.swarm
     runner.prepare()
     swarm.start()
@@ -60,7 +60,7 @@ def drill(runner: FaultRunner, kills: int) -> None:
 
 
 def verdict_of(runner: FaultRunner) -> dict[str, Any]:
-    """What a script wants to know."""
+    """The figures for a script."""
     histories = [peer.events() for peer in runner.swarm.peers]
     whole = summary(runner.swarm)
     quiet = quiet_rounds(runner.happened, histories)

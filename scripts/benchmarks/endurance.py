@@ -1,4 +1,7 @@
-"""A real swarm for hours: what its processes and folders hold. See scripts/benchmarks/endurance."""
+"""A real swarm for hours: memory of its processes, and sizes of its folders.
+
+See scripts/benchmarks/endurance.
+"""
 
 import argparse
 import csv
@@ -24,18 +27,19 @@ STEP_S = 0.25
 DAEMON = "p2pd"
 """libp2p's program, which each peer starts once."""
 SETTINGS = settings("round.local_steps=6", "merging.interval_steps=600")
-"""Six timed steps of 0.25 s and an average: rounds of about 2 s; a merge every 100 rounds."""
+"""Six timed steps of 0.25 s and averaging: rounds of about 2 s, with a merge every 100 rounds."""
 SAMPLE_EVERY_S = 20.0
 WARM_UP_S = 600.0
-"""Caches fill in this time; what is held at its end is what later samples are compared with."""
+"""Caches fill in this time. Later samples are compared with those at its end."""
 WINDOW_S = 600.0
 ALLOWED_GROWTH = 1.05
 FEW = 2
-"""So many descriptors or threads more are no growth: connections come and go."""
+"""Up to this number of additional descriptors or threads is no growth, because connections come and
+go."""
 ALLOWED_DISK_PER_ROUND = 2_000
 START_S = 120.0
 STILL_S = 120.0
-"""A swarm without a new round for so long hangs."""
+"""A swarm without a new round for this time hangs."""
 FORMULA = f"""\
 Memory, descriptors and threads are counted per process (each peer and its libp2p daemon). Growth is
 the median of the last {WINDOW_S:.0f} s over the median of the {WINDOW_S:.0f} s after a warm-up of
@@ -49,7 +53,7 @@ peers have different manifests at one height."""
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at one moment."""
+    """The figures of one process at one moment."""
 
     at_s: float
     """Seconds since the swarm started."""
@@ -115,7 +119,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.samples: list[Sample] = []
         self.disk: list[tuple[float, int, int, dict[str, int]]] = []
-        """Of each peer: seconds, peer, rounds, bytes by kind."""
+        """Samples of each peer: seconds, peer, rounds, bytes by kind."""
         self._path = path
         self._write([[f.name for f in fields(Sample)]])
 
@@ -138,7 +142,7 @@ class Recorder:
 
 
 def growth(samples: Sequence[Sample], figure: str) -> tuple[float, float, float]:
-    """Median after the warm-up, median at the end, and their ratio, of one process's figure."""
+    """One process's figure: median after the warm-up, median at the end, and their ratio."""
     end_s = samples[-1].at_s
     first = [s for s in samples if WARM_UP_S <= s.at_s < WARM_UP_S + WINDOW_S]
     last = [s for s in samples if s.at_s >= end_s - WINDOW_S]
@@ -152,7 +156,7 @@ def disk_growth(
 ) -> dict[str, float]:
     """Bytes a round by which each kind of a peer's files grew since the warm-up.
 
-    Between means of windows, since packs are written and collected in turn.
+    Compares means of windows, because packs are written and collected in turn.
     """
     mine = [entry for entry in disk if entry[1] == peer]
     end_s = mine[-1][0]
@@ -168,7 +172,7 @@ def disk_growth(
 
 
 def run(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str], None]) -> str:
-    """Runs the swarm for so long; returns why it stopped early, or an empty string."""
+    """Runs the swarm for a time. Returns why it stopped early, or an empty string."""
     swarm.start()
     swarm.wait_until(
         lambda s: min(map(rounds_of, s.peers)) > 0, what="the first round", timeout_s=START_S
@@ -194,7 +198,10 @@ def run(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str]
 
 
 def watched(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str], None]) -> str:
-    """As `run`; what ends it after the first sample is a reason too, so its figures are shown."""
+    """As `run`.
+
+    An error after the first sample counts as a reason too, so the figures are shown.
+    """
     try:
         return run(swarm, recorder, hours, say)
     except (SwarmError, OSError, KeyboardInterrupt) as error:

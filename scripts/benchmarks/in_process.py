@@ -1,8 +1,8 @@
-"""A swarm in one process, without a network: for measurements of what a method does to the loss.
+"""A swarm in one process, without a network, to measure the effect of a method on the loss.
 
-Nothing is computed here. Local steps, schedule of the units, deltas, weights of a mean, the mean,
-what is left over of it, adoption, owners and merges are the functions that a peer calls. Tests
-compare the outcome, bit for bit, with the plain reference of SPES and with swarms of processes.
+Nothing is computed here. Local steps, schedule of the units, deltas, weights of a mean, the mean
+and its remainder, adoption, owners and merges are the functions that a peer calls. Tests compare
+the result, bit for bit, with the plain reference of SPES and with swarms of processes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from swarm.train.engine.resident import ResidentEngine
 
 
 class Entry(NamedTuple):
-    """What the schedule reads of a manifest's entry."""
+    """The fields of a manifest's entry that the schedule reads."""
 
     version: int
     codec: str
 
 
 class Tip(NamedTuple):
-    """What schedule and merging read of a manifest."""
+    """The fields of a manifest that schedule and merging read."""
 
     round: int
     step: int
@@ -64,13 +64,13 @@ class Tip(NamedTuple):
 
 @dataclass(frozen=True)
 class Move:
-    """A unit that a round or a merge has moved.
+    """A change of a unit by a round or a merge.
 
     Attributes:
         layout: of the unit.
-        before: bytes of its agreed value until then.
-        after: from then on.
-        offered: what each source offered, a delta or a value; None: it was merged.
+        before: bytes of its previous agreed value.
+        after: bytes of the new one.
+        offered: each source's offer, a delta or a value. None for a merge.
     """
 
     layout: UnitLayout
@@ -80,7 +80,7 @@ class Move:
 
 
 class InProcessSwarm:
-    """`run.peers` peers that are never left out, with experts that never move."""
+    """`run.peers` peers that are never excluded, with experts that never change owners."""
 
     def __init__(
         self,
@@ -90,14 +90,15 @@ class InProcessSwarm:
         delay: int = 0,
         owners: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
-        """All with the initial model and their shares of the experts.
+        """Starts all peers with the initial model and their shares of the experts.
 
         Args:
             run: exact, or with codings.
             loader: of the common text.
-            delay: local steps that a peer does until it has what a round that it does not wait for
-                has agreed on; at most those of a round. 0: it waits.
-            owners: of each expert, by peer ids; None: as new peers with equal machines get them.
+            delay: local steps of a peer until it has the result of a round without waiting for it,
+                at most those of a round. 0: it waits.
+            owners: of each expert, by peer ids. None: the owners among new peers with equal
+                machines.
         """
         self.run, self.loader, self.delay = run, loader, delay
         self.layout = layout_of(run)
@@ -126,7 +127,7 @@ class InProcessSwarm:
         return tensors
 
     def round(self) -> None:
-        """Local steps of each peer, what they agree on, and a merge if one is due."""
+        """Local steps of each peer, the agreement, and a merge if one is due."""
         phase = self.run.phase_at(self.tokens)
         early = min(self.delay, phase.local_steps)
         work = Counter(self._train(early))
@@ -151,7 +152,7 @@ class InProcessSwarm:
         return engine
 
     def _train(self, steps: int) -> dict[str, int]:
-        """So many steps of each peer on the next samples; gives the tokens they predicted."""
+        """Trains each peer for some steps on the next samples. Returns the predicted tokens."""
         work = {peer: self._train_one(peer, steps) for peer in self.peers if steps}
         self.steps += steps
         return work
@@ -172,7 +173,7 @@ class InProcessSwarm:
         self.tokens += stats.tokens
         return stats.tokens
 
-    # ------------------------------------------------ what they agree on
+    # ------------------------------------------------ agreement
 
     def _agree(self, work: Mapping[str, int]) -> None:
         due = self.rules.schedule.due(self.tip)  # type: ignore[arg-type]  # reads these only
@@ -213,7 +214,7 @@ class InProcessSwarm:
         return Move(layout, before, after, dict(zip(sources, given, strict=True)))
 
     def _merge(self) -> None:
-        """All experts move towards their donors, from the agreed values before."""
+        """Moves all experts towards their donors, from the previous agreed values."""
         run, values, layouts = self.run, dict(self.values), self.layout.by_unit
 
         def read(part: Slice) -> Tensor:
@@ -244,7 +245,7 @@ class InProcessSwarm:
         self._pending = []
 
     def _follow(self, peer: str, engine: Engine, move: Move) -> None:
-        """As `LiveModel.adopt`, of a peer that every round counts."""
+        """As `LiveModel.adopt`, for a peer that every round counts."""
         layout, before, after = move.layout, _reader(move.before), _reader(move.after)
         if peer not in self._sources(layout.unit):
             engine.write(dict(read_tensors(layout, self.layout.shapes, after)))

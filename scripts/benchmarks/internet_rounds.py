@@ -1,9 +1,9 @@
-"""The rounds of bench_internet.py: lines that are drawn, what each peer moves, and how long. Pure.
+"""The rounds of bench_internet.py: drawn lines, bytes of each peer, and seconds. Pure.
 
-A round is a chain of stages, each of which lasts as long as the slowest line that it needs: offers
-to the convener, offers to the reducers, values to the reducers, the body of the manifest to all,
-means to all. Who averages what, which units are due and who is waited for is decided by the
-functions that peers use.
+A round is a chain of stages, each as long as the slowest line that it needs: offers to the
+convener, offers to the reducers, values to the reducers, the body of the manifest to all, means to
+all. The functions of peers decide who averages what, which units are due and whom the round waits
+for.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FIOS = "Verizon Fios 940/880 by Verizon's own tests, October 2019"
 
 @dataclass(frozen=True)
 class Quantile:
-    """So many Mbit/s or less has this share of the lines.
+    """The share of the lines with this rate or less.
 
     Attributes:
         share: 0 to 1.
         mbit: the rate.
-        source: where it comes from.
+        source: of the figure.
     """
 
     share: float
@@ -55,7 +55,7 @@ UP = (
     Quantile(0.9, 142.8, f"AT&T, the fastest of these six; a tenth: {ROUND}"),
     Quantile(1.0, 880.0, FIOS),
 )
-"""Uplinks, between these straight in log(Mbit/s)."""
+"""Uplinks, with linear interpolation in log(Mbit/s) between these."""
 DOWN = (
     Quantile(0.0, 25.0, f"{FCC_2015}: that nobody has less is {ROUND}"),
     Quantile(0.1, 30.49, f"the slowest {OOKLA_2023}"),
@@ -63,14 +63,14 @@ DOWN = (
     Quantile(0.9, 698.62, f"the fastest {OOKLA_2023}"),
     Quantile(1.0, 940.0, FIOS),
 )
-"""Downlinks, likewise. A line has the same rank in both: the fast ones are of fibre."""
+"""Downlinks, likewise. A line has the same rank in both, because the fast ones are fiber."""
 RTT_S = 0.118
 """14 ms to a server nearby (median, as OOKLA_US) of both lines, and 90 ms from New York to London
 (Verizon's service level), as in swarm/emulation/links.py."""
 EXCHANGES = 20
-"""Messages and asks of a round that follow each other: 4 until an offer is at the convener, 5 until
-the offers are at the reducers, 2 for values, 1 REDUCED, 3 for PROPOSE and body, 2 for means, 1
-ACCEPT, 2 for COMMIT and its certificate."""
+"""Sequential messages and requests of a round: 4 until an offer is at the convener, 5 until the
+offers are at the reducers, 2 for values, 1 REDUCED, 3 for PROPOSE and body, 2 for means, 1 ACCEPT,
+2 for COMMIT and its certificate."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Constants:
         cpu_s: of the convener's decisions, one after the other.
         control_s: of polls, greetings and votes.
         compute_s: of the local steps of a round.
-        exchange_s: of making an offer, and of adopting the outcome.
-        link_share: of a line's rate that transfers reach.
-        overlap: whether steps go on meanwhile.
+        exchange_s: of making an offer, and of adopting the result.
+        link_share: share of a line's rate that transfers reach.
+        overlap: whether steps continue meanwhile.
     """
 
     offer_bytes: int
@@ -110,8 +110,9 @@ class Constants:
 class Moved:
     """Bytes of the data phase, of each peer.
 
-    `values` it sends to reducers, and gets `averaged` as one; `means` it sends to all; `experts`
-    are its own, sent to all, or what it sends of experts where relays pass them on (`passed`).
+    It sends `values` to reducers, receives `averaged` as a reducer, and sends `means` to all.
+    `experts` are its own, sent to all. Where relays pass experts on, `passed` are the bytes of
+    experts that it sends.
     """
 
     values: dict[PeerId, float]
@@ -122,22 +123,22 @@ class Moved:
     received: dict[PeerId, float]
     num_reducers: int
     own: dict[PeerId, float]
-    """Of the means and experts of which a peer is the origin, one copy of each."""
+    """One copy of each mean and expert that the peer is the origin of."""
 
 
 Stages = Mapping[str, tuple[float, str]]
-"""Seconds of each, and what it waits for."""
+"""Seconds of each stage, and its bottleneck."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round with one of the peers as its convener; seconds.
+    """A round with one of the peers as its convener. Times are seconds.
 
     Attributes:
-        stages: seconds by name; all of them together are the round without its local steps.
-        relayed: the same with experts and manifests passed on by relays [D4].
-        flow_s: what the data would take at least if anybody could pass on anything.
-        bottleneck, bottleneck_relayed: what the longest of the stages waits for.
+        stages: seconds by name. Their sum is the round without its local steps.
+        relayed: the same if relays pass on experts and manifests [D4].
+        flow_s: least seconds of the data if any peer could pass on any data.
+        bottleneck, bottleneck_relayed: the bottleneck of the longest stage.
     """
 
     stages: Mapping[str, float]
@@ -156,7 +157,7 @@ def _longest(stages: Stages) -> str:
 
 
 def rate_at(quantiles: Sequence[Quantile], share: float) -> float:
-    """Mbit/s that so many of the lines do not exceed."""
+    """Mbit/s that this share of the lines does not exceed."""
     above = min(bisect_right([q.share for q in quantiles], share), len(quantiles) - 1)
     low, high = quantiles[above - 1], quantiles[above]
     part = (share - low.share) / (high.share - low.share)
@@ -164,7 +165,7 @@ def rate_at(quantiles: Sequence[Quantile], share: float) -> float:
 
 
 def draw_lines(peers: Sequence[PeerId], seed: int, least_up: float = 0.0) -> dict[PeerId, Line]:
-    """A line for each peer, of those that send `least_up` Mbit/s or more."""
+    """A line for each peer, from the lines with uplinks of at least `least_up` Mbit/s."""
     random = Random(f"lines {seed}")
     first = next((n / 1000 for n in range(1000) if rate_at(UP, n / 1000) >= least_up), 0.999)
     ranks = [first + random.random() * (1 - first) for _ in peers]
@@ -173,7 +174,7 @@ def draw_lines(peers: Sequence[PeerId], seed: int, least_up: float = 0.0) -> dic
 
 
 def offers_of(tip: Manifest, rules: Rules) -> dict[PeerId, Offer]:
-    """What all members offer after a tip; their digests mean nothing."""
+    """The offers of all members after a tip, with meaningless digests."""
     sizes = rules.offered_bytes
     return {
         peer: Offer(
@@ -190,12 +191,12 @@ def offers_of(tip: Manifest, rules: Rules) -> dict[PeerId, Offer]:
 
 
 def uplinks_of(lines: Mapping[PeerId, Line]) -> dict[PeerId, int]:
-    """In whole Mbit/s, as READYs have them."""
+    """Uplinks in whole Mbit/s, as in READY messages."""
     return {peer: max(1, round(line.up)) for peer, line in lines.items()}
 
 
 def moved(offers: Mapping[PeerId, Offer], lines: Mapping[PeerId, Line], rules: Rules) -> Moved:
-    """Who sends and gets how much; uplinks are measured."""
+    """The bytes that each peer sends and receives. Uplinks count as measured."""
     num_others, sizes, uplinks = len(offers) - 1, rules.moved_bytes, uplinks_of(lines)
     reducers = assign_reducers(offers, uplinks, sizes, rules.averaged_deltas)
     relays = relays_among(reducers.values(), uplinks)
@@ -226,22 +227,22 @@ def moved(offers: Mapping[PeerId, Offer], lines: Mapping[PeerId, Line], rules: R
 
 @dataclass(frozen=True)
 class Round:
-    """One drawing of lines, and what moves over them."""
+    """One drawing of lines, and their traffic."""
 
     lines: Mapping[PeerId, Line]
     moved: Moved
     constants: Constants
 
     def up_s(self, peer: PeerId, num_bytes: float) -> float:
-        """Seconds in which a peer sends so much."""
+        """Seconds in which a peer sends a number of bytes."""
         return num_bytes * 8e-6 / (self.lines[peer].up * self.constants.link_share)
 
     def down_s(self, peer: PeerId, num_bytes: float) -> float:
-        """Seconds in which it receives so much."""
+        """Seconds in which a peer receives a number of bytes."""
         return num_bytes * 8e-6 / (self.lines[peer].down * self.constants.link_share)
 
     def data(self) -> Stages:
-        """Stages that are the same whoever convenes: seconds, and what they wait for."""
+        """The stages that do not depend on the convener: seconds and bottlenecks."""
         lines, it, offer = self.lines, self.moved, self.constants.offer_bytes
         num_peers, asked = len(lines), offer * it.num_reducers
         lists = max(
@@ -266,7 +267,7 @@ class Round:
         return data
 
     def flow_s(self) -> float:
-        """Least seconds of values, means and experts if all that have something pass it on."""
+        """Least seconds of values, means and experts if all peers pass on their data."""
         it, lines = self.moved, self.lines
         total = sum(it.values.values()) + sum(it.received.values())
         rate = sum(line.up for line in lines.values()) * self.constants.link_share
@@ -301,7 +302,7 @@ class Round:
         )
 
     def relayed_body_s(self, convener: PeerId, num_bytes: int) -> float:
-        """Seconds until everybody has a body that relays pass on, and then whoever is idle."""
+        """Seconds until all peers have a body that first relays and then all idle peers pass on."""
         num_others = len(self.lines) - 1
         relays = [p for p in relays_of_body(uplinks_of(self.lines)) if p != convener]
         if not relays:
@@ -314,10 +315,10 @@ class Round:
 
 
 def counted(round_: Round, stages: Mapping[str, float]) -> tuple[int, float]:
-    """Peers whose steps a round counts, and for how long the median peer waits for them, seconds.
+    """Peers whose steps a round counts, and the seconds that the median peer waits for them.
 
-    By the rule that conveners close rosters with. A peer begins its steps once it has what the
-    round before decided: as much later than the median peer as its downlink is slower.
+    The conveners' rule for closing rosters decides. A peer begins its steps when it has the
+    previous round's result. Its delay after the median peer follows from its slower downlink.
     """
     it, lines = round_.constants, round_.lines
     fetched = sorted(round_.down_s(peer, round_.moved.received[peer]) for peer in lines)
@@ -341,7 +342,7 @@ def counted(round_: Round, stages: Mapping[str, float]) -> tuple[int, float]:
 
 
 def utilisation(stages: Mapping[str, float], constants: Constants, waited_s: float) -> float:
-    """Share of the time that the median peer computes, which waits so long for later ones."""
+    """Share of time that the median peer computes, given its wait for later ones."""
     round_s = sum(stages.values()) + waited_s
     waits_s = max(0.0, round_s - constants.compute_s) if constants.overlap else round_s
     return constants.compute_s / (constants.compute_s + waits_s)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """SPES through a parameter server, as far as bytes and times matter: no crash, no join, no check.
 
-`serve` waits for all peers, averages the shared tensors of what they send in fp32, and sends back
-to each the mean and the experts of the others. `train` waits as long as the local steps of a cycle
-take, sends shared tensors and own experts, and takes the answer. Not for people:
-`bench_utilisation.py` starts them in namespaces of their own.
+`serve` waits for all peers, averages their shared tensors in fp32, and sends each peer the mean and
+the others' experts. `train` waits for the duration of a cycle's local steps, sends shared tensors
+and own experts, and receives the answer. Not for people: `bench_utilisation.py` starts both in
+separate namespaces.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Sizes:
     Attributes:
         shared: of tensors that all peers train.
         own: of the experts of one peer.
-        peers: how many there are.
+        peers: their number.
     """
 
     shared: int
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a peer did in a cycle, in seconds; the server's work is in `exchange_s`."""
+    """A peer's seconds in a cycle. `exchange_s` includes the server's work."""
 
     wall_s: float
     computing_s: float
@@ -59,7 +59,7 @@ class Cycle:
 
 
 def serve(listener: socket.socket, sizes: Sizes, cycles: int) -> None:
-    """Averages for so many cycles."""
+    """Averages for a number of cycles."""
     peers = [listener.accept()[0] for _ in range(sizes.peers)]
     for peer in peers:
         peer.sendall(READY)
@@ -72,7 +72,7 @@ def serve(listener: socket.socket, sizes: Sizes, cycles: int) -> None:
 
 
 def answers_to(offers: Sequence[bytearray], sizes: Sizes) -> list[list[memoryview]]:
-    """For each peer the mean of the shared tensors, then the experts of all others."""
+    """The answer to each peer: the mean of the shared tensors, then the experts of all others."""
     arrays = [np.frombuffer(offer, np.float32) for offer in offers]
     mean = np.mean([array[: sizes.shared] for array in arrays], axis=0, dtype=np.float32)
     experts = [array[sizes.shared :].data for array in arrays]
@@ -85,7 +85,7 @@ def _answer(peer: socket.socket, values: Sequence[memoryview]) -> None:
 
 
 def train(address: tuple[str, int], sizes: Sizes, cycles: int, compute_s: float) -> list[Cycle]:
-    """Takes part in so many cycles; returns what each took."""
+    """Takes part in a number of cycles. Returns the seconds of each."""
     offer = np.random.default_rng(0).standard_normal(sizes.sent // ELEMENT_BYTES, np.float32)
     done = []
     with _connected(address) as server:
@@ -121,7 +121,7 @@ def _received(connection: socket.socket, count: int) -> bytearray:
     while rest:
         taken = connection.recv_into(rest)
         if not taken:
-            raise ConnectionError("the other side has gone")
+            raise ConnectionError("the other side has closed the connection")
         rest = rest[taken:]
     return found
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Draws a run as an SVG, from what its peers wrote down: held-out loss and traffic of each round.
+"""Draws a run as an SVG from its peers' events: held-out loss and traffic of each round.
 
     python scripts/benchmarks/plot_run.py STATE_DIR... --out run.svg
 
 Each place is an events.jsonl, or a folder with such files anywhere below it: the state directory of
-a peer, or that of swarm-local. The more peers are given, the more is known: a held-out loss is in
-the events of the peer that measured it, bytes are in those of the peer that sent them.
+a peer, or that of swarm-local. More peers give a fuller picture, because a held-out loss is in the
+events of the measuring peer, and bytes are in those of the sending peer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class NothingToDraw(Exception):
 
 @dataclass
 class History:
-    """What several peers of a run wrote down.
+    """The events of several peers of a run.
 
     Attributes:
-        losses: held-out loss by round, nats per token; of a merge's round the one after it.
+        losses: held-out loss by round, nats per token. For a round with a merge, the loss after it.
         sent: bytes that each peer sent for a round and a merge after it, by round.
-        peers: how many peers wrote a round down.
-        runs: ids of the runs that the events belong to.
+        peers: number of peers with an event of a round.
+        runs: ids of the events' runs.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class History:
 
 
 def events_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file; a line that is not whole, as a crash leaves it, is passed over."""
+    """The events of a file. Skips an incomplete line, as a crash leaves it."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -78,10 +78,10 @@ def files_of(places: Iterable[Path]) -> list[Path]:
 
 
 def history_of(files: Iterable[Path]) -> History:
-    """What all these files say together.
+    """The combined events of all these files.
 
     Raises:
-        NothingToDraw: they hold no round, or events of several runs.
+        NothingToDraw: the files have no round, or events of several runs.
     """
     history = History()
     for path in files:
@@ -154,16 +154,16 @@ class Panel:
     marks: Sequence[float]
 
     def x(self, at: float) -> float:
-        """Where a round is."""
+        """The x coordinate of a round."""
         return LEFT + (at - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Where a value is."""
+        """The y coordinate of a value."""
         low, high = self.marks[0], self.marks[-1]
         return self.top + PANEL * (1 - (value - low) / (high - low))
 
     def frame(self, title: str) -> list[str]:
-        """Title, lines across and their numbers."""
+        """Title, horizontal lines and their numbers."""
         drawn = [text(LEFT, self.top - 12, title, anchor="start", size=14)]
         for mark in self.marks:
             y = self.y(mark)
@@ -183,7 +183,7 @@ class Panel:
 
 
 def loss_panel(history: History, top: float, last: int) -> list[str]:
-    """The held-out loss, a point each time that it was measured."""
+    """The held-out loss, with a point for each measurement."""
     if not history.losses:
         return [text(LEFT, top, "no held-out loss in these events", anchor="start")]
     panel = Panel(top, -0.5, last + 0.5, ticks(0, max(history.losses.values()), MAX_MARKS))

@@ -1,4 +1,4 @@
-"""What the programs share that rehearse a swarm's life: the run, the folder, the report."""
+"""Shared parts of programs that rehearse a swarm's life: the run, the folder, the report."""
 
 import argparse
 import contextlib
@@ -18,20 +18,23 @@ RUN_FILE = Path(__file__).resolve().parents[2] / "configs/runs/rehearsal.toml"
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that all of them have."""
+    """The common options."""
     parser.add_argument("--state-dir", type=Path, help="kept; by default a temporary folder")
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
 
 
 def folder_of(arguments: argparse.Namespace, name: str) -> Path:
-    """Where states and logs go."""
+    """The folder of states and logs."""
     folder: Path = arguments.state_dir or Path(tempfile.mkdtemp(prefix=f"swarm-{name}-"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def tidy(folder: Path, arguments: argparse.Namespace) -> None:
-    """Removes a temporary folder: of large models gigabytes. After a failure it is worth a look."""
+    """Removes a temporary folder, which may have gigabytes.
+
+    After a failure the folder stays for inspection.
+    """
     if arguments.state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -41,14 +44,14 @@ def rehearse(
     arguments: argparse.Namespace,
     verdict_of: Callable[[argparse.Namespace, Path, Callable[[str], None]], dict[str, Any]],
 ) -> int:
-    """Runs a rehearsal in a folder of its own, reports its verdict, and returns the exit status.
+    """Runs a rehearsal in a new folder, reports its verdict, and returns the exit status.
 
-    The temporary folder of what passed is removed.
+    The temporary folder of a passed rehearsal is removed.
 
     Args:
-        name: of the rehearsal, in the name of a temporary folder.
+        name: of the rehearsal, part of the name of a temporary folder.
         arguments: with the options of `add_common`.
-        verdict_of: rehearses in a folder; the verdict says under "passed" whether all went well.
+        verdict_of: rehearses in a folder. The verdict's "passed" is true if all went well.
     """
     folder, say, passed = folder_of(arguments, name), teller(), False
     try:
@@ -66,7 +69,7 @@ def rehearse(
 
 @contextlib.contextmanager
 def killing(swarm: LocalSwarm) -> Iterator[None]:
-    """Kills the peers in the end, and closes their network also where one is not to be killed."""
+    """Kills the peers at the end, and closes their network even if a peer cannot be killed."""
     try:
         yield
     finally:
@@ -83,7 +86,7 @@ def settings(*overrides: str) -> list[str]:
 
 
 def teller() -> Callable[[str], None]:
-    """Prints what happens, with the seconds since now, next to the report."""
+    """Returns a function that prints progress with the seconds since now, as the report."""
     began_s = time.monotonic()
 
     def say(text: str) -> None:
@@ -93,7 +96,7 @@ def teller() -> Callable[[str], None]:
 
 
 def report(verdict: Mapping[str, object], arguments: argparse.Namespace) -> None:
-    """A line for each figure; with --json these go to stderr, and one object to stdout."""
+    """Prints a line for each figure. With --json these go to stderr, and one object to stdout."""
     out = sys.stderr if arguments.json else sys.stdout
     print(*_lines(verdict), sep="\n", file=out)
     if arguments.json:

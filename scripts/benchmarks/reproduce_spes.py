@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The orderings of the paper of SPES at a small scale, in one process without a network.
+"""Reproduces the orderings of the SPES paper at a small scale, in one process without a network.
 
 Each cell trains a model of 0.26 M parameters on the bytes of Python's standard library, with one
-variant of the method and one seed; the same seed means the same initial weights and the same text
-in all variants, and all see equally many tokens and steps. Groups of variants:
+variant of the method and one seed. The same seed means the same initial weights and the same text
+in all variants, and all take the same number of tokens and steps. Groups of variants:
 
 main     all on one machine ("centralised": one peer with the batches of all), FedAvg (every peer
          trains all, R = N: DiLoCo with an outer SGD of rate 1), SPES, SPES with expert merging
@@ -13,8 +13,8 @@ alpha    strength of the merging
 K        donors of an expert in a merge
 lr       learning rates, of the three methods
 
-A finished cell is a line of `--out` and is not computed again, so the script may be killed and goes
-on where it was; a cell is a run configuration, and counts as long as that is the same.
+A finished cell is a line of `--out` and is not computed again, so a killed script resumes. A cell
+is valid as long as its run configuration is the same.
 
     python scripts/benchmarks/reproduce_spes.py --list
     python scripts/benchmarks/reproduce_spes.py --cells 'main/*' 'H/*' --plot out/reproduce_spes.svg
@@ -41,7 +41,7 @@ PEERS, SEQUENCES = 4, 16
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the cells are."""
+    """The size of the cells."""
 
     steps: int
     local_steps: int
@@ -57,14 +57,14 @@ QUICK = Scale(steps=16, local_steps=2, hidden=16, length=16, held_out_bytes=1024
 
 @dataclass(frozen=True)
 class Variant:
-    """What is different from the base, SPES without merging.
+    """Differences from the base, which is SPES without merging.
 
     Attributes:
         label: in the table and the picture.
         peers: N.
-        owners: R; None for all.
+        owners: R. None for all.
         h_times: H in units of the base's.
-        alpha: alpha0 of the merging; 0 for none.
+        alpha: alpha0 of the merging. 0 for none.
         top_k: K of the merging.
         lr: in units of the base's.
     """
@@ -112,7 +112,7 @@ GROUPS = {
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, those first that say most."""
+    """All cells, the most informative first."""
     for group, variants in GROUPS.items():
         for seed in SEEDS:
             yield from (Cell(group, variant, seed) for variant in variants)
@@ -232,7 +232,7 @@ def picture(losses: Losses) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains what is asked for and not there yet, then prints the table."""
+    """Trains the requested cells that do not exist yet, then prints the table."""
     asked = parsed(arguments, __doc__.splitlines()[0], "reproduce_spes.jsonl")
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL

@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""What codings, slices and overlap do to the loss, at equal tokens, in one process without network.
+"""The effect of codings, slices and overlap on the loss at equal tokens, in one process.
 
 Each cell trains a model of 0.26 M parameters on the bytes of Python's standard library, with one
-way to exchange and one seed; the same seed means the same initial weights and the same text. A
-cycle is 20 local steps in all of them, and experts are merged after the same cycles. Groups:
+way to exchange and one seed. The same seed means the same initial weights and the same text. A
+cycle is 20 local steps in all cells, and experts are merged after the same cycles. Groups:
 
-main      centralised, exact SPES, and what the run files for home links do: about 1/18 and 1/33 of
-          fp32 DiLoCo's bytes; "late" is for lines with 20 Mbit/s up, where a round takes most of
-          the steps beside it
-muon      the same training with Muon for matrices, centralised, exact, at home, with two owners
+main      centralised, exact SPES, and the settings of the run files for home links: about 1/18 and
+          1/33 of fp32 DiLoCo's bytes. "late" is for lines with 20 Mbit/s up, where a round lasts
+          for most of the steps that it overlaps
+muon      the same training with Muon for matrices: centralised, exact, at home, with two owners
 frontier  the other codings, whole rounds that wait, two owners, and slices without coding
 
-Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
-`swarm-plan`; the gap is that to centralised training. A finished cell is a line of `--out` and is
-not computed again, so a killed script resumes where it was.
+Bytes are those of the 7B of configs/runs with N = 4, as a fraction of fp32 DiLoCo's, by the formula
+of `swarm-plan`. The gap is the difference to centralised training. A finished cell is a line of
+`--out` and is not computed again, so a killed script resumes where it was.
 
     python scripts/benchmarks/reproduce_wire_quality.py --list
     python scripts/benchmarks/reproduce_wire_quality.py --cells 'main/*' --plot out/wire_quality.svg
@@ -44,7 +44,7 @@ DILOCO = Setting("fp32", "fp32", owners=PEERS)
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the cells are."""
+    """The size of the cells."""
 
     steps: int
     hidden: int
@@ -64,10 +64,10 @@ class Variant:
         label: in the table and the picture.
         shared: coding of the shared tensors.
         experts: coding of the experts.
-        rounds: of a cycle; each averages all shared tensors.
+        rounds: of a cycle. Each averages all shared tensors.
         experts_every: rounds between two exchanges of an expert.
         owners: of an expert.
-        delay: local steps until a round's outcome is here; 0: they wait for it.
+        delay: local steps until a round's result is here. 0: steps wait for it.
         peers: 1 trains all on one machine, with the batches of all.
         optimizer: "adamw" or "muon".
         lr: of the optimizer, for matrices of Muon too.
@@ -132,11 +132,11 @@ GROUPS = {
     "muon": (4, tuple(name for name, each in VARIANTS.items() if each.optimizer == "muon")),
     "frontier": (3, tuple(list(VARIANTS)[10:])),
 }
-"""How many seeds, and the variants."""
+"""The number of seeds, and the variants."""
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, those first that say most."""
+    """All cells, the most informative first."""
     for group, (seeds, variants) in GROUPS.items():
         for seed in range(1, seeds + 1):
             yield from (Cell(group, variant, seed) for variant in variants)
@@ -169,7 +169,7 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
 
 
 def share_of_diloco(variant: Variant) -> float:
-    """Bytes of a peer and cycle over those of fp32 DiLoCo, of the 7B."""
+    """Bytes of a peer in a cycle divided by those of fp32 DiLoCo, for the 7B."""
     source = RUNS / "spes_7b_home.toml"
     large = parse_config(
         RunConfig, source.read_text(), source=str(source), overrides=variant.overrides
@@ -186,7 +186,7 @@ def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and its 95 % interval where there are several."""
+    """The mean, and for several values its 95 % interval."""
     if len(values) < 2:
         return "".join(f"{value:+.2f}" for value in values)
     low, high = interval(values)
@@ -265,13 +265,13 @@ def picture(losses: Losses) -> str:
         line = f'x1="{at - 8:.1f}" x2="{at + 8:.1f}" y1="{y(mean):.1f}" y2="{y(mean):.1f}"'
         drawn.append(f'<line {line} stroke="{INK}" stroke-width="2"/>')
         drawn.append(text(at + 10, y(mean) + 4, variant.label, anchor="start", size=10))
-    words = "bytes of fp32 DiLoCo's; a dot is a seed, a line their mean; green: beside the steps"
+    words = "bytes of fp32 DiLoCo's; a dot is a seed, a line their mean; green: overlaps the steps"
     drawn.append(text(LEFT, HEIGHT - 12, words, anchor="start"))
     return svg("What a thin wire does to the loss, at a small scale", HEIGHT, drawn)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains what is asked for and not there yet, then prints the table."""
+    """Trains the requested cells that do not exist yet, then prints the table."""
     asked = parsed(arguments, __doc__.splitlines()[0], "wire_quality.jsonl")
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL

@@ -1,4 +1,4 @@
-"""A local swarm under random faults for as long as asked. See scripts/benchmarks/soak."""
+"""A local swarm under random faults for a given time. See scripts/benchmarks/soak."""
 
 import argparse
 import sys
@@ -29,14 +29,14 @@ HOME = settings(
 )
 """Codings, slices and overlap of spes_7b_home."""
 STEP_S = 0.9
-"""A local step as a timed wait: with averaging a round takes about 10 s."""
+"""A local step as a timed wait. With averaging, a round takes about 10 s."""
 WARM_UP_ROUNDS = 4
 STARTING_S = 100.0
-"""Longest start with its undisturbed rounds; what is left of three minutes is for the end."""
+"""Longest start with its undisturbed rounds. The rest of three minutes is for the end."""
 RETURN_S = 60.0
-"""After the last fault everybody has to contribute again within this."""
+"""After the last fault all peers must contribute again within this time."""
 LEAST_GOODPUT = {"exact": 0.88, "home": 0.94}
-"""By --wire."""
+"""Overrides by the value of --wire."""
 FORMULA = """\
 goodput = tokens in committed rounds / (pace x time lived). Counted from the end of the warm-up
 (4 undisturbed rounds) to the last round. Pace: tokens a second of one peer in an undisturbed round,
@@ -86,7 +86,7 @@ def plan_of(every_s: float, seed: int) -> FaultPlan:
 
 
 def soak(runner: FaultRunner, minutes: float) -> None:
-    """Runs the swarm; hangs and what else went wrong are in the runner afterwards."""
+    """Runs the swarm. Afterwards the runner has the hangs and other failures."""
     swarm = runner.swarm
     runner.prepare()
     swarm.start()
@@ -125,7 +125,7 @@ def soaked(
 def verdict_of(
     runner: FaultRunner, present: list[int], began_s: float, least_goodput: float
 ) -> dict[str, Any]:
-    """The verdict of `swarm-local --json` with what a soak adds."""
+    """The verdict of `swarm-local --json` with a soak's own figures."""
     swarm, faults = runner.swarm, runner.happened
     histories = [peer.events() for peer in swarm.peers]
     whole = summary(swarm, present)

@@ -1,8 +1,8 @@
 """swarm-peer with an emulated engine: a local step is a timed wait that moves values a little.
 
-Not for people: `bench_utilisation.py` starts it in place of `peers.peer`, and says in its
-environment how long a step takes and where times are written. Masters, moments, blobs and files are
-as large as a real engine's, and everything but the gradients is the real program.
+Not for people: `bench_utilisation.py` starts it in place of `peers.peer`. Environment variables set
+the duration of a step and the file of the times. Masters, moments, blobs and files are as large as
+a real engine's, and all but the gradients is the real program.
 """
 
 import json
@@ -27,30 +27,30 @@ from swarm.train.engine.resident import ResidentEngine
 STEP_VARIABLE = "SWARM_TIMED_STEP_S"
 """Seconds of a local step."""
 FOLDER_VARIABLE = "SWARM_TIMED_FOLDER"
-"""Where each peer writes a line of JSON for each manifest that it has applied."""
+"""The file in which each peer writes a line of JSON for each applied manifest."""
 
 
 class TimedEngine(ResidentEngine):
-    """Keeps everything that a resident engine keeps, and computes no gradients."""
+    """Keeps all state of a resident engine, but computes no gradients."""
 
     def __init__(self, run: RunConfig, step_s: float, seed: int) -> None:
         """Owns nothing yet.
 
         Args:
-            run: whose model it holds.
-            step_s: that a step lasts.
+            run: of the model.
+            step_s: duration of a step.
             seed: of the moves, which differ between peers as gradients do.
         """
         super().__init__(run)
         self._step_s, self._turns, self._turn = step_s, run.round.local_steps, 0
         self._moving_s = 0.0
-        """What a move took last."""
+        """Seconds of the last move."""
         self._draw = torch.Generator().manual_seed(seed)
         self._moves_x = torch.empty(0)
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """There is one."""
+        """The only level."""
         return (EngineOptions.of(self._run, device="cpu"),)
 
     def describe(self) -> str:
@@ -59,9 +59,9 @@ class TimedEngine(ResidentEngine):
 
     @torch.no_grad()
     def step(self, tokens_BT1: Tensor, *, lr: float, **_: Any) -> StepStats:
-        """Moves its share of the elements by about `lr`, so that a round moves each of them once.
+        """Moves a share of the elements by about `lr`, so that a round moves each element once.
 
-        The share keeps the processor free, which all peers of this machine have in common.
+        With only a share, the processor, which all peers of this machine share, stays nearly idle.
         """
         began_s = time.monotonic()
         time.sleep(max(0.0, self._step_s - self._moving_s))
@@ -92,15 +92,15 @@ class TimedEngine(ResidentEngine):
         )  # fmt: skip
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """There is nothing to rehearse."""
+        """Does nothing."""
 
     def evaluate(self, *_: Any, **__: Any) -> float:
-        """A loss that says nothing."""
+        """A meaningless loss."""
         return 1.0
 
 
 class Timed(Printed):
-    """Writes down when manifests were applied, and what this peer did in between."""
+    """Records the times of applied manifests, and this peer's work in between."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,21 +108,21 @@ class Timed(Printed):
         self._saving_s: float | None = None
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - an observer's
-        """It is counted."""
+        """Counts the step."""
         self._steps += 1
 
     def on_saving(self) -> None:
-        """The offered values are stored; what is waited for until they are offered is the disk."""
+        """The offered values are stored. Only the disk now delays the offer."""
         self._saving_s = time.monotonic()
 
     def before_offer(self) -> None:
-        """The private state is durable, if it has to be."""
+        """The private state is durable, if required."""
         if self._saving_s is not None:
             self._private_s += time.monotonic() - self._saving_s
             self._saving_s = None
 
     def on_round(self, report: RoundReport) -> None:
-        """The clock is the machine's, which all processes share."""
+        """Uses the machine's clock, which all processes share."""
         line = {
             "round": report.manifest.round,
             "kind": report.manifest.kind.value,
@@ -137,7 +137,7 @@ class Timed(Printed):
 
 
 def run_timed() -> None:
-    """Runs swarm-peer so."""
+    """Runs swarm-peer with this engine and observer."""
     index, step_s = int(os.environ[INDEX_VARIABLE]), float(os.environ[STEP_VARIABLE])
 
     def timed_engine(run: RunConfig, *_of_this_machine: object) -> TimedEngine:

@@ -31,12 +31,12 @@ Line = TypeVar("Line", Link, LinkRates)
 
 @dataclass(frozen=True)
 class Mode:
-    """How a run exchanges.
+    """A mode of a run's exchange.
 
     Attributes:
-        setting: what goes over the wire, and when.
+        setting: the traffic and its times.
         overrides: further settings of the run file.
-        server: link of a parameter server, "same" for that of the peers; "" where there is none.
+        server: link of a parameter server, "same" for the peers' link. "" without a server.
     """
 
     setting: Setting
@@ -52,19 +52,19 @@ MODES = {
     "server": Mode(Setting("fp32", "fp32"), server="same"),
     "server-fast": Mode(Setting("fp32", "fp32"), server="datacentre"),
 }
-"""By the name that --mode takes. Slices are shared b2 in each of five rounds, experts b1 in one;
-overlapped are the same, with steps beside the rounds."""
+"""By the name for --mode. Slices have shared b2 in each of five rounds, and experts b1 in one.
+Overlapped is the same with steps during the rounds."""
 MEASURED_LINKS = ("100mbit,100ms", "100/20mbit,100ms", "home-world")
 MAIN = (
     *((mode, MEASURED_LINKS[0]) for mode in MODES),
     ("overlapped", MEASURED_LINKS[1]),
 )
-"""Measured where neither --mode nor --link nor --full is given."""
+"""The default rows, without --mode, --link and --full."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A real run whose ratio is wanted: its file, and GPUs of a peer."""
+    """A real run with the wanted ratio: its file, and GPUs of a peer."""
 
     file: str
     gpus: int
@@ -79,7 +79,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds of a cycle, and the share of it that is computed."""
+    """Seconds of a cycle, and the share of computing."""
 
     cycle_s: float
     utilisation: float
@@ -92,17 +92,17 @@ class Case:
     Attributes:
         mode, link, model: their names.
         num_peers: N.
-        scale: bytes of its cycle to those of the real run's.
+        scale: bytes of its cycle divided by those of the real run's cycle.
         compute_s: of the steps of a cycle.
         steps: H.
-        plan: what swarm-plan says of it.
-        real: and of the real run.
-        overrides: settings of the rehearsed run; () with a server.
-        sizes: of what a server exchanges.
-        slower: so many times lower are the rates of the links.
-        congestion: TCP's congestion control; None: this machine's.
-        cap: of uploads, as a share of the uplink; None: there is none.
-        last: the last peer's link, if that is another; the figures are the others'.
+        plan: the prediction of swarm-plan.
+        real: its prediction for the real run.
+        overrides: settings of the rehearsed run. () with a server.
+        sizes: elements that a server exchanges.
+        slower: divisor of the links' rates.
+        congestion: TCP's congestion control. None: this machine's.
+        cap: of uploads, as a share of the uplink. None: no cap.
+        last: the last peer's link, if it differs. The figures are then those of the other peers.
     """
 
     mode: str
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def rounds(self) -> int:
-        """P, of a cycle."""
+        """P, the rounds of a cycle."""
         return MODES[self.mode].setting.rounds
 
     @property
@@ -134,11 +134,11 @@ class Case:
 
 @dataclass(frozen=True)
 class PeerFigures:
-    """What one peer did in a cycle, mean of the cycles; see the head of this file. Seconds, bytes.
+    """Seconds and bytes of one peer in a cycle, mean of the cycles; see the head of this file.
 
     Attributes:
-        cpu: seconds of processors of its process, without its libp2p daemon.
-        not_counted: rounds of all cycles that went on without its shared tensors.
+        cpu: processor seconds of its process, without its libp2p daemon.
+        not_counted: rounds of all cycles without its shared tensors.
     """
 
     cycle_s: float
@@ -154,7 +154,7 @@ class PeerFigures:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; MB and seconds of a peer and cycle, mean of the peers."""
+    """A line of the table: MB and seconds of a peer in a cycle, mean of the peers."""
 
     mode: str
     link: str
@@ -204,14 +204,14 @@ def _step_flops(run: RunConfig) -> float:
 
 
 def sizes_of(run: RunConfig, scale: float, num_peers: int) -> Sizes:
-    """What goes through a parameter server."""
+    """The elements that a parameter server exchanges."""
     counted = parameters(run.model)
     own = round(counted.experts * scale / num_peers)
     return Sizes(round(counted.shared * scale), own, num_peers)
 
 
 def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: float) -> Planned:
-    """What is sent takes the slower of a peer's line and its part of the server's; then back."""
+    """Each way takes the slower of a peer's line and its part of the server's line."""
     (up, down), (its_up, its_down) = (carried_mbit(each, sizes.peers) for each in (link, server))
     there_s = sizes.sent * 8e-6 / min(up, its_down / sizes.peers)
     back_s = sizes.received * 8e-6 / min(down, its_up / sizes.peers)
@@ -229,9 +229,9 @@ def planned(
     here: bool,
     is_bbr: bool = False,
 ) -> Planned:
-    """What swarm-plan says of a run that exchanges so on a link.
+    """The prediction of swarm-plan for this exchange on a link.
 
-    `here`: all peers share this machine's cores.
+    With `here`, all peers share this machine's cores.
     """
     rates = carried_mbit(link, num_peers, is_bbr=is_bbr)
     cores = len(os.sched_getaffinity(0)) / num_peers if here else ASSUMED.cores
@@ -247,10 +247,10 @@ def planned(
 
 
 def slowed(link: Line, slower: float, *, is_bbr: bool = False) -> Line:
-    """A link of which both rates are so many times lower.
+    """A link with both rates divided.
 
-    So is what a connection carries that takes losses for congestion, MSS / (RTT sqrt(2/3 loss))
-    (Mathis et al., 1997), for its losses grow by the square; those of bbr stay.
+    Its losses grow by the square, so the rate of a connection that takes losses for congestion, MSS
+    / (RTT sqrt(2/3 loss)) (Mathis et al., 1997), is divided too. With bbr the losses stay.
     """
     loss_pct = link.loss_pct * (1 if is_bbr else slower**2)
     up_mbit, down_mbit = link.up_mbit / slower, link.down_mbit / slower
@@ -267,7 +267,7 @@ def case_of(
     slower: float = 1.0,
     congestion: str | None = None,
 ) -> Case:
-    """The row's model and seconds, such that a cycle lasts about `cycle_s` on slower links."""
+    """The row's model and seconds, for a cycle of about `cycle_s` on the slower links."""
     how, like, compute_s = MODES[mode], like_of(model), real_compute_s(model)
     steps, rates, is_bbr = like.round.local_steps, link_named(link), congestion == "bbr"
     here = slowed(rates, slower, is_bbr=is_bbr)
@@ -294,7 +294,7 @@ def case_of(
 
 
 def overrides_of(mode: Mode, like: RunConfig, hidden: int, num_peers: int) -> list[str]:
-    """Settings with which the rehearsed run has this model, and exchanges so."""
+    """The rehearsed run's settings for this model and exchange."""
     shape = model_like(like, 1, hidden)
     part_bytes = -(-shared_wire_bytes(run_of(shape)) // SHARED_PARTS)
     return [
@@ -302,7 +302,7 @@ def overrides_of(mode: Mode, like: RunConfig, hidden: int, num_peers: int) -> li
         *exchanging(mode.setting, num_peers),
         f"wire.part_bytes={max(65_536, -(-part_bytes // 4096) * 4096)}",
         f"round.local_steps={like.round.local_steps // mode.setting.rounds}",
-        "round.roster_after_s=120.0",  # everybody is waited for
+        "round.roster_after_s=120.0",  # rounds wait for all peers
         "merging.alpha=0.0",
         "data.validation_bytes=64",
         "train.batch_tokens=32",
@@ -317,13 +317,13 @@ def overrides_of(mode: Mode, like: RunConfig, hidden: int, num_peers: int) -> li
 def figures_of(
     lines: Sequence[Mapping[str, Any]], events: Sequence[Event], case: Case, cycles: int
 ) -> PeerFigures:
-    """What a peer did in the cycles after the first.
+    """A peer's figures in the cycles after the first.
 
     Args:
-        lines: that its timed_peer.py wrote.
-        events: manifests that it applied, from its history.
-        case: what is measured.
-        cycles: how many are counted.
+        lines: from its timed_peer.py.
+        events: its applied manifests, from its history.
+        case: the measured row.
+        cycles: number of counted cycles.
     """
     rounds = [line for line in lines if line["kind"] == QUORUM][: case.rounds * (cycles + 1)]
     before, counted = rounds[case.rounds - 1], rounds[case.rounds :]
@@ -356,7 +356,7 @@ def figures_of(
 
 
 def served_figures(lines: Sequence[Mapping[str, float]], sizes: Sizes, cycles: int) -> PeerFigures:
-    """The same of a peer of a parameter server, by what its process printed."""
+    """The same for a peer of a parameter server, from its process's output."""
     counted = lines[1 : cycles + 1]
     wall_s = mean(line["wall_s"] for line in counted)
     computing = mean(line["computing_s"] for line in counted)

@@ -1,4 +1,4 @@
-"""Goes on training an exported model alone for ten steps, and shows the loss of each.
+"""Trains an exported model alone for ten more steps, and shows the loss of each.
 
     .venv/bin/python scripts/examples/continue_export.py out/demo-model out/alone
 
@@ -11,7 +11,7 @@ import swarm
 
 
 class Losses(swarm.PeerObserver):
-    """Prints what happens, step by step and round by round."""
+    """Prints the progress, step by step and round by round."""
 
     def on_step(self, step: int, stats: swarm.StepStats) -> None:
         print(f"step {step}: {stats.cross_entropy:.3f} nats per token")

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/examples/join_run.py ADDRESS out/joiner
 
-ADDRESS is what the line that every peer prints names: /ip4/.../tcp/.../p2p/...
+ADDRESS is from the line that every peer prints: /ip4/.../tcp/.../p2p/...
 """
 
 import sys
@@ -13,7 +13,7 @@ ROUNDS = 2
 
 
 class Rounds(swarm.PeerObserver):
-    """Counts rounds, and asks the peer to leave after some."""
+    """Counts rounds, and stops the peer after some."""
 
     def __init__(self) -> None:
         self.counted = 0

@@ -1,4 +1,4 @@
-"""Says what a run costs a peer of it, then builds its model here and computes a loss.
+"""Prints the cost of a run for a peer, then builds the run's model and computes a loss.
 
 .venv/bin/python scripts/examples/plan_model.py demo
 """

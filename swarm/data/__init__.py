@@ -1,1 +1,1 @@
-"""Where tokens come from: documents, tokenizer, shards on disk, streams of batches."""
+"""Sources of tokens: documents, tokenizer, shards on disk, streams of batches."""

@@ -1,6 +1,6 @@
-"""The documents of a corpus: which files, in which order, and which are held out.
+"""The documents of a corpus: its files, their order, and the held-out documents.
 
-A mixture is several folders of text as one stream, each with its share of the bytes.
+A mixture reads several folders of text as one stream, each with its share of the bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
 STANDARD_LIBRARY = "standard library of Python"
-"""With the version behind it, the name of the corpus that every machine has."""
+"""The name of the corpus of every machine, followed by Python's version."""
 MAX_NAME = 64
 _OMITTED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
 _OF_THE_MACHINE = re.compile(r"_sysconfigdata.*|config-.*/.*|(site|user)customize\.py")
-"""A file that an installation writes, with its own paths in it."""
+"""A file with an installation's own paths."""
 _HELD_OUT_ONE_IN = 50
 
 
@@ -41,12 +41,12 @@ class Corpus:
     """A sorted list of files.
 
     Attributes:
-        name: for people; nothing depends on it.
-        root: the folder that holds the files, absolute.
+        name: for people. Nothing depends on it.
+        root: the absolute path of the folder with the files.
         files: paths relative to `root`, with forward slashes, sorted.
-        unlisted: paths that may be text and are not read, each with the reason.
-        column: where JSON objects and .parquet rows have their text.
-        unread: paths that are not read for their names, each with the suffix.
+        unlisted: paths that may be text but are not read, each with the reason.
+        column: the key or column of the text in JSON objects and .parquet rows.
+        unread: paths that are not read because of their suffix, each with the suffix.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Corpus:
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """The documents that are not blank, in order; see `swarm.data.documents`.
+        """The documents, without blank ones, in order; see `swarm.data.documents`.
 
         Args:
-            tally: takes up all that is not read, `unlisted` and `unread` included.
+            tally: counts all skipped input, including `unlisted` and `unread`.
 
         Raises:
-            DataError: see `file_documents`; or a file could be read at first, and then no more.
+            DataError: see `file_documents`. Also if a file becomes unreadable while it is read.
         """
         tally = tally or Tally()
         for what, reason in self.unlisted:
@@ -82,10 +82,10 @@ class Corpus:
         return tokenizer.encoded(documents)
 
     def fingerprint(self, digests: FileDigests | None = None) -> str:
-        """Digest of the names and contents of the files, wherever they lie.
+        """Digest of the names and contents of the files. It does not depend on their folder.
 
-        Reads them, a second or so a GB, but for those whose digests are known. Equal fingerprints
-        mean that a cache of the corpus still holds.
+        Reads the files, at about a second per GB, except those with known digests. A cache of the
+        corpus stays valid as long as the fingerprint is equal.
 
         Raises:
             DataError: a file of the list is missing.
@@ -107,12 +107,12 @@ def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None
 
 
 def size_of(root: Path, files: Iterable[str]) -> int:
-    """Bytes of files; a missing file counts 0."""
+    """Bytes of files. A missing file counts as 0."""
     return sum(path.stat().st_size for file in files if (path := root / file).exists())
 
 
 def open_corpus(folder: str | None, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
-    """The corpus in `folder`, or the Python standard library when there is none.
+    """The corpus in `folder`, or the Python standard library if `folder` is None.
 
     Raises:
         DataError: see `folder_corpus`.
@@ -140,10 +140,11 @@ def standard_library_corpus() -> Corpus:
 
 
 def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
-    """All files below `folder` that `kind_of` knows, at least one; see `listed_corpus`.
+    """As `listed_corpus`, with at least one file.
 
     Raises:
-        DataError: the folder is missing or holds no file of these kinds; names some that it holds.
+        DataError: the folder is missing or has no file of these kinds. The error names some of its
+            files.
     """
     corpus = listed_corpus(folder, column, follow_links=follow_links)
     if not corpus.files:
@@ -154,10 +155,10 @@ def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = Fals
 
 
 def listed_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
-    """All files below `folder` that `kind_of` knows; hidden files and folders are left out.
+    """All files below `folder` that `kind_of` knows, except hidden files and folders.
 
-    A link to a file inside the folder is read. One that leaves the folder, and any to a folder, is
-    followed only with `follow_links`: its target could be published as held-out text.
+    A link to a file inside the folder is read. A link out of the folder, or to a folder, is
+    followed only with `follow_links`, because its target could be published as held-out text.
 
     Raises:
         DataError: the folder is missing.
@@ -174,26 +175,27 @@ def listed_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = Fals
 
 
 def is_held_out(content: bytes) -> bool:
-    """Whether a document is never trained on: by its content alone, everywhere the same.
+    """Whether a document is held out from training, by its content alone.
 
-    Copies of a text share its fate, and no list of held-out files needs to travel.
+    So all machines agree without a list of held-out files, and copies of a text are treated alike.
     """
     return _digest(content) % _HELD_OUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents of a corpus are held out: those of `is_held_out`, or `instead`.
+    """The held-out documents of a corpus: those of `is_held_out`, or `instead`.
 
     Attributes:
-        instead: digest of the document that is held out where by chance no other is: the smallest.
+        instead: digest of the document that is held out if by chance no other is. It is the
+            smallest digest.
     """
 
     instead: int | None = None
 
     @staticmethod
     def of(documents: Iterable[bytes]) -> Split:
-        """The split of a corpus; reads up to the first document that is held out."""
+        """The split of a corpus. Reads up to the first held-out document."""
         smallest: int | None = None
         for content in documents:
             if is_held_out(content):
@@ -203,7 +205,7 @@ class Split:
         return Split(smallest)
 
     def holds_out(self, content: bytes) -> bool:
-        """Whether a document of the corpus is never trained on."""
+        """Whether a document of the corpus is held out from training."""
         return _digest(content) == self.instead or is_held_out(content)
 
 
@@ -212,17 +214,17 @@ def _digest(content: bytes) -> int:
 
 
 def printable_name(name: str) -> str:
-    """A folder's name as people may see it."""
+    """A folder's name in printable characters."""
     return "".join(c if c.isprintable() else "_" for c in name)[:MAX_NAME].strip()
 
 
 class Listing(NamedTuple):
-    """What lies below a folder; paths are relative to it, sorted.
+    """The files below a folder. Paths are relative to it, and sorted.
 
     Attributes:
-        files: those that are wanted.
-        unlisted: others that may be wanted, each with the reason.
-        unread: those that are not wanted for their names, each with the suffix.
+        files: the wanted files.
+        unlisted: files that may be wanted but cannot be used, each with the reason.
+        unread: files with unwanted names, each with the suffix.
     """
 
     files: tuple[str, ...]
@@ -237,13 +239,13 @@ def list_files(
     *,
     follow_links: bool = False,
 ) -> Listing:
-    """All that lies below a folder.
+    """Lists the files below a folder.
 
     Args:
         root: the folder, absolute.
-        is_wanted: says of a file's name whether it is to be read.
-        omitted: names of folders that are left out without a word.
-        follow_links: whether links to folders, and those that leave `root`, are followed.
+        is_wanted: whether to read a file, by its name.
+        omitted: names of folders to skip without a record.
+        follow_links: whether to follow links to folders, and links out of `root`.
     """
     real_root = os.path.realpath(root)
     entered = {real_root}
@@ -263,7 +265,7 @@ def list_files(
         elif os.path.islink(path) and not follow_links:
             unlisted.append((shown, "a link to a folder, which is not followed"))
         elif real in entered:
-            unlisted.append((shown, "read already by another path"))
+            unlisted.append((shown, "already read by another path"))
         else:
             entered.add(real)
             return True
@@ -291,7 +293,7 @@ def list_files(
 
 
 def _no_file(path: str, real_root: str | None) -> str:
-    """Why a name is not of a regular file, within `real_root` if given; empty if it is."""
+    """Why a name is no regular file (inside `real_root`, if given). Empty if it is one."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -312,14 +314,15 @@ Shares = tuple[tuple[str, float], ...]
 class Mixture:
     """Documents of several folders, in turn; see `swarm.data.shard_writer.Source`.
 
-    The next document comes from the folder that has the fewest bytes by its weight so far, and of
-    equal ones from the first. The mixture ends where that folder has no more, so nothing is in it
-    twice and the shares hold up to a document; what the others still have is not read.
+    The next document comes from the folder with the fewest bytes so far, divided by its weight. Of
+    equal folders the first is taken. The mixture ends when that folder has no more documents, and
+    the rest of the others is not read. So no document occurs twice, and the shares are exact up to
+    a document.
 
     Attributes:
         name: for people.
-        root: the folder that holds the others.
-        mixture: their names and weights.
+        root: the folder that contains the others.
+        mixture: names and weights of the others.
         parts: their documents.
     """
 
@@ -336,7 +339,7 @@ class Mixture:
 
     @property
     def unread(self) -> tuple[tuple[str, str], ...]:
-        """Paths below `root` that are not read for their names, each with the suffix."""
+        """Paths below `root` that are not read because of their suffix, each with the suffix."""
         pairs = zip(self.mixture, self.parts, strict=True)
         return tuple((f"{f}/{path}", kind) for (f, _), part in pairs for path, kind in part.unread)
 
@@ -347,7 +350,7 @@ class Mixture:
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """See `Source`; the tally names folders that were not read to their end.
+        """See `Source`. The tally names folders that were not read to their end.
 
         Raises:
             DataError: see `Corpus.documents`.
@@ -366,7 +369,7 @@ class Mixture:
         ended = self.mixture[turn][0]
         for (folder, _), stream in zip(self.mixture, streams, strict=True):
             if next(stream, None) is not None:
-                tally.add(folder, f"not read to its end, since {ended} ended first")
+                tally.add(folder, f"not read to its end, because {ended} ended first")
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""
@@ -380,15 +383,15 @@ def open_mixture(
     *,
     follow_links: bool = False,
 ) -> Mixture:
-    """The mixture of folders that lie in one.
+    """A mixture of the folders in one folder.
 
     Raises:
-        DataError: there is no such folder, or it holds no text.
+        DataError: a folder is missing or has no text.
     """
     if folder is None:
         names = ", ".join(name for name, _ in shares)
         raise DataError(
-            f"the run mixes the folders {names}, and none was named that holds them",
+            f"the run mixes the folders {names}, and no folder with these was named",
             hint="--corpus DIR",
         )
     root = Path(folder).expanduser().absolute()

@@ -23,13 +23,13 @@ from swarm.errors import DataError
 class DatasetText:
     """A split of a data set; see `swarm.data.shard_writer.Source`.
 
-    Each reading of it is a stream of its own, from the hub or from a folder.
+    Each reading is a new stream, from the hub or from a folder.
 
     Attributes:
         path: its name on the hub, or a folder.
-        config: which of its configurations; None for the only one.
+        config: one of its configurations. None for the only one.
         split: such as "train".
-        column: where rows have their text.
+        column: of the text in rows.
     """
 
     path: str
@@ -40,21 +40,21 @@ class DatasetText:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name for people."""
         return printable_name(Path(self.path).name) or TEXT
 
     @property
     def root(self) -> Path:
-        """Stands for the folder, which it may have none of."""
+        """The data set's name in place of a folder, which it may not have."""
         return Path(self.path)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """How large it is cannot be known."""
+        """Empty, because the size of a stream is unknown."""
         return ()
 
     def fingerprint(self, _: FileDigests | None = None) -> str:
-        """See `Source`: what `datasets` knows of its files without reading them.
+        """See `Source`. It is a digest that `datasets` has without reading the files.
 
         Raises:
             DataError: see `documents`.
@@ -66,7 +66,7 @@ class DatasetText:
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """See `Source`; texts are cut as those of files are.
+        """See `Source`. Texts are cut as texts of files are.
 
         Raises:
             DataError: there is no such data set, split or column, it cannot be read, or the package
@@ -76,7 +76,7 @@ class DatasetText:
         with self._opened() as builder:
             rows = builder.as_streaming_dataset(split=self.split)
             yield from row_documents(self._texts(rows), self.name, tally)
-        tally.finished(0)  # how large it is cannot be known
+        tally.finished(0)  # its size is unknown
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""
@@ -96,7 +96,7 @@ class DatasetText:
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         try:
-            import datasets  # optional: the extra hf-data brings it
+            import datasets  # optional, from the extra hf-data
         except ImportError as error:
             raise DataError(
                 f"{self.path}: the package datasets reads it, and is not installed",

@@ -1,7 +1,7 @@
-"""The documents of one file: which bytes are text, and where large texts are cut.
+"""The documents of one file: its text, and the cuts of large texts.
 
-Everything here is a function of the file's bytes alone, so that equal files give equal documents
-on every machine, and works through buffers of bounded size.
+Everything here is a function of the file's bytes alone, so that equal files give equal documents on
+every machine. Buffers have bounded sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.errors import DataError
 
 _HIDDEN = frozenset({"iframe", "noembed", "noframes", "noscript", "script", "style", "template"})
 _PARAGRAPHS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6", "p"})
-"""A blank line stands before and after them."""
+"""Elements with a blank line before and after them."""
 _BLOCKS = frozenset(
     re.findall(
         r"\w+",
@@ -34,15 +34,15 @@ _BLOCKS = frozenset(
 _CELLS = frozenset({"td", "th"})
 _KEEP_SPACE = frozenset({"pre", "textarea"})
 _MARKS = ("", " ", "\t", "\n", "\n\n")
-"""What sets words off, the weakest first."""
+"""Separators of words, the weakest first."""
 _SPACE = re.compile("[ \t\n\f\r]+")
 
 
 def html_text(page: str) -> str:
-    """The visible text of a page: what scripts, styles and markup say is left out.
+    """The visible text of a page, without scripts, styles and markup.
 
-    Takes time in proportion to the page's length, however deep its elements are nested: only tags
-    are looked at, no tree is made.
+    The time is proportional to the page's length for any depth of nesting, because only tags are
+    read and no tree is made.
 
     Source: HTML Standard, "the innerText getter"; all elements have their default style.
 
@@ -63,18 +63,18 @@ def html_text(page: str) -> str:
 
 
 class _Lines:
-    """The text so far, and what the next word is set off by."""
+    """The text so far, and the separator before the next word."""
 
     def __init__(self) -> None:
         self.written: list[str] = []
         self._before = ""
-        """What stands before the next word: nothing, a space, a tab or line ends."""
+        """The separator before the next word: none, a space, a tab or line ends."""
         self._hidden = self._kept_space = 0
-        """Elements around this place that are not shown, or whose spaces count."""
+        """Enclosing elements that are hidden, or whose spaces count."""
         self._is_first_in_pre = False
 
     def begin(self, tag: str) -> None:
-        """An element begins."""
+        """Handles the start of an element."""
         self._hidden += tag in _HIDDEN
         if tag == "br":
             self._write("\n")
@@ -86,17 +86,17 @@ class _Lines:
         self._is_first_in_pre = tag in _KEEP_SPACE
 
     def end(self, tag: str) -> None:
-        """An element ends."""
+        """Handles the end of an element."""
         self._hidden -= tag in _HIDDEN and self._hidden > 0
         self._kept_space -= tag in _KEEP_SPACE and self._kept_space > 0
         self._break(tag)
 
     def text(self, text: str) -> None:
-        """A stretch of text."""
+        """Handles a piece of text."""
         if self._hidden:
             return
         if self._kept_space:
-            # The parser of a browser leaves the line end out with which such an element begins.
+            # A browser's parser drops a line end at the start of such an element.
             self._write(text.removeprefix("\n") if self._is_first_in_pre else text)
         else:
             for number, word in enumerate(_SPACE.split(text)):
@@ -110,7 +110,7 @@ class _Lines:
             self._set_off("\n\n" if tag in _PARAGRAPHS else "\n")
 
     def _set_off(self, by: str) -> None:
-        """The next word is set off at least so far; nothing is set off from the beginning."""
+        """Separates the next word at least by this. The first word has no separator."""
         at_line_start = not self.written or (by == " " and self.written[-1].endswith("\n"))
         if not at_line_start:
             self._before = max(self._before, by, key=_MARKS.index)
@@ -123,34 +123,35 @@ class _Lines:
 
 
 TEXT = "text"
-"""Where a JSON object and a .parquet row have their text, unless said otherwise."""
+"""Default key or column of the text in a JSON object and a .parquet row."""
 
 MAX_DOCUMENT_BYTES = 2**16
 MAX_LINE_BYTES = 2**26
-"""A line of a .jsonl file is in memory as a whole, and so are .json and .html files."""
+"""Limit of a line of a .jsonl file, and of .json and .html files, which are in memory as a
+whole."""
 _READ_BYTES = 2**20
 _BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
-"""Where a text is cut, the best first: after a blank line, a line, a word."""
+"""Places for a cut, the best first: after a blank line, a line, a word."""
 
 
 def file_documents(
     path: Path, name: str, skipped: Tally, column: str = TEXT
 ) -> Iterator[bytes] | None:
-    """The documents of a file that are not blank, in order, each of at most 64 KiB of UTF-8.
+    """The documents of a file without blank ones, in order, each of at most 64 KiB of UTF-8.
 
-    A .jsonl file holds one text a line, in objects with a string under `column`. A .json file is
-    one such object, a list of them, or a .jsonl file by another name. A .parquet file holds one
-    text a row, in the column of that name. Lines, objects and rows without a text are skipped. Of
-    an .html file the visible text is taken. Any other file is one text. Texts are cut by `pieces`.
+    A .jsonl file has one text per line, in objects with a string under `column`. A .json file is
+    one such object, a list of them, or a .jsonl file by another name. A .parquet file has one text
+    per row, in the column of that name. Lines, objects and rows without a text are skipped. The
+    text of an .html file is its visible text. Any other file is one text. `pieces` cuts the texts.
 
     Args:
         path: of a regular file.
-        name: what `skipped` calls it.
-        skipped: takes up all that is not read.
-        column: where objects and rows have their text.
+        name: its name in `skipped`.
+        skipped: counts all skipped input.
+        column: the key or column of the text in objects and rows.
 
     Returns:
-        None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.
+        None for a file that is skipped as a whole, because it is unreadable, binary, or not UTF-8.
 
     Raises:
         DataError: the file is damaged, has no such column, or needs a package that is missing.
@@ -173,9 +174,9 @@ def file_documents(
 def pieces(file: BinaryIO) -> Iterator[bytes]:
     """Cuts a text into documents of at most 64 KiB.
 
-    A text that is longer is cut after the last blank line in the second half of its first 64 KiB,
-    or else after the last line end there, the last space, or the last whole character; the rest
-    likewise.
+    A longer text is cut after the last blank line in the second half of its first 64 KiB. Without
+    one, it is cut after the last line end there, the last space, or the last whole character. The
+    rest is cut likewise.
     """
     rest = b""
     while chunk := file.read(_READ_BYTES):
@@ -195,13 +196,13 @@ def row_documents(rows: Iterable[str | None], name: str, skipped: Tally) -> Iter
 
 
 def _unfit(file: BinaryIO, limit: int | None) -> str:
-    """Why a file is no text of so many bytes at most; empty if it is."""
+    """Why a file is no text within a limit of bytes. Empty if it is one."""
     decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         while chunk := file.read(_READ_BYTES):
             size += len(chunk)
             if b"\0" in chunk:
-                return "binary, since it has NUL bytes"
+                return "binary, because it has NUL bytes"
             if limit is not None and size > limit:
                 return _too_long()
             decoder.decode(chunk)
@@ -252,7 +253,7 @@ def _cut_texts(texts: Iterable[BinaryIO]) -> Iterator[bytes]:
 
 
 def _cut(head: bytes) -> int:
-    """Length of the first document of a text that begins with these 64 KiB and one byte."""
+    """Length of the first document of a text, given its first 64 KiB and one byte."""
     for marks in _BREAKS:
         found = [
             head.rfind(mark, MAX_DOCUMENT_BYTES // 2, MAX_DOCUMENT_BYTES) + len(mark)
@@ -288,7 +289,7 @@ def _json_texts(file: BinaryIO, name: str, skipped: Tally, column: str) -> Itera
 
 
 def _begins_with_a_line(content: bytes) -> bool:
-    """Whether the first line is an object by itself, and others follow."""
+    """Whether the first line is a complete object, and others follow."""
     lines = filter(bytes.strip, io.BytesIO(content))
     first, second = itertools.islice(itertools.chain(lines, (b"", b"")), 2)
     if not second:
@@ -319,7 +320,7 @@ def _line_texts(file: BinaryIO, name: str, skipped: Tally, column: str) -> Itera
 
 
 def _object_texts(value: object, place: str, skipped: Tally, column: str) -> Iterator[io.BytesIO]:
-    """The text of one object, where it has one."""
+    """The text of one object, if any."""
     text = value.get(column) if isinstance(value, dict) else None
     if isinstance(text, str):
         yield _bytes_of(text)
@@ -336,5 +337,5 @@ def _row_texts(rows: Iterable[str | None], name: str, skipped: Tally) -> Iterato
 
 
 def _bytes_of(text: str) -> io.BytesIO:
-    # Lone surrogates, which JSON escapes can make, have no UTF-8 form.
+    # JSON escapes can make lone surrogates, which have no UTF-8 form.
     return io.BytesIO(text.encode("utf-8", errors="replace"))

@@ -1,4 +1,4 @@
-"""Several processes that run one tokenizer's file; see `swarm.data.encoding_worker`."""
+"""Processes that run one tokenizer's file; see `swarm.data.encoding_worker`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_WORKERS = 16
 BATCH_BYTES = 2**18
 BATCH_DOCUMENTS = 2048
 LOAD_S = 60.0
-"""The largest file in use loads in some seconds."""
+"""Limit for loading. The largest file in use takes some seconds."""
 BATCH_S = 120.0
-"""A batch takes about a tenth of a second."""
+"""Limit for a batch, which usually takes about a tenth of a second."""
 MEMORY_BYTES = 4 * 2**30
 """Address space of one process."""
 _SINGLE = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
@@ -37,7 +37,7 @@ _MAX_SAID = 200
 
 
 def require_package() -> None:
-    """Refuses to go on without the package that reads tokenizer files.
+    """Requires the package that reads tokenizer files.
 
     Raises:
         TokenizerError: it is not installed.
@@ -64,15 +64,14 @@ def encode(
 ) -> Iterator[Ids]:
     """Token ids of each document in order, each closed by `end_of_text`.
 
-    Processes start as they are needed and end with the iterator. A few batches per process are
-    ahead of what was taken.
+    Processes start when needed, and end with the iterator. Each process works a few batches ahead.
 
     Args:
         content: a tokenizer.json.
         end_of_text: id of the token that closes a document.
         documents: UTF-8.
-        workers: processes; by default one for each core, at most 16.
-        batch_s: how long a batch of 256 KiB may take.
+        workers: processes. By default one for each core, at most 16.
+        batch_s: time limit of a batch of 256 KiB.
 
     Raises:
         TokenizerError: the package is missing, the file cannot be loaded, a process ended or took
@@ -99,7 +98,7 @@ def encode(
 
 
 def decode(content: bytes, end_of_text: int, documents: Sequence[Ids]) -> list[bytes]:
-    """The text of each document's token ids, in UTF-8; what is no character there is U+FFFD.
+    """The text of each document's token ids, in UTF-8, with U+FFFD for invalid bytes.
 
     Args:
         content: a tokenizer.json.
@@ -149,7 +148,7 @@ class _Crew:
         counts, ids = self._process().encode(batch, self._batch_s)
         if int((ids == self._end_of_text).sum()) != len(batch):
             raise TokenizerError(
-                f"the tokenizer makes its end-of-text id {self._end_of_text} of ordinary text",
+                f"the tokenizer encodes ordinary text as its end-of-text id {self._end_of_text}",
                 hint="its end-of-text token must be an added token that is special",
             )
         edges = [0, *itertools.accumulate(counts.tolist())]
@@ -166,7 +165,7 @@ class _Crew:
             process.close()
 
     def _process(self) -> _Process:
-        """That of this thread."""
+        """The process of this thread."""
         process = getattr(self._mine, "process", None)
         if process is None:
             process = self._mine.process = self._start()
@@ -183,7 +182,7 @@ class _Crew:
 
 
 class _Process:
-    """One process; each exchange has a deadline, after which it is killed."""
+    """One process. It is killed when an exchange exceeds its deadline."""
 
     def __init__(self) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
@@ -219,12 +218,12 @@ class _Process:
             return [self._receive(size) for size in sizes]
 
     def kill(self) -> None:
-        """Ends the process; callers that wait for it get an error."""
+        """Ends the process. Waiting callers get an error."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Gives the pipes back, once nobody waits any more."""
+        """Closes the pipes, once nobody waits any more."""
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             assert pipe is not None
             with contextlib.suppress(OSError):  # input that the process did not read

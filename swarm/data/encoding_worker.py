@@ -1,14 +1,15 @@
-"""A process that runs a tokenizer which strangers may have made: text in, token ids out.
+"""A process that runs a tokenizer, perhaps a stranger's: text in, token ids out.
 
-It is a script of its own that loads nothing of ours, so that whatever a tokenizer does (recursion,
-a panic of its parser, a regular expression without end, memory without bound) ends or stops this
-process alone, and the peer that waits for it with a deadline says so. Usage: `swarm.data.encoders`.
+This script imports nothing of the project. A bad tokenizer (recursion, a panic of its parser, an
+endless regular expression, unbounded memory) stops this process alone. The peer waits for it with a
+deadline, and reports the failure. Usage: `swarm.data.encoders`.
 
-Numbers are little-endian. First comes a header: bytes of the tokenizer.json (4), id of the token
-that closes a document (4), memory that may be used (8); then the file; the answer is one byte. Then
-batches: number of documents (4), bytes of each (4), the documents; the answer is the number of ids
-of each (4), then all ids (4). With `DECODE` added to the number of documents it is the other way
-round: numbers of ids and ids come in, bytes of each document and the documents go out.
+Numbers are little-endian. The input begins with a header: bytes of the tokenizer.json (4), id of
+the token that closes a document (4), memory limit (8). The file follows, and the answer is one
+byte. Then batches come: number of documents (4), bytes of each (4), the documents. The answer is
+the number of ids of each (4), then all ids (4). With `DECODE` added to the number of documents, the
+directions are reversed: the input is numbers of ids and ids, and the answer is bytes of each
+document and the documents.
 """
 
 import array
@@ -28,7 +29,7 @@ DECODE = 1 << 31
 def main() -> int:
     """Answers until its input ends."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
     size, end_of_text, memory_bytes = HEADER.unpack(_exactly(source, HEADER.size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -39,7 +40,8 @@ def main() -> int:
         return NO_PACKAGE
     tokenizer = Tokenizer.from_str(content)
     del content
-    # None of these is as the file says: text that spells a special token is text, and whole.
+    # Overrides the file's settings: text that spells a special token is plain text, and nothing is
+    # truncated.
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,10 +1,10 @@
-"""The held-out text of a run: which documents it is, and the windows in which it is measured.
+"""The held-out text of a run: its documents, and the windows for measuring it.
 
-It is chosen in bytes, so that runs with different tokenizers are measured on the same text, and
-measured as lm-evaluation-harness's `loglikelihood_rolling` measures: document by document, in
+The text is chosen by bytes, so that runs with different tokenizers are measured on the same text.
+It is measured like `loglikelihood_rolling` of lm-evaluation-harness: document by document, in
 windows that predict each token once, with the end-of-text token before a document.
 
-Legend: B sequences, T tokens that a sequence predicts.
+Legend: B sequences, T predicted tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from swarm.data.tokenizer import Tokenizer
 from swarm.errors import DataError
 
 MAX_HELD_OUT_TEXT = 1_000_000
-"""Bytes; the largest `data.validation_bytes`."""
+"""Bytes: the largest `data.validation_bytes`."""
 
 
 class Windows(NamedTuple):
     """Windows of one width.
 
     Attributes:
-        tokens_BT1: int64, each predicts T tokens.
-        scored_BT: bool, which of these count: the others are context, or stand behind the text.
+        tokens_BT1: int64. Each sequence predicts T tokens.
+        scored_BT: bool, the predictions that count. The others are context, or come after the text.
     """
 
     tokens_BT1: torch.Tensor
@@ -46,8 +46,8 @@ class HeldOut:
     """The held-out text as models are measured on it.
 
     Attributes:
-        windows: by width, the widest first; short documents need no wide ones.
-        num_tokens: that are predicted, each once.
+        windows: by width, the widest first. Short documents need no wide ones.
+        num_tokens: predicted tokens, each once.
         num_bytes: of the text in UTF-8.
     """
 
@@ -59,7 +59,7 @@ class HeldOut:
         """The mean over all predicted tokens.
 
         Args:
-            loss_of: mean over the scored predictions of windows, see `Windows`.
+            loss_of: gives the mean over the scored predictions of windows; see `Windows`.
         """
         total = 0.0
         for tokens_BT1, scored_BT in self.windows:
@@ -76,16 +76,17 @@ def held_out_documents(
 ) -> list[bytes]:
     """Held-out documents of at most `limit` bytes together, those with the smallest digests first.
 
-    This order does not depend on where files lie or what they are called, and takes from all over
-    the corpus. The last one is cut, at a character. Where no document happens to be held out, the
-    one with the smallest digest is (`swarm.data.corpus.Split`). Of equal documents one is taken.
-    Reads every document, holds those that it returns.
+    The order does not depend on paths or names of files, and draws from the whole corpus. The last
+    document is cut at a character. If no document happens to be held out, the one with the smallest
+    digest is (`swarm.data.corpus.Split`). Of equal documents one is taken. The function reads every
+    document, and keeps in memory those that it returns.
 
     Args:
         documents: texts in UTF-8.
         limit: bytes.
-        are_held_out: whether all of them are, as those that shards keep: of ready tokens the
-            digest of the ids has decided, which their text does not have.
+        are_held_out: whether all documents are held-out ones, as those kept with shards. For ready
+            tokens the digest of the ids has decided the split, and the text's digest is another
+            one.
 
     Raises:
         DataError: there is no document.
@@ -100,8 +101,8 @@ def held_out_documents(
 def whole_held_out(
     documents: Iterable[bytes], limit: int, *, are_held_out: bool = False
 ) -> list[bytes]:
-    """What `held_out_documents` returns, whose last document is not cut: it may be no text."""
-    # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
+    """As `held_out_documents`, without cutting the last document, which may be no text."""
+    # A heap with the largest digest on top. heapq keeps the smallest on top, hence the sign.
     kept: list[tuple[int, bytes]] = []
     chosen = set[int]()
     num_bytes = 0
@@ -134,10 +135,10 @@ def held_out_windows(
 ) -> HeldOut:
     """The windows of held-out documents.
 
-    A document of n tokens has its windows at 0, T, 2T, ...: the first begins with the end-of-text
-    token, the others with the token before what they predict. The last one predicts what is left;
-    in a document that is longer than T it ends with the document and begins T tokens before, so
-    that the rest has as much context as a window holds.
+    A document of n tokens has windows at 0, T, 2T, and so on. The first window begins with the
+    end-of-text token, each other one with the token before its first prediction. The last window
+    predicts the rest. In a document longer than T, it ends with the document and begins T tokens
+    before, so that the rest has a full window of context.
 
     Source: lm-evaluation-harness 0.4, `get_rolling_token_windows` and `make_disjoint_window`.
 
@@ -165,7 +166,7 @@ def held_out_windows(
 def split_documents(
     tokens: NDArray[np.integer[Any]], end_of_text: int
 ) -> Iterator[NDArray[np.int64]]:
-    """The documents that have a token, each without the `end_of_text` that closes it."""
+    """The documents with at least one token, each without its closing `end_of_text`."""
     found = np.asarray(tokens).astype(np.int64)
     ends = [*np.flatnonzero(found == end_of_text).tolist(), len(found)]
     start = 0
@@ -176,7 +177,7 @@ def split_documents(
 
 
 def measured_on(tokenizer: Tokenizer, documents: Sequence[bytes], sequence_length: int) -> HeldOut:
-    """The windows of held-out documents that are here as text.
+    """The windows of held-out documents that are given as text.
 
     Raises:
         DataError: there is no token to predict.
@@ -189,7 +190,7 @@ def measured_on(tokenizer: Tokenizer, documents: Sequence[bytes], sequence_lengt
 def _rows(
     document: NDArray[np.int64], end_of_text: int, length: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Tokens of each window, and which of its predictions count: from `first` to before `after`."""
+    """Tokens of each window, and its predictions that count: from `first` to before `after`."""
     with_context = np.concatenate([[end_of_text], document])
     for start in range(0, len(document), length):
         stop = min(start + length, len(document))
@@ -198,7 +199,7 @@ def _rows(
 
 
 def _width(predicted: int, sequence_length: int) -> int:
-    """The smallest width of ours that holds a window: powers of two, and T."""
+    """The smallest used width that holds a window. Used widths are powers of two, and T."""
     return min(1 << (predicted - 1).bit_length(), sequence_length)
 
 
@@ -212,5 +213,5 @@ def _group(rows: list[tuple[NDArray[np.int64], int, int]], width: int, end_of_te
 
 
 def _cut(content: bytes, size: int) -> bytes:
-    """The beginning of a UTF-8 text, of whole characters."""
+    """The beginning of a UTF-8 text, cut at a character."""
     return content[:size].decode("utf-8", errors="ignore").encode()

@@ -1,4 +1,4 @@
-"""Files of text on disk: their kinds, their unpacked bytes, and digests remembered between runs."""
+"""Files of text on disk: their kinds, their unpacked bytes, and digests kept between runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**20
 SETTLED_S = 2.0
-"""A file that changed so recently may change again within one tick of its file system's clock."""
+"""A file that changed within this time may change again in the same tick of its file system's
+clock."""
 
 
 class FileDigests:
-    """Digests of the files of one text, kept in a file from one start to the next."""
+    """Digests of the files of one text, kept in a file between starts."""
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Reads what is known; a file that is missing or damaged is as good as an empty one.
+        """Reads the known digests. A missing or damaged file counts as empty.
 
         Args:
-            path: of the file; None remembers within this process alone.
+            path: of the file. None keeps digests within this process alone.
             clock: seconds since 1970.
         """
         self._path, self._clock = path, clock
@@ -44,9 +45,9 @@ class FileDigests:
         self._kept, self._used = dict(self._before), dict[str, str]()
 
     def of(self, root: Path, files: Iterable[str]) -> list[str]:
-        """BLAKE3 digests of these files, in their order; says how far the reading is.
+        """BLAKE3 digests of these files, in their order. Reports the progress of reading.
 
-        What was not asked for is remembered no longer.
+        Digests of other files are dropped.
 
         Raises:
             DataError: one of them cannot be read.
@@ -109,7 +110,7 @@ REMEDY = "fetch or make it again, or take it out of the folder"
 
 
 class Kind(enum.Enum):
-    """How the texts of a file are found in its bytes."""
+    """The format in which a file contains texts."""
 
     TEXT = enum.auto()
     LINES = enum.auto()
@@ -130,26 +131,26 @@ _KINDS = {
 }
 _PACKINGS = (".gz", ".zst")
 SUFFIXES = f"{', '.join(_KINDS)}, each also with .gz or .zst behind it"
-"""Of the files that are read, for people."""
+"""Suffixes of the files that are read, for people."""
 
 
 def kind_of(name: str) -> Kind | None:
-    """The kind of a file, by the end of its name; None where it is not read."""
+    """The kind of a file, by its suffix. None if it is not read."""
     return _KINDS.get(os.path.splitext(_unpacked(name))[1])
 
 
 def suffix_of(name: str) -> str:
-    """The end of a name that says a file's kind, in lower case; empty where there is none."""
+    """The suffix that determines a file's kind, in lower case. Empty if there is none."""
     plain = _unpacked(name)
     return os.path.splitext(plain)[1] + name.lower()[len(plain) :]
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed as its name says.
+    """A file's bytes, decompressed according to its name.
 
     Raises:
-        DataError: it does not decompress, or the package that does it is not installed.
+        DataError: it cannot be decompressed, or the package for this is not installed.
         OSError: it cannot be read.
     """
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -171,7 +172,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def opened_to_seek(path: Path) -> Iterator[BinaryIO]:
-    """As `opened`, for readers that jump: a packed file is unpacked into a temporary one.
+    """As `opened`, for readers that seek. Unpacks a packed file into a temporary one.
 
     Raises:
         DataError, OSError: see `opened`.
@@ -187,7 +188,7 @@ def opened_to_seek(path: Path) -> Iterator[BinaryIO]:
 
 
 def missing(path: Path, package: str) -> DataError:
-    """The error of a file that no installed package reads."""
+    """The error of a file that no installed package can read."""
     return DataError(
         f"{path}: the package {package} reads it, and is not installed",
         hint=f"pip install {package}, or 'moe-swarm[data]'",
@@ -204,7 +205,7 @@ def _unpacked(name: str) -> str:
 
 def _zstd(path: Path) -> Any:
     try:
-        from compression import zstd  # since Python 3.14 it is part of the language
+        from compression import zstd  # part of the standard library since Python 3.14
     except ImportError:
         try:
             from backports import zstd  # optional: only folders with .zst files need it

@@ -23,16 +23,16 @@ from swarm.errors import DataError
 Indexes = NDArray[np.uint64]
 Samples = NDArray[np.int64]
 Stretches = Iterable[tuple[int, int]]
-"""(first sample, the one after the last) each, in reading order."""
+"""Pairs (first sample, sample after the last), in reading order."""
 
 _ROUNDS = 4
 
 
 def samples_at(stretches: Stretches, first: int, count: int) -> Samples:
-    """The samples at the places first .. first + count - 1 of these stretches end to end.
+    """The samples at the positions first .. first + count - 1 of the joined stretches.
 
     Returns:
-        Sample numbers [count], fewer where the stretches end before.
+        Sample numbers [count], fewer if the stretches end before.
     """
     found = [np.empty(0, dtype=np.int64)]
     for start, stop in stretches:
@@ -44,7 +44,7 @@ def samples_at(stretches: Stretches, first: int, count: int) -> Samples:
 
 
 def windows_of(seed: int, samples: Samples, num_windows: int) -> Samples:
-    """The windows behind samples, in any order, of a text of so many; `seed` is the run's.
+    """The windows of samples, in any order, in a text of `num_windows`. `seed` is the run's.
 
     Returns:
         Window indexes [len(samples)], each below `num_windows`.
@@ -58,10 +58,10 @@ def windows_of(seed: int, samples: Samples, num_windows: int) -> Samples:
 
 
 def permute(places: Indexes, size: int, key: str) -> NDArray[np.int64]:
-    """A keyed pseudo-random permutation of range(size), at some of its places.
+    """Some values of a keyed pseudo-random permutation of range(size).
 
-    A Feistel network on the next power of four; a value that falls outside goes through it again
-    until it falls inside, at most four times on average.
+    It is a Feistel network on the next power of four. A value outside of the range goes through the
+    network again until it falls inside, at most four times on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     digest = blake3(f"windows {key}".encode()).digest(length=8 * _ROUNDS)
@@ -83,7 +83,7 @@ def _feistel(values: Indexes, keys: NDArray[np.uint64], half_bits: int) -> Index
 
 
 def _mix(values: NDArray[Any]) -> Indexes:
-    """Scrambles 64-bit values. Source: the finaliser of splitmix64 (S. Vigna, public domain)."""
+    """Scrambles 64-bit values. Source: the finalizer of splitmix64 (S. Vigna, public domain)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Indexes = values ^ (values >> np.uint64(31))
@@ -91,16 +91,16 @@ def _mix(values: NDArray[Any]) -> Indexes:
 
 
 _READ_DEADLINE_S = 120.0
-"""A batch is a few hundred small reads; a disk that needs longer is broken."""
+"""Deadline of a batch of a few hundred small reads. A disk that needs longer is broken."""
 
 Dealt = tuple[tuple[int, int], ...]
 Wanted = tuple[Dealt, int, int]
 
 
 class Loader:
-    """The samples of one text by their numbers, with the next batch read ahead in a thread.
+    """Reads samples of one text by their numbers, with the next batch read ahead in a thread.
 
-    `data.mode` decides only which text is handed in: the common one, or the peer's own.
+    `data.mode` only decides which text the caller gives: the common one, or the peer's own.
     Use it as a context manager, or call `close`.
     """
 
@@ -113,17 +113,18 @@ class Loader:
         end_of_text: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Prepares to read; reads nothing yet.
+        """Prepares for reading, but reads nothing yet.
 
         Args:
             shards: the text.
             run: gives seed, sequence length and the largest batch of any phase.
-            agreed_windows: how many windows the run's text has; None where that is not agreed.
+            agreed_windows: the number of windows of the run's text. None if it is not agreed.
             end_of_text: the id that closes a document.
-            pin_memory: whether batches lie in page-locked memory, for copies to a GPU.
+            pin_memory: whether batches are in page-locked memory, for copies to a GPU.
 
         Raises:
-            DataError: the text holds less than one batch, or other windows than the run's text.
+            DataError: the text has less than one batch, or another number of windows than the run's
+                text.
         """
         self._seed, self.end_of_text = run.run.seed, end_of_text
         self._pin_memory = pin_memory
@@ -145,7 +146,7 @@ class Loader:
         self._future: Future[torch.Tensor] | None = None
 
     def batch(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
-        """The batch of a local step, int64 [batch_tokens / T, T + 1]; reads the next one ahead.
+        """The batch of a local step, int64 [batch_tokens / T, T + 1]. Reads the next one ahead.
 
         Args:
             dealt: the samples of the round, as stretches in reading order.
@@ -153,8 +154,8 @@ class Loader:
             batch_tokens: a multiple of T.
 
         Raises:
-            DataError: the deal holds no such batch, or the disk did not answer.
-            OSError: reading failed, here or in the thread that reads ahead.
+            DataError: the deal has no such batch, or the disk did not answer.
+            OSError: reading failed, here or in the reading thread.
         """
         wanted = (dealt, local_step, batch_tokens)
         if self._future is None or self._ahead != wanted:
@@ -170,7 +171,7 @@ class Loader:
         return batch_BT1
 
     def read(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
-        """The batch of a local step as `batch` gives it, without thread or reading ahead."""
+        """As `batch`, without a thread and reading ahead."""
         rows, rest = divmod(batch_tokens, self._length)
         assert not rest and rows, (batch_tokens, self._length)
         samples = samples_at(dealt, local_step * rows, rows)
@@ -184,7 +185,7 @@ class Loader:
         return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
 
     def close(self) -> None:
-        """Stops the thread; one that the disk does not answer is logged and left alone."""
+        """Stops the thread. A thread that hangs in the disk is logged and abandoned."""
         self._reader.end(END_S)
 
     def __enter__(self) -> Self:
@@ -208,10 +209,10 @@ def _num_samples(dealt: Dealt) -> int:
 
 
 def require_a_batch(shards: Shards, run: RunConfig) -> None:
-    """Refuses a corpus that holds fewer sequences than the largest batch of a run.
+    """Refuses a corpus with fewer sequences than the largest batch of a run.
 
     Raises:
-        DataError: it does.
+        DataError: the corpus is too small.
     """
     batches = [run.train.batch_tokens, *(phase.batch_tokens for phase in run.phases)]
     rows_per_step = max(batches) // run.data.sequence_length

@@ -1,4 +1,4 @@
-"""What of a batch is not attended to, or not in the loss; texts that repeat themselves."""
+"""Masks of a batch for attention and loss, and detection of repetitive texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ TIMES = 32
 
 
 def is_repetitive(tokens: Tokens) -> bool:
-    """Whether 1 to 13 tokens stand 32 times in a row somewhere.
+    """Whether a sequence of 1 to 13 tokens occurs 32 times in a row.
 
     Source: SPES (arXiv 2602.11543) and OLMo 2 (arXiv 2501.00656; `instance_filter` of its code),
-    with the same numbers: a training sequence with such a stretch carries no loss there, and here
-    with `data.mask_repetition`; `swarm-data tokenize --drop-repetition` leaves documents out.
+    with the same numbers. There, a training sequence with such a repetition has no loss. Here,
+    `data.mask_repetition` does the same, and `swarm-data tokenize --drop-repetition` leaves
+    documents out.
     """
     return any(_repeats(tokens, period) for period in range(1, MAX_PERIOD + 1))
 
@@ -36,12 +37,12 @@ def _repeats(tokens: Tokens, period: int) -> bool:
 
 @dataclass(frozen=True)
 class Masks:
-    """Of one batch.
+    """Masks of one batch.
 
     Attributes:
-        starts_BT: bool, inputs with which a document begins, within which attention stays; None:
-            it sees the whole sequence.
-        scored_BT: bool, predictions that are in the loss; None: all.
+        starts_BT: bool, the first tokens of documents. Attention stays within documents. None: it
+            sees the whole sequence.
+        scored_BT: bool, predictions in the loss. None: all.
     """
 
     starts_BT: Tensor | None = None
@@ -49,20 +50,20 @@ class Masks:
 
 
 def masks_of(tokens_BT1: Tensor, run: RunConfig, end_of_text: int | None) -> Masks | None:
-    """The masks of a batch, as the run's `data.attention` and `data.mask_repetition` want them.
+    """The masks of a batch, by the run's `data.attention` and `data.mask_repetition`.
 
-    The batch is on the CPU; attention within documents needs the id that closes one.
+    The batch is on the CPU. Attention within documents needs the id that closes a document.
     """
     if run.data.attention == "window" and not run.data.mask_repetition:
         return None
     starts_BT, scored_BT = None, torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     if run.data.attention == "document":
-        assert end_of_text is not None, "the run's tokenizer says how documents end"
+        assert end_of_text is not None, "the run's tokenizer has an end-of-text id"
         starts_BT = tokens_BT1[:, :-1] == end_of_text
         scored_BT &= ~starts_BT | (tokens_BT1[:, 1:] != end_of_text)
     if run.data.mask_repetition:
         for row_T1, scored_T in zip(tokens_BT1, scored_BT, strict=True):
-            # Padding repeats itself, and is no text.
+            # Padding is repetitive, but is no text.
             text = torch.cat([row_T1[:1], row_T1[1:][scored_T]])
             scored_T &= not is_repetitive(text.numpy())
     return Masks(starts_BT, None if scored_BT.all() else scored_BT)

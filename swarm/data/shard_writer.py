@@ -1,8 +1,8 @@
-"""Makes shards of a text: deterministic, and resumed after a kill at the last finished shard.
+"""Makes shards of a text, deterministically. After a kill it resumes at the last finished shard.
 
 A finished shard is durable before `progress.json` lists it. A resumed process reads the documents
-of finished shards again, since later ones depend on them (copies, the split), but does not
-tokenise them again. `header.json` is written last; with it the folder is finished.
+of finished shards again, because later shards depend on them (copies, the split). It does not
+tokenize them again. `header.json` is written last, and marks the folder as finished.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from swarm.errors import DataError
 from swarm.progress import reading
 
 GROUP_TOKENS = 2**22
-"""Documents are moved within so many tokens, which are in memory at once."""
+"""Documents are reordered within a group of this many tokens, which are in memory at once."""
 
 
 def packed(
     documents: Iterable[Tokens], length: int, end_of_text: int, group_tokens: int = GROUP_TOKENS
 ) -> Iterator[Tokens]:
-    """The tokens of documents group by group, each a multiple of `length`.
+    """Packs the tokens of documents into groups of multiples of `length`.
 
-    A document begins with the end-of-text token before it. What is left of a sequence is filled
-    with more of these: one that follows another is padding.
+    A document begins with the end-of-text token before it. The rest of a sequence is filled with
+    this token, and an end-of-text token after another one is padding.
 
     Args:
-        documents: each closed by `end_of_text`, of at least one other token.
+        documents: each closed by `end_of_text`, with at least one other token.
         length: tokens of a sequence.
         end_of_text: this token's id.
         group_tokens: a group ends with the document that reaches this size.
@@ -84,15 +84,15 @@ PROGRESS = "progress.json"
 HELD_OUT = "held_out.jsonl"
 SHARD_TOKENS = 2**27
 _COPY_BYTES = 16
-"""Of a digest by which copies are found."""
+"""Bytes of a digest that identifies copies."""
 
 
 class Source(Protocol):
-    """Where documents come from: folders of text, or a folder of ready tokens."""
+    """A source of documents: folders of text, or a folder of ready tokens."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name for people."""
 
     @property
     def root(self) -> Path:
@@ -100,17 +100,17 @@ class Source(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths below it."""
+        """Paths below the folder."""
 
     @property
     def mixture(self) -> tuple[tuple[str, float], ...]:
-        """Folders and their weights; empty where the text is not mixed."""
+        """Folders and their weights. Empty if the text is not mixed."""
 
     def fingerprint(self, digests: FileDigests | None = None, /) -> str:
-        """Equal while the content of no file has changed; `digests` are those that are known."""
+        """Equal as long as no file's content changes. `digests` are the known ones."""
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """All documents in order; the tally counts files, and what is skipped."""
+        """All documents in order. The tally counts files and skipped input."""
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """Token ids of documents, each closed."""
@@ -121,20 +121,20 @@ class Contents:
     """The contents of a corpus.
 
     Attributes:
-        digest: BLAKE3 of all training tokens in order, little-endian, however they are cut into
-            shards; hexadecimal.
-        files: those that are text.
-        documents: those that are trained on.
-        training_bytes: their size.
-        held_out_documents: the others.
-        held_out_bytes: their size.
-        copies: documents that were left out since the corpus has them already.
-        repetitive: documents that were left out since they repeat a few tokens over and over.
-        file_bytes: size of these files on disk.
-        skipped: reason -> files, folders, lines and rows that are not read.
-        unread: suffix -> files that are not read for their names.
-        skipped_names: the first 10,000 that are skipped, with the reason.
-        unread_names: likewise of those that are not read for their names.
+        digest: BLAKE3 of all training tokens in order, little-endian, in hex. It does not depend on
+            the cuts into shards.
+        files: number of text files.
+        documents: training documents.
+        training_bytes: size of the training documents.
+        held_out_documents: held-out documents.
+        held_out_bytes: size of the held-out documents.
+        copies: documents that were left out as copies of earlier ones.
+        repetitive: documents that were left out because they repeat a few tokens many times.
+        file_bytes: size of the text files on disk.
+        skipped: reason -> number of skipped files, folders, lines and rows.
+        unread: suffix -> number of files that are not read because of their suffix.
+        skipped_names: the first 10,000 skipped names, with the reason.
+        unread_names: likewise the files that are not read because of their suffix.
     """
 
     digest: str = ""
@@ -153,7 +153,7 @@ class Contents:
 
     @property
     def tally(self) -> Tally:
-        """What was read and what was not."""
+        """The tally of read and skipped input."""
         return Tally(
             self.files,
             self.file_bytes,
@@ -164,7 +164,7 @@ class Contents:
         )
 
     def summary(self) -> str:
-        """Files, documents, tokens, split and all that is left out, in a line."""
+        """Files, documents, tokens, split and left-out documents, in a line."""
         left_out = f"; {self.copies:,} copies left out" if self.copies else ""
         left_out += f"; {self.repetitive:,} repetitive left out" if self.repetitive else ""
         hint = " (--list-skipped names them)" if self.skipped or self.unread else ""
@@ -175,13 +175,13 @@ class Contents:
 
 
 _Shard = tuple[str, int, str, int, int, int]
-"""File name, tokens, digest; and up to its end the documents that were tokenised, those of them
-that were left out as repetitive, and their bytes."""
+"""File name, tokens, digest. Then totals up to its end: tokenized documents, repetitive ones that
+were left out, and the bytes of these."""
 
 
 @dataclass
 class _Finished:
-    """The shards of a folder that are finished."""
+    """The finished shards of a folder."""
 
     folder: Path
     key: str
@@ -189,10 +189,11 @@ class _Finished:
 
     @staticmethod
     def read(folder: Path, key: str) -> _Finished:
-        """What is finished in a folder; nothing in a new one.
+        """The finished shards of a folder. Empty for a new folder.
 
         Raises:
-            DataError: something else was begun in it, or a finished shard was changed.
+            DataError: the folder belongs to another text or options, or a finished shard was
+                changed.
         """
         path = folder / PROGRESS
         if not path.exists():
@@ -219,7 +220,7 @@ class _Finished:
         durable.write_file(self.folder / PROGRESS, content)
 
     def digest(self) -> blake3:
-        """Of all tokens in finished shards, to go on with.
+        """A digest of all tokens in finished shards, to be continued.
 
         Raises:
             DataError: one of them has changed.
@@ -248,24 +249,23 @@ def write_shards(
     held_out: Iterable[bytes] | None = None,
     digests: FileDigests | None = None,
 ) -> None:
-    """Makes the shards of a text, or resumes making them; reports progress.
+    """Makes the shards of a text, or resumes this work. Reports progress.
 
     Args:
         source: the documents.
-        folder: where they go; it must exist.
-        tokenizer: makes tokens of them.
+        folder: existing folder for the shards.
+        tokenizer: encodes the documents.
         shard_tokens: a shard is closed by the first document that reaches this size.
         drop_copies: whether only the first of equal documents is kept.
         drop_repetition: whether documents are left out that `is_repetitive` finds.
-        pack: tokens of the sequences into which whole documents are put, see
-        `swarm.data.shard_writer`;
-            None leaves them in their order.
-        held_out: held-out documents to keep as text; None where the text stays at hand.
-        digests: of the source's files, as far as they are known.
+        pack: tokens of the sequences that whole documents are packed into; see `packed`. None
+            leaves documents in their order.
+        held_out: held-out documents to keep as text. None if the text stays available.
+        digests: known digests of the source's files.
 
     Raises:
-        DataError: no document is left for training, a file cannot be read, or the folder holds
-            something else.
+        DataError: no document is left for training, a file cannot be read, or the folder belongs to
+            another text or options.
         TokenizerError: the tokenizer cannot be run.
     """
     options = [shard_tokens, drop_copies, drop_repetition, *([pack] if pack else [])]
@@ -297,7 +297,7 @@ def write_shards(
 def _header_of(
     source: Source, tokenizer: Tokenizer, dtype: np.dtype[Any], pack: int | None
 ) -> dict[str, Any]:
-    """What is known of the shards before the text is read."""
+    """The fields of the header that are known before the text is read."""
     return {
         "format": FORMAT,
         "name": source.name,
@@ -318,18 +318,18 @@ def _finish(folder: Path, header: dict[str, Any], held_out: Iterable[bytes] | No
 
 
 def digest_of_header(header: dict[str, Any]) -> str:
-    """The digest with which a header ends."""
+    """The digest at the end of a header."""
     return blake3(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
 class _Kept:
-    """Which of the tokenised documents are kept.
+    """Filters the tokenized documents.
 
     Attributes:
-        seen: documents that were tokenised, those of finished shards included.
-        left_out: of these, the repetitive ones.
-        left_out_bytes: their size.
+        seen: tokenized documents, including those of finished shards.
+        left_out: the repetitive ones of these.
+        left_out_bytes: size of the repetitive ones.
     """
 
     seen: int = 0
@@ -338,13 +338,13 @@ class _Kept:
     _sizes: deque[int] = field(default_factory=deque)
 
     def noted(self, documents: Iterable[bytes]) -> Iterator[bytes]:
-        """The documents; their sizes are known to `of`, however far ahead they are taken."""
+        """Yields the documents, and records their sizes for `of`, which may lag behind."""
         for content in documents:
             self._sizes.append(len(content))
             yield content
 
     def of(self, tokenised: Iterable[Tokens], drop_repetition: bool) -> Iterator[Tokens]:
-        """The tokens of those that are kept."""
+        """The tokens of the kept documents."""
         for tokens in tokenised:
             size = self._sizes.popleft()
             self.seen += 1
@@ -356,17 +356,17 @@ class _Kept:
 
 
 class Pass:
-    """One pass through a corpus: hands the training documents out and counts everything."""
+    """One pass through a corpus. Yields the training documents and counts everything."""
 
     def __init__(self, source: Source, digest: blake3 | None = None) -> None:
         self._source = source
         self.digest = digest or blake3()
-        """Of the tokens that were written."""
+        """Digest of the written tokens."""
         self.tally = Tally()
         self._counted: Counter[str] = Counter()
 
     def training_documents(self, drop_copies: bool = True) -> Iterator[bytes]:
-        """The documents that are not held out; says how far the reading is."""
+        """The documents that are not held out. Reports the progress of reading."""
         source, count = self._source, self._counted
         split, seen = Split.of(source.documents()), set[bytes]()
         documents = source.documents(self.tally)
@@ -384,10 +384,10 @@ class Pass:
                 yield content
 
     def contents(self, left_out: int = 0, left_out_bytes: int = 0) -> Contents:
-        """What was found, once the pass is through.
+        """The contents, after the end of the pass.
 
         Args:
-            left_out: training documents that were not kept, since they are repetitive.
+            left_out: training documents that were left out as repetitive.
             left_out_bytes: their size.
         """
         count = self._counted
@@ -408,7 +408,7 @@ class Pass:
         )
 
     def no_text(self) -> DataError:
-        """The error of a corpus that leaves nothing to train on, once the pass is through."""
+        """The error of a corpus without training text, after the end of the pass."""
         held_out = self._counted["held_out_documents"]
         found = "all of its documents are held out" if held_out else "it holds no text"
         return DataError(
@@ -420,7 +420,7 @@ class Pass:
 def _write_shard(
     path: Path, documents: Iterable[Tokens], shard_tokens: int, last: Tokens, all_tokens: blake3
 ) -> tuple[str, int, str]:
-    """Writes a shard that ends with `last`, in its type, durably: file name, tokens, digest.
+    """Durably writes a shard that ends with `last`. Returns file name, tokens and digest.
 
     Its tokens also go into the digest of all tokens.
     """
@@ -438,7 +438,7 @@ def _write_shard(
 
 
 def _until(documents: Iterable[Tokens], num_tokens: int) -> Iterator[Tokens]:
-    """The first documents, up to the one that reaches so many tokens; takes no more of them."""
+    """The first documents, up to the one that reaches a number of tokens. Takes no further ones."""
     size = 0
     for tokens in documents:
         yield tokens
@@ -448,7 +448,7 @@ def _until(documents: Iterable[Tokens], num_tokens: int) -> Iterator[Tokens]:
 
 
 def _write_held_out(path: Path, documents: Iterable[bytes]) -> tuple[int, str]:
-    """Keeps held-out documents as text: size and digest of the file."""
+    """Writes held-out documents as text. Returns size and digest of the file."""
     lines = [json.dumps({"text": each.decode()}, ensure_ascii=False) + "\n" for each in documents]
     content = "".join(lines).encode()
     durable.write_file(path, content)

@@ -1,9 +1,9 @@
 """Token shards of a text, memory-mapped: a cache, or a folder that `swarm-data tokenize` made.
 
-Such a folder has `NNNNN.bin` files (little-endian token ids and nothing else), perhaps
-`held_out.jsonl`, and `header.json`, which lists them with their sizes and digests, says which
-tokenizer made them and what the text was found to hold, and ends with a digest of itself. See
-`swarm.data.shard_writer` for how it is made.
+Such a folder has `NNNNN.bin` files (only little-endian token ids), perhaps `held_out.jsonl`, and
+`header.json`. The header lists the files with their sizes and digests, names the tokenizer,
+describes the contents of the text, and ends with its own digest. `swarm.data.shard_writer` makes
+the folder.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from swarm.progress import Reporter
 logger = logging.getLogger(__name__)
 
 ORIGIN = "origin"
-"""File of a cache that names its text, its tokenizer and the size of its shards."""
+"""A cache's file with the name of its text, its tokenizer and the size of its shards."""
 KEPT_CACHES = 3
-"""Caches of tokens in one folder, that in use included."""
+"""Most caches of tokens in one folder, including the one in use."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The training tokens of a corpus: memory-mapped arrays [number of tokens], read-only."""
+    """The training tokens of a corpus: read-only memory-mapped arrays [number of tokens]."""
 
     arrays: tuple[Tokens, ...]
     contents: shard_writer.Contents = field(default_factory=shard_writer.Contents)
@@ -52,11 +52,11 @@ class Shards:
         return sum(len(array) for array in self.arrays)
 
     def windows(self, sequence_length: int) -> list[int]:
-        """How many windows of T + 1 tokens, at a stride of T, each shard holds."""
+        """The number of windows of T + 1 tokens, at a stride of T, in each shard."""
         return [max(0, len(array) - 1) // sequence_length for array in self.arrays]
 
     def summary(self) -> str:
-        """Tokens, files, documents, split and all that is left out, in a line."""
+        """Tokens, files, documents, split and left-out documents, in a line."""
         return f"{self.num_tokens:,} tokens; {self.contents.summary()}"
 
 
@@ -71,20 +71,18 @@ def open_shards(
     *,
     shard_tokens: int = shard_writer.SHARD_TOKENS,
 ) -> Shards:
-    """The training documents of a corpus (held-out ones are left out) as shards.
+    """The training documents of a corpus, without held-out ones, as shards.
 
-    A cache is found by the content of the corpus and the tokenizer's name; one that is torn or was
-    changed is built again, which gives the same tokens. Every byte of it is checked: about 0.4 s
-    per GB. It is written next to its place and renamed, so it is there whole or not at all; the
-    next start continues what a kill left there, unless another corpus is opened.
-
-    The cache of a text that has changed since is removed. Of other texts and tokenizers the newest
-    stay, `KEPT_CACHES` in all, since a person may return to one. A second process waits for the
-    first.
+    A cache is found by the content of the corpus and the tokenizer's name. A torn or changed cache
+    is built again, which gives the same tokens. Every byte of it is checked, at about 0.4 s per GB.
+    It is written next to its place and renamed, so it is there whole or not at all. After a kill
+    the next start continues the unfinished cache, unless another corpus is opened. The cache of a
+    changed text is removed. The newest caches of other texts and tokenizers stay, up to
+    `KEPT_CACHES` in all, because a person may return to one. A second process waits for the first.
 
     Args:
         corpus: its documents.
-        cache: folder for caches; made when missing.
+        cache: folder for caches, made if missing.
         tokenizer: of the run.
         shard_tokens: a shard is closed by the first document that reaches this size.
 
@@ -127,9 +125,9 @@ def open_shards(
 
 
 def _tidy(cache: Path, used: Path, origin: list[Any]) -> None:
-    """Notes that a cache is in use, and removes those that it replaces or that are too many.
+    """Marks a cache as used, and removes caches that it replaces or that exceed the limit.
 
-    A process that has mapped the files of a removed one keeps their content.
+    A process that has mapped the files of a removed cache keeps their content.
     """
     try:
         _remove_old(cache, used, origin)
@@ -152,7 +150,7 @@ def _remove_old(cache: Path, used: Path, origin: list[Any]) -> None:
 
 
 def _origin_of(cache: Path) -> list[Any] | None:
-    """Text, tokenizer and size of shards of a cache; None if it does not say."""
+    """Text, tokenizer and size of shards of a cache. None if its file is missing or damaged."""
     try:
         found = json.loads((cache / ORIGIN).read_bytes())
     except (OSError, ValueError):
@@ -167,9 +165,9 @@ def _used_s(cache: Path) -> float:
 
 
 def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:
-    """Shards of a cache, with the files that are not read for their names as they are now.
+    """Shards of a cache, with the present files that are not read because of their suffix.
 
-    No token depends on them, so the cache stays when one comes or goes.
+    No token depends on these files, so the cache stays valid when one is added or removed.
     """
     tally = Tally()
     for what, suffix in corpus.unread:
@@ -182,27 +180,27 @@ def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:
 
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other processes out of it."""
+    """Makes the folder, and locks it against other processes."""
     cache.mkdir(parents=True, exist_ok=True)
     with cache.with_name(f"{cache.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("waiting: another process tokenises into %s", cache)
+            logger.warning("waiting: another process tokenizes into %s", cache)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of shards that somebody made beforehand; see `swarm-data tokenize`.
+    """A folder of prepared shards; see `swarm-data tokenize`.
 
     Attributes:
-        name: of the text they were made of.
+        name: of their text.
         root: the folder.
-        tokenizer: name of the one that made them.
-        mixture: folders and weights that the text was mixed of; empty where it was not.
-        pack: tokens of the sequences into which documents were put; None where they were not.
+        tokenizer: name of their tokenizer.
+        mixture: folders and weights of a mixed text. Empty if it was not mixed.
+        pack: tokens of the sequences that documents were packed into. None if they were not.
     """
 
     name: str
@@ -215,7 +213,7 @@ class Prepared:
         """Its shards, every byte checked.
 
         Raises:
-            DataError: another tokenizer made them, or they are damaged; says what to do.
+            DataError: another tokenizer made them, or they are damaged. The error names the remedy.
         """
         if self.tokenizer != tokenizer.name:
             raise DataError(
@@ -226,7 +224,7 @@ class Prepared:
         return self.opened()
 
     def opened(self) -> Shards:
-        """Its shards, every byte checked, whichever tokenizer made them.
+        """Its shards, every byte checked, for any tokenizer.
 
         Raises:
             DataError: they are damaged.
@@ -237,7 +235,7 @@ class Prepared:
             raise self._damaged(torn) from torn
 
     def documents(self) -> Iterator[bytes]:
-        """The held-out documents that were kept as text.
+        """The held-out documents that are kept as text.
 
         Raises:
             DataError: they are damaged.
@@ -258,20 +256,20 @@ class Prepared:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds shards, perhaps half-made ones, instead of text."""
+    """Whether a folder contains shards, perhaps unfinished ones, instead of text."""
     return (folder / shard_writer.HEADER).is_file() or (folder / shard_writer.PROGRESS).is_file()
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """A folder of shards; only the header is read so far.
+    """A folder of shards. Only reads the header.
 
     Raises:
-        DataError: it is damaged, of another version, or not finished.
+        DataError: it is damaged, has another version, or is not finished.
     """
     if not (folder / shard_writer.HEADER).is_file():
         raise DataError(
             f"{folder}: its shards are not finished",
-            hint="run swarm-data tokenize with the same options again: it goes on",
+            hint="run swarm-data tokenize with the same options again: it resumes",
         )
     try:
         header = _header_of(folder)
@@ -290,7 +288,7 @@ def open_folder(folder: Path) -> Shards:
     """Maps the shards of a folder.
 
     Raises:
-        Torn: not every byte is as its header says.
+        Torn: a byte contradicts the header.
     """
     header = _header_of(folder)
     try:

@@ -1,8 +1,8 @@
-"""Texts of .parquet files, row by row, in at most 256 MB of memory whatever the file holds.
+"""Texts of .parquet files, row by row, in at most 256 MB of memory for any file.
 
-A column of a file is a sequence of pages, which pyarrow decompresses one at a time. Their headers
-say how large they become. A page of more than 64 MiB is refused, and a batch of rows is as large as
-the densest page allows. A text that a dictionary page holds once may fill every row.
+A column of a file is a sequence of pages, which pyarrow decompresses one at a time. The page
+headers have the decompressed sizes. A page of more than 64 MiB is refused. The densest page limits
+the rows of a batch. One text in a dictionary page may fill every row.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from swarm.errors import DataError
 MAX_PAGE_BYTES = 2**26
 _BATCH_BYTES = 2**24
 _MAX_ROWS = 1024
-"""Of a batch."""
+"""Most text bytes of a batch."""
 _READ_BYTES = 2**20
 _STRINGS = ("string", "large_string", "string_view")
 
 
 class _Page(NamedTuple):
-    """A page of a column: bytes once decompressed, and how many texts have them at least."""
+    """A page of a column: its decompressed bytes, and the least number of texts in it."""
 
     num_bytes: int
     num_values: int
 
 
 def check_table(path: Path, column: str) -> None:
-    """Reads the footer of a .parquet file, and the headers of the pages of its column of text.
+    """Checks the footer of a .parquet file, and the page headers of its text column.
 
     Raises:
         DataError: see `table_texts`.
@@ -41,12 +41,12 @@ def check_table(path: Path, column: str) -> None:
 
 
 def table_texts(path: Path, column: str) -> Iterator[str | None]:
-    """The texts in a column of a .parquet file, row by row; None where there is none.
+    """The texts in a column of a .parquet file, row by row. None for a row without text.
 
     Raises:
-        DataError: the file is damaged, it has no such column of text, a page of it is too large, or
-            pyarrow is missing.
-        OSError: it cannot be read.
+        DataError: the file is damaged or has no such text column, a page is too large, or pyarrow
+            is missing.
+        OSError: the file cannot be read.
     """
     with _opened_column(path, column) as (table, rows_at_once):
         for group, num_rows in enumerate(rows_at_once):
@@ -59,7 +59,7 @@ def table_texts(path: Path, column: str) -> Iterator[str | None]:
 
 @contextmanager
 def _opened_column(path: Path, column: str) -> Iterator[tuple[Any, list[int]]]:
-    """An open file, and how many rows of each row group are read at once."""
+    """An open file, and the number of rows per read in each row group."""
     try:
         import pyarrow.parquet  # optional: only folders with .parquet files need it
     except ImportError as error:
@@ -93,7 +93,7 @@ def _require_column(path: Path, schema: Any, column: str) -> None:
             hint="swarm-data tokenize --column NAME",
         )
     kind = schema.field(column).type
-    kind = str(getattr(kind, "value_type", kind))  # of a dictionary, its texts
+    kind = str(getattr(kind, "value_type", kind))  # texts of a dictionary
     if kind not in _STRINGS:
         raise DataError(
             f"{path}: its column {column!r} has values of type {kind}, not text",
@@ -102,7 +102,7 @@ def _require_column(path: Path, schema: Any, column: str) -> None:
 
 
 def _chunks(metadata: Any, column: str) -> Iterator[Any]:
-    """Where each row group has the column."""
+    """The place of the column in each row group."""
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         named = (row_group.column(number) for number in range(row_group.num_columns))
@@ -110,7 +110,7 @@ def _chunks(metadata: Any, column: str) -> Iterator[Any]:
 
 
 def _rows_at_once(path: Path, pages: Iterable[_Page]) -> int:
-    """Rows of a batch whose texts have 16 MiB at most, one by one if need be."""
+    """Rows of a batch with at most 16 MiB of text, at least one row."""
     num_rows = _MAX_ROWS
     for page in pages:
         if page.num_bytes > MAX_PAGE_BYTES:
@@ -139,8 +139,8 @@ def _pages(file: BinaryIO, chunk: Any) -> Iterator[_Page]:
         num_bytes, num_packed = header.get(2, 0), header.get(3, 0)
         if min(num_bytes, num_packed) < 0:
             raise EOFError("a page of negative size")
-        described = header.get(5) or header.get(8)  # of texts, in version 1 or 2
-        # One text may have all bytes of a dictionary.
+        described = header.get(5) or header.get(8)  # pages of texts, version 1 or 2
+        # One text may contain all bytes of a dictionary.
         yield _Page(max(num_bytes, 1), described.get(1, 0) if described else 1)
         place = file.tell() + num_packed
 
@@ -156,7 +156,7 @@ def _thrift_struct(file: BinaryIO, depth: int = 0) -> dict[int, Any]:
     Source: apache/thrift, doc/specs/thrift-compact-protocol.md. Page headers have no lists.
 
     Raises:
-        EOFError: it is none, or no page's header.
+        EOFError: the bytes are no struct, or no page's header.
     """
     if depth > _MAX_DEPTH:
         raise EOFError("no header of a page")

@@ -1,4 +1,4 @@
-"""What became of a corpus: how much was read, and what was not, with the reason."""
+"""A report on reading a corpus: the amount read, and skipped input with reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_NAMED = 10_000
-"""Files, folders and lines that are named one by one; the others are only counted."""
+"""Most files, folders and lines that are named. Further ones are only counted."""
 _MAX_SUFFIXES = 100
 _SHOWN = 8
 HIDDEN = "hidden"
@@ -16,15 +16,17 @@ _OTHERS = "others"
 
 @dataclass
 class Tally:
-    """What was read and what was not; `summary` says it in a line.
+    """Counts read and skipped input. `summary` reports it in a line.
 
     Attributes:
-        files: that were read to their end.
-        num_bytes: their size on disk.
-        skipped: reason -> files, folders, lines and rows that should be text and are not read.
-        unread: suffix -> files that are not read for their names; see `HIDDEN`, `NO_SUFFIX`.
-        named: the first `max_named` that are skipped, with the reason.
-        left: likewise of those that are not read for their names.
+        files: files that were read to their end.
+        num_bytes: size of these files on disk.
+        skipped: reason -> number of files, folders, lines and rows that should be text but were
+            skipped.
+        unread: suffix -> number of files that were not read because of their suffix; see `HIDDEN`,
+            `NO_SUFFIX`.
+        named: the first `max_named` skipped names, with the reason.
+        left: likewise the files that were not read because of their suffix.
     """
 
     files: int = 0
@@ -37,17 +39,17 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """Files, folders, lines and rows that are skipped."""
+        """Number of skipped files, folders, lines and rows."""
         return sum(self.skipped.values())
 
     def add(self, what: str, reason: str) -> None:
-        """Counts a file, folder, line or row that is skipped."""
+        """Counts a skipped file, folder, line or row."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if len(self.named) < self.max_named:
             self.named.append(f"{what}: {reason}")
 
     def leave(self, what: str, suffix: str) -> None:
-        """Counts a file or folder that is not read for its name."""
+        """Counts a file or folder that is not read because of its name."""
         known = suffix in self.unread or len(self.unread) < _MAX_SUFFIXES
         kind = suffix if known else _OTHERS
         self.unread[kind] = self.unread.get(kind, 0) + 1
@@ -60,7 +62,7 @@ class Tally:
         self.num_bytes += num_bytes
 
     def summary(self) -> str:
-        """What was read, not read by suffix, and skipped by reason, in a line."""
+        """The input that was read, unread by suffix, and skipped by reason, in a line."""
         parts = [f"{_counted(self.files, 'file')} of {_size(self.num_bytes)} read"]
         if self.unread:
             parts.append(f"not read by suffix: {_listed(self.unread)}")
@@ -69,20 +71,20 @@ class Tally:
         return "; ".join(parts)
 
     def examples(self) -> str:
-        """The summary, and the first three that were not read, for an error."""
+        """The summary and the first three unread names, for an error."""
         names = self.names()
         more = ["swarm-data info FOLDER --list-skipped names all"] if names[3:] else []
         return "; ".join([self.summary(), *names[:3], *more])
 
     def names(self) -> list[str]:
-        """All that was not read, one by one, and how many more there are."""
+        """The names of all unread input, and the number of further ones."""
         named = [*self.named, *self.left]
         more = self.count + sum(self.unread.values()) - len(named)
         return [*named, *([f"... and {more:,} more"] if more else [])]
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    """The most frequent ones first."""
+    """The reasons or suffixes as text, the most frequent ones first."""
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = [f"{count:,} {what}" for what, count in ordered[:_SHOWN]]
     rest = sum(count for _, count in ordered[_SHOWN:])

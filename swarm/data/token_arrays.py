@@ -1,7 +1,7 @@
-"""Tokens that others made: .npy arrays and nanoGPT's .bin files, as documents of ids.
+"""Tokens from other tools: .npy arrays and nanoGPT's .bin files, as documents of ids.
 
-A document is here the bytes of its ids, little-endian uint32, without what closed it. So it has a
-digest as a text has, and the same rules say which documents are held out and which are copies.
+Here a document is the bytes of its ids, little-endian uint32, without the closing id. So it has a
+digest as a text has, and the same rules find held-out documents and copies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from swarm.errors import DataError
 
 SUFFIXES = (".npy", ".bin")
 MAX_DOCUMENT_TOKENS = 2**14
-"""Longer documents are cut, as texts are."""
+"""Most ids of a document. Longer documents are cut, as texts are."""
 _MAGIC = 20240520
 """First of the 256 int32 at the head of .bin files of llm.c and modded-nanogpt. [1] is the version,
-[2] the number of tokens; then follow the tokens as uint16. Those of nanoGPT begin with
-their tokens."""
+[2] the number of tokens. The tokens follow as uint16. Files of nanoGPT begin with their tokens."""
 _HEADER_INTS = 256
 _READ_TOKENS = 2**22
 _SURE = 64
-"""So many ids with every second one 0 show a file of 4 bytes an id, read as one of 2."""
+"""If every second one of this many ids is 0, the file has 4 bytes per id, and was read with 2."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class ReadyTokens:
     """A folder of ready tokens; see `swarm.data.shard_writer.Source`.
 
     Attributes:
-        name: what people call it.
+        name: the name for people.
         root: the folder.
         files: paths relative to it, sorted.
-        num_ids: ids are below it.
+        num_ids: upper bound of ids.
         end_of_text: id that closes a document in these files.
         unlisted: paths of this kind that are not read, each with the reason.
-        unread: paths that are not read for their names, each with the suffix.
+        unread: paths that are not read because of their suffix, each with the suffix.
     """
 
     name: str
@@ -64,10 +63,10 @@ class ReadyTokens:
         return blake3(json.dumps(said).encode()).hexdigest()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """See `Source`; no file is skipped, since they were all made as tokens.
+        """See `Source`. No file is skipped, because all were made as tokens.
 
         Raises:
-            DataError: a file holds no tokens of this tokenizer.
+            DataError: a file has no tokens of this tokenizer.
         """
         tally = tally or Tally()
         for what, reason in self.unlisted:
@@ -109,13 +108,14 @@ class ReadyTokens:
 def ready_tokens(
     folder: Path, tokenizer: Tokenizer, end_of_text: int | None, *, follow_links: bool = False
 ) -> ReadyTokens | None:
-    """The .npy and .bin files below a folder, hidden ones left out; None where there are none.
+    """The .npy and .bin files below a folder, without hidden ones. None if there are none.
 
-    `end_of_text` is the id that closes documents in them; by default the tokenizer's. Links are
-    followed as those of texts are.
+    `end_of_text` is the id that closes documents in them, by default the tokenizer's. Links are
+    followed as for texts.
 
     Raises:
-        DataError: there are texts too; a .json file may lie there, it describes the tokens.
+        DataError: the folder has texts too. A .json file is allowed, because it may describe the
+            tokens.
     """
     root = Path(os.path.abspath(folder.expanduser()))
     files, unlisted, unread = list_files(
@@ -135,13 +135,13 @@ def ready_tokens(
 
 
 def read_tokens(path: Path, num_ids: int) -> Tokens:
-    """The tokens of a file, mapped; `num_ids` is the tokenizer's.
+    """The memory-mapped tokens of a file. `num_ids` is the tokenizer's.
 
-    A .npy file says how large its integers are. Those of a .bin file have 2 bytes, and 4 where the
-    tokenizer has more than 65,536 ids; llm.c's with a header have 2.
+    A .npy file names the size of its integers. In a .bin file they have 2 bytes, or 4 if the
+    tokenizer has more than 65,536 ids. In llm.c's files with a header they have 2.
 
     Raises:
-        DataError: it is no one-dimensional array of integers of this size, or torn.
+        DataError: the file is no one-dimensional array of integers of this size, or is torn.
     """
     try:
         if path.suffix.lower() == ".npy":
@@ -177,12 +177,12 @@ def read_tokens(path: Path, num_ids: int) -> Tokens:
 
 
 def _require_size(path: Path, tokens: Tokens) -> None:
-    """Refuses ids of 4 bytes in a file that is read as one of 2."""
+    """Refuses a file with ids of 4 bytes that is read with 2."""
     first = np.asarray(tokens[: 2 * _SURE])
     if first.itemsize == 2 and len(first) == 2 * _SURE and not first[1::2].any() and first.any():
         raise DataError(
             f"{path}: its tokens seem to have 4 bytes each, and this tokenizer's have 2",
-            hint="save them as uint16, or as .npy, which says how large they are",
+            hint="save them as uint16, or as .npy, which names their size",
         )
 
 

@@ -1,6 +1,6 @@
-"""What a run's tokenizer has to do, and the byte tokenizer.
+"""The interface of a run's tokenizer, and the byte tokenizer.
 
-Of the byte tokenizer, id = byte value, and special tokens follow from 256 up.
+The id of a byte is its value, and special tokens follow from 256 up.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ Tokens = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """Makes documents into token ids."""
+    """Encodes documents as token ids."""
 
     @property
     def name(self) -> str:
-        """Its kind and 16 hex digits: equal where all that it does is."""
+        """Its kind and 16 hex digits. Tokenizers with equal names behave alike."""
 
     @property
     def num_ids(self) -> int:
-        """Ids in use are below it. A model's vocabulary may be larger; the rest is never seen."""
+        """Upper bound of ids in use. A model's vocabulary may be larger, with unused ids."""
 
     @property
     def end_of_text(self) -> int:
-        """Id of the token that closes a document and that no text contains."""
+        """Id of the token that closes a document. No text contains it."""
 
     def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
         """Token ids of each document in order, closed by `end_of_text`.
 
         Raises:
-            TokenizerError: it cannot be run, or made something impossible of a document.
+            TokenizerError: it cannot be run, or returned impossible ids.
         """
 
     def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
-        """The text of each document, whose tokens are not closed, in UTF-8.
+        """The text of each document in UTF-8, from tokens without the closing id.
 
-        Tokens that the tokenizer would not make of a text need not give back what they were.
+        Tokens that encoding would not produce need not survive decoding and encoding.
 
         Raises:
             TokenizerError: it cannot be run.
         """
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads unmodified.
+        """Writes tokenizer.json and tokenizer_config.json for `AutoTokenizer`.
 
-        What is loaded gives the ids of `encoded` without the last, also for text that spells a
-        special token.
+        The loaded tokenizer gives the ids of `encoded` without the closing one, also for text that
+        spells a special token.
 
         Args:
-            folder: where the two files go; it must exist.
+            folder: existing folder for the two files.
             model_max_length: tokens that the model was trained to read at once.
         """
 
 
 def token_dtype(num_ids: int) -> np.dtype[Any]:
-    """The smallest of our two dtypes on disk that holds `num_ids` token ids."""
+    """The smaller of the two dtypes on disk that holds `num_ids` token ids."""
     return np.dtype("<u2") if num_ids <= 2**16 else np.dtype("<u4")
 
 
 def require_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuses a model whose vocabulary does not hold every id; a larger one is padding.
+    """Refuses a model whose vocabulary lacks an id. A larger vocabulary is padding.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the vocabulary is too small.
     """
     if run.model.vocab_size < tokenizer.num_ids:
         padded = -(-tokenizer.num_ids // 64) * 64
@@ -85,12 +85,12 @@ def require_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def readable_json(content: Mapping[str, Any]) -> str:
-    """An object as people read it."""
+    """An object as readable JSON."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as people read it."""
+    """Writes an object as readable JSON."""
     path.write_text(readable_json(content), encoding="utf-8")
 
 
@@ -102,7 +102,7 @@ def tokenizer_config(end_of_text: str, *, pad: str | None, model_max_length: int
         "bos_token": None,
         "eos_token": end_of_text,
         "pad_token": pad,
-        # Text is data: "<|endoftext|>" inside a document is thirteen characters, not the special.
+        # "<|endoftext|>" inside a document is thirteen characters of text, not the special token.
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
     }
@@ -111,7 +111,7 @@ def tokenizer_config(end_of_text: str, *, pad: str | None, model_max_length: int
 END_OF_TEXT = 256
 PAD = 257
 NUM_IDS = 258
-"""Ids in use. A model's vocabulary may be larger; the rest is never seen."""
+"""Ids in use. A model's vocabulary may be larger, with unused ids."""
 
 _SPECIALS = {"<|endoftext|>": END_OF_TEXT, "<|pad|>": PAD}
 
@@ -141,7 +141,7 @@ class ByteTokenizer:
         return map(document_tokens, documents)
 
     def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
-        """See `Tokenizer`; ids that are no bytes are left out."""
+        """See `Tokenizer`. Leaves out ids that are no bytes."""
         return [np.asarray(d)[np.asarray(d) < 256].astype(np.uint8).tobytes() for d in documents]
 
     def save(self, folder: Path, *, model_max_length: int) -> None:

@@ -1,7 +1,7 @@
-"""A tokenizer.json, as the packages tokenizers and Transformers write it, that may be a stranger's.
+"""A tokenizer.json of the packages tokenizers and Transformers, perhaps a stranger's.
 
-It is read here as JSON alone, in bounded memory, for what a run must know: the ids in use and the
-end-of-text token. What runs it are processes of their own (`swarm.data.encoders`).
+This module only reads it as JSON, in bounded memory, for the ids in use and the end-of-text token.
+Separate processes run the tokenizer (`swarm.data.encoders`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.errors import ConfigError, TokenizerError
 FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAX_FILE_BYTES = 64 * 2**20
-"""The largest in wide use, that of Gemma 3, has 33 MB."""
+"""The largest file in wide use, Gemma 3's, has 33 MB."""
 MAX_IDS = 2**20
 """The largest `model.vocab_size`."""
 _MAX_BRACKETS = 2 * MAX_IDS
@@ -37,7 +37,8 @@ _END_OF_TEXT = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "[SEP]",
 )
-"""Of GPT and Qwen, Llama 3, SentencePiece, Gemma, DeepSeek and BERT; the first one counts."""
+"""End-of-text tokens of GPT and Qwen, Llama 3, SentencePiece, Gemma, DeepSeek and BERT. The first
+one that a file has is used."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class FileTokenizer:
     Attributes:
         content: the file.
         end_of_text: id of the token that closes a document.
-        end_of_text_token: how it is spelled.
-        num_ids: ids in use are below it.
-        name: binds the content and what closes a document.
+        end_of_text_token: its spelling.
+        num_ids: upper bound of ids in use.
+        name: determines the content and the closing id.
     """
 
     content: bytes
@@ -64,11 +65,12 @@ class FileTokenizer:
 
         Args:
             content: of a tokenizer.json.
-            end_of_text: id or spelling of the token that closes a document; by default the first
-                that the file has of those in wide use.
+            end_of_text: id or spelling of the token that closes a document. By default the first of
+                the widely used ones that the file has.
 
         Raises:
-            TokenizerError: it is none, or one that no run can have; says what is wrong.
+            TokenizerError: the content is no tokenizer, or one that no run can use. The error names
+                the reason.
         """
         values = _parsed(content)
         added = _added_tokens(values)
@@ -90,7 +92,10 @@ class FileTokenizer:
         return decode(self.content, self.end_of_text, rows)
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
-        """See `Tokenizer`: what would add tokens that no document of the run had is left out."""
+        """See `Tokenizer`.
+
+        Leaves out settings that would add tokens which the run's documents lack.
+        """
         values = json.loads(self.content)
         after = values.get("post_processor")
         adds = isinstance(after, dict) and after.get("type") != "ByteLevel"
@@ -110,7 +115,7 @@ def open_tokenizer(folder: Path) -> FileTokenizer:
     """The tokenizer in a folder: its tokenizer.json, and `eos_token` of tokenizer_config.json.
 
     Raises:
-        TokenizerError: there is none, or none that a run can have.
+        TokenizerError: there is no tokenizer, or none that a run can use.
     """
     folder = folder.expanduser()
     path = folder if folder.name == FILE else folder / FILE
@@ -131,7 +136,7 @@ def open_tokenizer(folder: Path) -> FileTokenizer:
 
 
 def _configured(path: Path) -> str | None:
-    """The end-of-text token that a tokenizer_config.json names, where there is one."""
+    """The end-of-text token that a tokenizer_config.json names, if any."""
     try:
         with path.open("rb") as file:
             named = json.loads(file.read(_MAX_CONFIG_BYTES)).get("eos_token")
@@ -143,7 +148,7 @@ def _configured(path: Path) -> str | None:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """The file's object; its memory is bounded by its size and by the number of its values."""
+    """The file's JSON object. Limits of its size and number of values bound its memory."""
     if len(content) > MAX_FILE_BYTES:
         raise TokenizerError(f"a tokenizer of {len(content)} bytes (limit {MAX_FILE_BYTES})")
     brackets = content.count(b"[") + content.count(b"{")
@@ -174,7 +179,10 @@ def _ids(values: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _added_tokens(values: Mapping[str, Any]) -> list[tuple[str, int, bool]]:
-    """Spelling and id of each, and whether it is special: only those are never found in text."""
+    """Spelling and id of each added token, and whether it is special.
+
+    Text never contains special tokens.
+    """
     added = values.get("added_tokens")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise TokenizerError("a tokenizer without added tokens, so without an end of text")
@@ -214,11 +222,12 @@ MIN_VOCABULARY = 257
 
 
 def train_tokenizer(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
-    """A tokenizer with so many ids at most; fewer where the text has no more pairs.
+    """Trains a tokenizer with a limit of ids. It has fewer if the text has no more pairs.
 
-    Equal documents in equal order give an equal file. Memory is that of the text's different words.
+    Equal documents in equal order give an equal file. Memory grows with the number of different
+    words.
 
-    Documents are UTF-8; the 256 bytes and the end of text are among the ids.
+    Documents are UTF-8. The 256 bytes and the end of text are among the ids.
 
     Raises:
         TokenizerError: the package tokenizers is not installed.

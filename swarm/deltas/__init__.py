@@ -1,1 +1,1 @@
-"""How a unit's move becomes few bytes, and how everybody makes the same value of them."""
+"""Codes a unit's change in few bytes, from which all peers compute the same value."""

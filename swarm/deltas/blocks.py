@@ -4,18 +4,18 @@ coding   codes of a block     L              scale of the encoder
 b2       256 of 2 bits        2 code - 3     0.498 root mean square
 b1       256 of 1 bit         2 code - 1     mean magnitude
 
-Scales are rounded to bf16; they are +0 or from 2^-96 to 2^40. Where a scale is +0 the block is, and
-its codes say nothing. An encoder makes a smaller scale +0 and a larger one 2^40.
+Scales are rounded to bf16. They are +0 or from 2^-96 to 2^40. If a scale is +0, the block is 0 and
+its codes have no meaning. An encoder replaces a smaller scale by +0 and a larger one by 2^40.
 
-How far an element y may be from its code's value, with the scale s that was sent:
+Largest distance of an element y from its code's value, with the sent scale s:
 
 b2       s if |y| <= 4 s, else |y| - 3 s
 b1       max(s, |y| - s)
 
-On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. The error of a whole
-block is never longer than the block with b1; with b2 it may be 1.04 times as long, where a single
-one of 256 elements is not zero, and what is left over is coded better. 0.498 is the best of four
-equal steps for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
+On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. With b1 the error of a
+whole block is never longer than the block. With b2 it may be 1.04 times as long, if a single one of
+256 elements is not zero. The remainder is then coded better. 0.498 is the best of four equal steps
+for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _BELOW_SMALLEST = 2.0**-100 * (1 - 2.0**-24)
 
 
 def canonical(values: Tensor) -> Tensor:
-    """Magnitudes below 2^-100 as +0, a negative zero too; the others as they are. fp32, a copy.
+    """Replaces magnitudes below 2^-100 and negative zeros by +0. Returns a copy in fp32.
 
-    A NaN may become +0: look for it first.
+    A NaN may become +0, so check for NaN first.
     """
     return hardshrink(values.float(), _BELOW_SMALLEST)
 
@@ -50,11 +50,11 @@ def moved(before: Tensor, by: Tensor, codec: Codec) -> Tensor:
 
     Args:
         before: agreed values v, fp32 or bf16 [n].
-        by: decoded elements p of a delta, fp32 [n]; what is in it is lost.
+        by: decoded elements p of a delta, fp32 [n]. Overwritten.
         codec: of the unit.
 
     Returns:
-        [n] of the codec's type; `codecs.check_chunk` has still to look at their range.
+        [n] of the codec's type. `codecs.check_chunk` must still check their range.
 
     Raises:
         BadBlob: reason `non_finite`, if `before` was not finite.
@@ -66,7 +66,7 @@ def moved(before: Tensor, by: Tensor, codec: Codec) -> Tensor:
 
 def _require_finite(values: Tensor) -> None:
     if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
-        raise BadBlob("non_finite", "the value that is to be moved has a number that is not finite")
+        raise BadBlob("non_finite", "the value to be moved has a number that is not finite")
 
 
 MIN_SCALE, MAX_SCALE = 2.0**-96, 2.0**40
@@ -74,7 +74,7 @@ MIN_SCALE, MAX_SCALE = 2.0**-96, 2.0**40
 
 @dataclass(frozen=True)
 class BlockCoding:
-    """How blocks are coded.
+    """A coding of blocks.
 
     Attributes:
         encode: fp32 [n, 256] -> scales bf16 [n] and codes uint8 [n, c].
@@ -86,7 +86,7 @@ class BlockCoding:
 
 
 def encode_blocks(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
-    """Scales bf16 [n] and codes uint8 [n, c] of fp32 [n, 256], which is not written to.
+    """Scales bf16 [n] and codes uint8 [n, c] of fp32 [n, 256], which does not change.
 
     Raises:
         BadBlob: reason `non_finite`.
@@ -95,12 +95,12 @@ def encode_blocks(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
 
 
 def decode_blocks(scales: Tensor, codes: Tensor, num_elements: int, coding: Coding) -> Tensor:
-    """The elements p = L s of blocks: fp32 [num_elements], which the caller may write to.
+    """The elements p = L s of blocks: fp32 [num_elements], which the caller may overwrite.
 
     Args:
         scales: bf16 [n].
         codes: uint8 [n, c].
-        num_elements: from 256 (n - 1) + 1 to 256 n; what fills up the last block says nothing.
+        num_elements: from 256 (n - 1) + 1 to 256 n. The rest of the last block has no meaning.
         coding: of blocks.
 
     Raises:
@@ -113,22 +113,22 @@ def decode_blocks(scales: Tensor, codes: Tensor, num_elements: int, coding: Codi
 
 
 def _are_scales(scales: Tensor) -> bool:
-    """By their bits: integers, whatever a processor does with numbers that are subnormal."""
+    """Compared by their bits as integers, because processors differ in subnormal numbers."""
     bits = scales.view(torch.int16)
     lowest, highest = (127 - 96) << 7, (127 + 40) << 7
     return bool(((bits == 0) | ((bits >= lowest) & (bits <= highest))).all())
 
 
 def _scales_of(raw: Tensor) -> Tensor:
-    """What encoders send for these scales: bf16 [n] of fp32 [n]."""
+    """The scales as encoders send them: bf16 [n] from fp32 [n]."""
     if not raw.isfinite().all():
-        raise BadBlob("non_finite", "a difference that is to be coded is not a finite number")
+        raise BadBlob("non_finite", "a difference to be coded is not a finite number")
     scales = raw.clamp(max=MAX_SCALE).to(torch.bfloat16)
     return torch.where(scales < MIN_SCALE, 0.0, scales)
 
 
 def _quotients(values: Tensor, scales: Tensor) -> Tensor:
-    """Values in units of their blocks' scales: fp32 [n, 256]; 0 where the scale is."""
+    """Values in units of their blocks' scales: fp32 [n, 256], 0 if the scale is 0."""
     inverse = torch.where(scales > 0, scales.float().reciprocal(), 0.0)
     return values * inverse.unsqueeze(1)
 
@@ -138,7 +138,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 [n, m], each below 2^bits.
-        bits: 1 or 2; m is a multiple of 8 / bits.
+        bits: 1 or 2. m is a multiple of 8 / bits.
 
     Returns:
         uint8 [n, w] with w = m bits / 8.
@@ -151,7 +151,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes from which `pack` made these bytes: uint8 [n, 8 w / bits] of uint8 [n, w]."""
+    """The codes in bytes from `pack`: uint8 [n, 8 w / bits] from uint8 [n, w]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, -1, 1)
     planes: Tensor = (packed.unsqueeze(1) >> shifts) & (2**bits - 1)
     return planes.view(len(packed), -1)

@@ -1,4 +1,4 @@
-"""Deltas of whole units: made, read, judged, applied and averaged some groups at a time."""
+"""Makes, reads, checks, applies and averages deltas of whole units, some groups at a time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from swarm.experts import Slice, UnitLayout
 
 GROUP_ELEMENTS = BLOCK * GROUP
 RUN_ELEMENTS = 4 * GROUP_ELEMENTS
-"""Worked on at once: so many that several threads seldom wait for the interpreter."""
+"""Elements of one operation: so many that several threads seldom wait for the interpreter."""
 
 ReadElements = Callable[[int, int], Tensor]
-"""A unit's elements from start to stop, counted through its slices: flat, any floating dtype."""
+"""A unit's elements from start to stop, counted across its slices: flat, any floating dtype."""
 
 
 class Parts(Protocol):
-    """Live values, by runs of elements within one tensor: an engine is that."""
+    """Live values, by runs of elements within one tensor. An engine is one."""
 
     def read_part(self, part: Slice) -> Tensor:
-        """A copy, flat and fp32."""
+        """A flat fp32 copy of the run."""
 
     def write_part(self, part: Slice, values: Tensor) -> None:
         """Overwrites the run."""
@@ -50,11 +50,11 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta that lies elsewhere.
+    """A delta in other storage.
 
     Attributes:
         num_bytes: its size, which may be wrong.
-        read: its bytes.
+        read: returns its bytes.
     """
 
     num_bytes: int
@@ -62,7 +62,7 @@ class Delta:
 
 
 def in_order(content: Content) -> Delta:
-    """A delta that is read once, from its beginning to its end, as all functions here do."""
+    """A delta that can be read once, from beginning to end, as all functions here do."""
     pieces, held = iter(content), memoryview(b"")
 
     def read(_: int, length: int) -> Buffer:
@@ -79,17 +79,18 @@ def in_order(content: Content) -> Delta:
 
 
 def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
-    """The delta that comes nearest to these differences; for its error see `swarm.deltas.blocks`.
+    """The delta nearest to these differences; for its error see `swarm.deltas.blocks`.
 
     bf16 is off by at most 2^-8 of an element, or 2^-100.
 
     Args:
-        layout: of the unit; its coding is not "none".
-        values: what the agreed value should move by; not written to. `elements_of` makes it of
-            something that gives slices.
+        layout: of the unit, with another coding than "none".
+        values: the wanted change of the agreed value. It does not change. `elements_of` makes it
+            from a reader of slices.
 
     Raises:
-        BadBlob: while it is read; reason `non_finite`, if a difference is not a finite number.
+        BadBlob: raised during reading, with the reason `non_finite`, if a difference is not a
+            finite number.
     """
 
     def pieces() -> Iterator[Buffer]:
@@ -100,7 +101,7 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
 
 
 def encode_run(values: Tensor, coding: Coding) -> Buffer:
-    """The bytes of some groups of a delta, as `encode_delta`; the values are not written to."""
+    """The bytes of some groups of a delta, as `encode_delta`. The values do not change."""
     values = values.detach().to("cpu", torch.float32)
     if coding == "bf16":
         if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
@@ -120,10 +121,10 @@ def encode_run(values: Tensor, coding: Coding) -> Buffer:
 
 
 def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
-    """What gives the elements p of a delta, fp32, whole groups at a time; to be written to.
+    """A reader of the elements p of a delta: fp32, whole groups at a time, for overwriting.
 
     Raises:
-        BadBlob: here `size`; while it is read as `decode_run`.
+        BadBlob: with the reason `size` here, and during reading as `decode_run`.
     """
     expected = coded_bytes(layout)
     if delta.num_bytes != expected:
@@ -138,11 +139,11 @@ def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
 
 
 def decode_run(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
-    """The elements p in the bytes of some groups: fp32 [num_elements], to be written to.
+    """The elements p in the bytes of some groups: fp32 [num_elements], for overwriting.
 
     Raises:
-        BadBlob: what `decode_blocks` refuses, with bf16 `not_canonical` (-0, smaller than 2^-100,
-            above 2^64 or not finite).
+        BadBlob: as `decode_blocks`, and with bf16 `not_canonical` (-0, smaller than 2^-100, above
+            2^64 or not finite).
     """
     if coding == "bf16":
         return _decode_bf16(values_in(raw, "bf16"))
@@ -151,8 +152,8 @@ def decode_run(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
 
 
 def _parted(values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Scales bf16 [n] and codes uint8 [n, c] of n blocks, which lie group by group."""
-    width = len(values) // blocks  # of a block with its scale, in numbers of two bytes
+    """Scales bf16 [n] and codes uint8 [n, c] of n blocks, stored group by group."""
+    width = len(values) // blocks  # size of a block with its scale, in units of two bytes
     whole = blocks // GROUP * GROUP
     in_groups, rest = values[: whole * width].view(-1, GROUP * width), values[whole * width :]
     if not whole:
@@ -165,15 +166,15 @@ def _parted(values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 def _decode_bf16(values: Tensor) -> Tensor:
     wide = values.float()
     low, high = (bound.item() for bound in torch.aminmax(wide))
-    within = low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE  # false of a NaN
-    # Bits are compared: a zero that is negative equals one that is not.
+    within = low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE  # false for a NaN
+    # Bits are compared, because a negative zero equals a positive one.
     if not within or not torch.equal(wide.view(torch.int32), canonical(wide).view(torch.int32)):
         raise BadBlob("not_canonical", "a delta has an element that no encoder of bf16 makes")
     return wide
 
 
 def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice, Tensor]]:
-    """All elements of a unit in runs within one tensor: which they are, and their values."""
+    """All elements of a unit in runs within one tensor: the runs and their values."""
     for start, stop in runs(layout):
         values = elements(start, stop)
         for part, offset in _parts(layout, start, stop):
@@ -191,8 +192,8 @@ def apply_delta(
     """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
 
     Raises:
-        BadBlob: here and while it is read, as `decode_delta` and `check_delta`; and as
-            `codecs.check_finite` of what comes out.
+        BadBlob: here and during reading, as `decode_delta` and `check_delta`, and as
+            `codecs.check_finite` of the result.
     """
     before, by = agreed_elements(layout, base), decode_delta(layout, delta)
 
@@ -207,7 +208,7 @@ def apply_delta(
 
 
 def moved_run(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
-    """One run of a moved value, as `apply_delta`, from element `start` on; `by` is used up."""
+    """One run of a moved value, as `apply_delta`, from element `start` on. Overwrites `by`."""
     after = moved(before, by, layout.codec)
     check_chunk(layout, start, after)
     return after
@@ -221,16 +222,17 @@ def check_delta(
     absolute: float = math.inf,
     relative: float = 0.0,
 ) -> None:
-    """Refuses a delta that no honest peer would send. One pass; holds a run.
+    """Refuses a delta that no honest peer would send.
 
-    Each operation is rounded by itself, so all machines judge alike.
+    It takes one pass and memory for a run. Each operation is rounded separately, so all machines
+    judge alike.
 
     Args:
         layout: of the unit.
-        delta: to be judged.
-        base: of the value that it moves; None: how far it does is not judged.
-        absolute: how far it may move an element, plus
-        relative: so much of the base's magnitude.
+        delta: the delta to check.
+        base: of the moved value. None: the size of the move is not checked.
+        absolute: limit of the move of an element, plus
+        relative: this share of the base's magnitude.
 
     Raises:
         BadBlob: as `decode_delta`, or `implausible_update` with the largest move.
@@ -244,7 +246,7 @@ def check_delta(
 
 
 def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:
-    """The elements of an agreed value, in the codec's type; not to be written to."""
+    """The elements of an agreed value, in the codec's type. Do not overwrite them."""
     size = DTYPES[layout.codec].itemsize
 
     def elements(start: int, stop: int) -> Tensor:
@@ -254,7 +256,7 @@ def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:
 
 
 def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElements:
-    """What gives elements across tensors, of something that gives runs within one."""
+    """A reader of elements across tensors, from a reader of runs within one tensor."""
 
     def elements(start: int, stop: int) -> Tensor:
         parts = [read(part).detach() for part, _ in _parts(layout, start, stop)]
@@ -264,13 +266,13 @@ def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElem
 
 
 def runs(layout: UnitLayout) -> Iterator[tuple[int, int]]:
-    """First element of each run of a unit, and where the next one begins."""
+    """First element of each run of a unit, and of the next run."""
     for start in range(0, layout.num_elements, RUN_ELEMENTS):
         yield start, min(start + RUN_ELEMENTS, layout.num_elements)
 
 
 def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, int]]:
-    """The runs that the elements from start to stop lie in, and where in them each begins."""
+    """The runs that contain the elements from start to stop, and the offset in each."""
     begin = 0
     for piece in layout.slices:
         end = begin + piece.stop - piece.start
@@ -290,7 +292,7 @@ def overwrite(live: Parts, layout: UnitLayout, value: Read) -> None:
 
 
 def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
-    """The delta x - v of a live value x: all that the swarm has not got of it yet [W8]."""
+    """The delta x - v of a live value x: its progress that the swarm does not have yet [W8]."""
     x, v = elements_of(layout, live.read_part), agreed_elements(layout, base)
     return encode_delta(layout, lambda start, stop: x(start, stop) - v(start, stop).float())
 
@@ -300,14 +302,15 @@ def follow(
 ) -> None:
     """Moves a live value x as the agreed one moved: to x + (v' - v) - c [W8].
 
-    In fp32, each operation rounded by itself; moments stay. Holds some copies of a run.
+    Computed in fp32, with each operation rounded separately. Moments do not change. Memory holds
+    some copies of a run.
 
     Args:
         live: holds x.
         layout: of the unit.
         before: of v.
         after: of v'.
-        counted: c, this peer's own part of the move; None: it has none.
+        counted: c, this peer's own part of the move. None if it has none.
     """
     old, new = agreed_elements(layout, before), agreed_elements(layout, after)
     own = decode_delta(layout, counted) if counted else None
@@ -323,8 +326,8 @@ def follow(
 def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
     """Moves a live value x from one agreed value to another: to v' + (x - v) [M8].
 
-    Where there is no difference it has the agreed bits, a negative zero's included. A chunk of a
-    few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
+    Elements without a difference get the agreed bits, including those of a negative zero. It works
+    on a few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
 
     Args:
         live: holds x.
@@ -340,13 +343,13 @@ def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One run of what a reducer makes.
+    """One run of a reducer's result.
 
     Attributes:
-        delta: B, bytes of the delta that comes nearest to t, the mean with the remainder.
-        value: v' = v + dec(B): bytes of the value.
-        left: g = t - (v' - v), fp32: what the move lacks. Against the value, not against the delta
-            alone, so that what rounding to the agreed type took is in it.
+        delta: B, the bytes of the delta nearest to t, the mean with the remainder.
+        value: the bytes of v' = v + dec(B).
+        left: g = t - (v' - v), fp32, the part of t that the move lacks. It is taken against the
+            value, not the delta alone, so it includes the rounding to the agreed type.
     """
 
     delta: Buffer
@@ -361,13 +364,13 @@ def reduced(
     remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> Iterator[Reduced]:
-    """The mean of deltas, run by run; B of one without remainder is that one.
+    """The mean of deltas, run by run. For one delta without remainder, B is this delta.
 
     Args:
         layout: of the unit.
         base: of v.
         deltas: of the contributors, in this order.
-        remainder: of g; what the mean before left over; None: nothing.
+        remainder: g of the previous mean. None: no remainder.
         weights: as `codecs.mean_chunk`.
 
     Raises:
@@ -394,7 +397,7 @@ def mean_of_deltas(
     remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> ReadElements:
-    """What a reducer encodes: t = the mean of dec(delta) in this order, plus g; fp32."""
+    """The values that a reducer encodes: t = mean of dec(delta) in this order, plus g, in fp32."""
     decoded = [decode_delta(layout, delta) for delta in deltas]
 
     def elements(start: int, stop: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""How good an exported model is: its held-out loss, tasks of lm-evaluation-harness, scores."""
+"""Evaluates an exported model: held-out loss, tasks of lm-evaluation-harness, scores."""

@@ -1,6 +1,6 @@
-"""What a run's own measure says of an exported model: held-out loss, and a sample of its text.
+"""Measures an exported model by its run's held-out loss, and samples a text.
 
-The model is read layer by layer, so that it needs not fit into memory.
+The model is read layer by layer, so that it need not fit into memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 
 BATCH_TOKENS = 2048
-"""Of windows that go through a layer together."""
+"""Tokens of the windows that go through a layer together."""
 LOGITS_BYTES = 2**26
-"""Of the logits that are in memory together, roughly."""
+"""Approximate bytes of the logits that are in memory together."""
 
 
 class StreamedModel:
     """The model in an export, computed in fp32 on the CPU.
 
-    Memory: one layer, the embedding and the output head in fp32, 4 bytes a parameter, and of
-    `nats_per_token` the hidden states, 4 D bytes a token of the text. The files are mapped, so what
-    the system caches of them it can drop.
+    Memory: one layer, the embedding and the output head in fp32, 4 bytes a parameter.
+    `nats_per_token` also holds the hidden states, 4 D bytes a token of the text. The files are
+    mapped, so the system can drop their cached pages.
     """
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
@@ -53,7 +53,7 @@ class StreamedModel:
         self._config, self._weights = run.model, open_checkpoint(folder, run)
         one_layer = run.model.model_copy(update={"num_hidden_layers": 1})
         self._one = Transformer(one_layer, frozen="fp32")
-        # What is of training alone is in no export, and nothing here uses it.
+        # Tensors of training alone are in no export, and nothing here uses them.
         named = [name for name in all_shapes(one_layer) if exported(name)]
         self._of_layer = [name for name in named if name.startswith(_FIRST)]
         ends = [name for name in named if not name.startswith(_FIRST)]
@@ -61,7 +61,7 @@ class StreamedModel:
 
     @torch.inference_mode()
     def nats_per_token(self, held_out: HeldOut) -> float:
-        """The mean cross-entropy over all scored predictions; reads the model once."""
+        """The mean cross-entropy over all scored predictions. Reads the model once."""
         windows = [
             (tokens, scored)
             for tokens_BT1, scored_BT in held_out.windows
@@ -83,12 +83,12 @@ class StreamedModel:
 
     @torch.inference_mode()
     def continued(self, tokens: Sequence[int], *, count: int, end_of_text: int) -> list[int]:
-        """The likeliest next tokens, one after the other; reads the model once for each of them.
+        """The most likely next tokens, one after the other. Reads the model once for each.
 
         Args:
-            tokens: what comes before, at least one.
-            count: how many at most.
-            end_of_text: after which there are no more; it is left out.
+            tokens: the preceding tokens, at least one.
+            count: most tokens to add.
+            end_of_text: ends the text, and is left out.
         """
         found = list(tokens)
         for _ in range(count):
@@ -100,7 +100,7 @@ class StreamedModel:
         return found[len(tokens) :]
 
     def _hidden(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The normalised last residual stream [B, T, D] of each batch of token ids [B, T]."""
+        """The normalized last residual stream [B, T, D] of each batch of token ids [B, T]."""
         decoder, device = self._one.model, torch.device("cpu")
         states = [decoder.embed_tokens(ids_BT) for ids_BT in batches]
         tables = {
@@ -133,12 +133,12 @@ def _rows(scored_BT: Tensor) -> int:
 
 PROMPT_TOKENS = 32
 SAMPLE_TOKENS = 48
-"""Each of them reads the model once."""
+"""Number of sample tokens. Each of them reads the model once."""
 
 
 @dataclass(frozen=True)
 class HeldOutTokens:
-    """The held-out text of a run as its manifest 0 has it.
+    """The held-out text of a run, from its manifest 0.
 
     Attributes:
         tokens: of all documents, each closed by `end_of_text`.
@@ -153,13 +153,13 @@ class HeldOutTokens:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one export.
+    """The measurements of one export.
 
     Attributes:
         nats_per_token: mean cross-entropy of the held-out text.
         bits_per_byte: the same in a unit that does not depend on the tokenizer.
         documents: of the held-out text.
-        prompt: the beginning of its first document; "" where the tokenizer cannot be run here.
+        prompt: the beginning of its first document. "" if the tokenizer cannot be run here.
         sample: the model's continuation, always with the likeliest token.
     """
 
@@ -187,7 +187,7 @@ def evaluate(folder: Path, run: RunConfig, text: HeldOutTokens, tokenizer: Token
         tokenizer: the run's, for the sample alone.
 
     Raises:
-        CorruptState, ConfigError: it is no export of the run.
+        CorruptState, ConfigError: the folder is no export of the run.
         DataError: the held-out text has no token.
     """
     length = run.data.sequence_length
@@ -207,7 +207,7 @@ def evaluate(folder: Path, run: RunConfig, text: HeldOutTokens, tokenizer: Token
 
 
 def _spelled(tokenizer: Tokenizer, rows: Sequence[Sequence[int]]) -> tuple[str, str]:
-    # A sample is for people: without the package of tokenizers there is none.
+    # A sample is only for people, so without the package tokenizers there is none.
     known = [np.array([t for t in row if t < tokenizer.num_ids], dtype=np.uint32) for row in rows]
     try:
         prompt, sample = tokenizer.decoded(known)

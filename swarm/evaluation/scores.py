@@ -1,4 +1,4 @@
-"""Scores of exported models: as lines of a file, and as what is published."""
+"""Scores of exported models, as lines of a file and as published records."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Measured:
     """One figure of one model.
 
     Attributes:
-        task: what was measured, such as `swarm_held_out` or `arc_easy`.
-        metric: how, such as `bits_per_byte` or `acc`.
+        task: the task, such as `swarm_held_out` or `arc_easy`.
+        metric: such as `bits_per_byte` or `acc`.
         value: finite.
-        samples: documents or questions behind it; None: not known.
+        samples: number of documents or questions. None: not known.
     """
 
     task: str
@@ -38,10 +38,10 @@ def append_scores(
 ) -> None:
     """Adds a line for each score to a file.
 
-    A line that a crash has cut is the last one, and is ended before others are added.
+    Only the last line may be cut by a crash. It is ended before others are added.
 
     Args:
-        path: made when missing.
+        path: made if missing.
         digest: of the manifest whose model was measured.
         round_: of that manifest.
         at: seconds since 1970.
@@ -56,10 +56,11 @@ def append_scores(
 
 
 def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> ScoreRecord | None:
-    """What can be published of the figures: the first ones, under names that records may have.
+    """The figures that can be published: the first ones, with names that records may contain.
 
-    A value that is not finite or beyond `MAX_REAL`, as a perplexity may be, is left out: readers
-    would refuse the whole record for it. So is one of an unknown number of samples, and of none.
+    Values that are not finite or exceed `MAX_REAL`, as a perplexity may, are left out, because
+    readers would refuse the whole record. Values with an unknown number of samples, or with none,
+    are left out too.
     """
     scores = [
         Score(digest, round_, _name(figure.task), _name(figure.metric), figure.value, count)
@@ -70,7 +71,7 @@ def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> S
 
 
 def newest_scores(path: Path) -> ScoreRecord | None:
-    """What a file says last: the scores of the model in its last whole line; None without one."""
+    """The last scores of a file: those of the model in its last whole line. None without one."""
     found: list[tuple[Digest, int, Measured]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:

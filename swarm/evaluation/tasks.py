@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, each in its own process, so that one that fails ends alone.
+"""Tasks of lm-evaluation-harness, each in its own process, so that a failure ends only one.
 
 The run's held-out text is one of these tasks.
 """
@@ -23,8 +23,8 @@ TASK = "swarm_held_out"
 FOLDER = "lm_eval"
 TEXT_FILE = f"{TASK}.jsonl"
 TASK_FILE = f"{TASK}.yaml"
-# The harness looks for data files from the folder in which it is started, so it is started in the
-# export: then this is true wherever the export is moved to.
+# The harness resolves data files from its working directory. It is started in the export, so this
+# path stays right when the export is moved.
 _TASK = f"""\
 task: {TASK}
 dataset_path: json
@@ -48,7 +48,7 @@ def write_task(folder: Path, documents: Sequence[str]) -> None:
     """Adds the task and its text to an export.
 
     Args:
-        folder: of the export; it must exist.
+        folder: existing folder of the export.
         documents: the held-out text.
 
     Raises:
@@ -62,7 +62,7 @@ def write_task(folder: Path, documents: Sequence[str]) -> None:
 
 
 def folder_of_task(folder: Path) -> Path:
-    """Where an export has the task, if it has it."""
+    """The folder of the task in an export, if the export has it."""
     return folder / FOLDER
 
 
@@ -77,7 +77,7 @@ def model_arguments(folder: str, sequence_length: int) -> str:
 
 
 def command(folder: Path, sequence_length: int) -> str:
-    """The line that measures the held-out text with lm-evaluation-harness, for a shell."""
+    """The shell command that measures the held-out text with lm-evaluation-harness."""
     return (
         f"cd {shlex.quote(str(folder))} && HF_HUB_OFFLINE=1 lm_eval --model hf --model_args "
         f"{model_arguments('.', sequence_length)} --tasks {TASK} --include_path {FOLDER}"
@@ -100,7 +100,7 @@ SPES = {
 }
 """The tasks of arXiv 2602.11543, by their names in the harness, with the shots of its code.
 
-None: it does not say, so they are the harness's own.
+None: its code has none, so the harness's own are used.
 """
 CHECK_S = 600.0
 TASK_S = 24 * 3600.0
@@ -113,10 +113,10 @@ class TaskFailed(SwarmError):
 
 
 def shots_of(names: str) -> dict[str, int | None]:
-    """Task -> shots, of a list with commas; `spes` in it stands for the paper's.
+    """Task -> shots, from a list with commas, in which `spes` stands for the paper's tasks.
 
     Raises:
-        ConfigError: there is no name in it.
+        ConfigError: the list has no name.
     """
     found: dict[str, int | None] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -127,11 +127,11 @@ def shots_of(names: str) -> dict[str, int | None]:
 
 
 def require_tasks(names: Sequence[str]) -> None:
-    """Refuses tasks that the installed harness does not have; takes half a minute.
+    """Refuses tasks that the installed harness does not have. Takes half a minute.
 
     Raises:
-        ConfigError: it lacks one, or is not installed.
-        TaskFailed: it cannot be run.
+        ConfigError: the harness lacks a task, or is not installed.
+        TaskFailed: the harness cannot be run.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
@@ -147,7 +147,7 @@ def require_tasks(names: Sequence[str]) -> None:
 
 
 def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -> list[Measured]:
-    """Has the harness measure an export at one task.
+    """Runs the harness for an export and one task.
 
     Memory: the whole model in fp32, in another process.
 
@@ -155,10 +155,10 @@ def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -
         folder: of the export.
         sequence_length: of the run.
         name: of the task.
-        shots: questions with answers before each question; None for what the task says.
+        shots: questions with answers before each question. None for the task's own number.
 
     Raises:
-        TaskFailed: it gave no score; without a network most tasks have no data.
+        TaskFailed: the harness gave no score. Without a network most tasks have no data.
     """
     with tempfile.TemporaryDirectory(prefix="swarm-scores-") as results:
         line = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
@@ -172,10 +172,10 @@ def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -
 
 
 def measured_of(name: str, results: Mapping[str, Any]) -> list[Measured]:
-    """The figures of one task, or group of tasks, in what the harness writes.
+    """The figures of one task, or group of tasks, from the harness's results.
 
     Raises:
-        TaskFailed: there are none.
+        TaskFailed: there are no figures.
     """
     samples = _samples_of(name, results)
     figures = results.get("results", {}).get(name, {}) | results.get("groups", {}).get(name, {})
@@ -192,7 +192,7 @@ def measured_of(name: str, results: Mapping[str, Any]) -> list[Measured]:
 
 
 def _samples_of(name: str, results: Mapping[str, Any]) -> int | None:
-    """Questions behind a task, or a group of tasks and groups; None: some were not counted."""
+    """Questions of a task, or of a group of tasks and groups. None if some were not counted."""
     groups, counts = results.get("group_subtasks", {}), results.get("n-samples", {})
     tasks, seen, ahead = set[str](), set[str](), [name]
     while ahead:
@@ -205,7 +205,7 @@ def _samples_of(name: str, results: Mapping[str, Any]) -> int | None:
 
 
 def _run(line: Sequence[str], deadline_s: float) -> str:
-    """What a command prints; its last line of errors is the reason of a failure."""
+    """The output of a command. Its last line of errors is the reason of a failure."""
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False

@@ -1,1 +1,1 @@
-"""What a person takes away from a run: an agreed model as a folder that Transformers loads."""
+"""Exports an agreed model of a run as a folder that Transformers loads."""

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md as Hugging Face's hub shows it."""
+"""The model card of an export: a README.md for Hugging Face's hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def curve(losses: Sequence[tuple[int, float]], title: str) -> str:
 
     Args:
         losses: (round, nats per token), ascending and at least one.
-        title: above the drawing; it must need no escaping.
+        title: above the drawing. It must need no escaping.
     """
     rounds, values = [each[0] for each in losses], [each[1] for each in losses]
     x_low, x_high = rounds[0], max(rounds[-1], rounds[0] + 1)
@@ -80,13 +80,13 @@ INTRODUCTION = (
     "Load it with Transformers:"
 )
 MAX_NAMED = 64
-"""Contributors that the card lists; how many more there are is said."""
+"""Most contributors that the card lists. It names the number of further ones."""
 
 
 def card(facts: ExportFacts) -> str:
     """The text of README.md.
 
-    Peers choose their names themselves, so these are made harmless in Markdown and HTML.
+    Peers choose their own names, so these are made harmless in Markdown and HTML.
     """
     run, manifest = facts.model.run, facts.model.manifest
     lines = [
@@ -120,7 +120,7 @@ def card(facts: ExportFacts) -> str:
 
 
 def _front_matter(facts: ExportFacts) -> list[str]:
-    """What the hub reads; strings in JSON's form are YAML as well."""
+    """The metadata for the hub. Strings in JSON's form are valid YAML."""
     license_line = [f"license: {json.dumps(facts.form.license)}"] if facts.form.license else []
     return [
         "---",
@@ -200,5 +200,5 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[s
 
 
 def _plain(text: str) -> str:
-    """Text of somebody else that neither Markdown nor HTML reads anything into."""
+    """Foreign text with all markup of Markdown and HTML made harmless."""
     return re.sub(r"([\\`*_{}\[\]()#+!|~<>:-])", r"\\\1", html.escape(printable(text), quote=False))

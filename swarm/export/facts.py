@@ -1,4 +1,4 @@
-"""What is known of an exported model: where it came from, and how it is written."""
+"""Facts about an exported model: its origin, and its form."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from swarm.protocol.values.manifest import Digest, PeerId, run_id
 
 @dataclass(frozen=True)
 class Form:
-    """How a person wants an export to be written.
+    """A person's choices for the form of an export.
 
     Attributes:
-        dtype: of the weights; "agreed" leaves each tensor in the type in which peers exchange it.
-        max_shard_bytes: size of a file of weights; a shard is in memory twice while it is written.
-        license: for the model card; None leaves it open.
+        dtype: of the weights. "agreed" leaves each tensor in the type in which peers exchange it.
+        max_shard_bytes: size of a file of weights. Writing a shard holds it in memory twice.
+        license: for the model card. None leaves it open.
     """
 
     dtype: Dtype = "agreed"
@@ -32,14 +32,14 @@ class Form:
 
 @dataclass(frozen=True)
 class ExportFacts:
-    """One agreed model and what the exporter knows of its run.
+    """One agreed model and the exporter's knowledge of its run.
 
     Attributes:
         model: configuration, manifest, and the store with its blobs, the held-out text among them.
-        form: how it is written.
-        told: held-out losses as far as they are known, of later rounds too.
-        names: what people call the peers that are known.
-        is_measured: whether the exporter has measured the loss of this very state itself.
+        form: of the export.
+        told: the known held-out losses, of later rounds too.
+        names: display names of the known peers.
+        is_measured: whether the exporter itself has measured the loss of this state.
     """
 
     model: AgreedModel
@@ -49,14 +49,17 @@ class ExportFacts:
     is_measured: bool = False
 
     def measured(self, nats_per_token: float, bits_per_byte: float) -> ExportFacts:
-        """The same with the exporter's own figure, which comes before what peers say."""
+        """The same with the exporter's own figure, which takes precedence over peers' figures."""
         nat = bits_per_byte / nats_per_token if nats_per_token else None
         own = Losses({}, {self.model.manifest.digest: nats_per_token}, nat)
         return replace(self, told=self.told.with_newer(own), is_measured=True)
 
     @property
     def run_id(self) -> str:
-        """The run's id; manifest 0 has none in it, since the id is made of that manifest."""
+        """The run's id.
+
+        Manifest 0 does not contain it, because the id is derived from that manifest.
+        """
         run, manifest = self.model.run, self.model.manifest
         return manifest.run or run_id(run.run.name, run.fingerprint(), manifest.blob)
 
@@ -67,11 +70,11 @@ class ExportFacts:
 
     @property
     def val_loss(self) -> float | None:
-        """Held-out loss of this very state in nats per token, where it is known."""
+        """Held-out loss of exactly this state in nats per token, if known."""
         return self.told.by_manifest.get(self.model.manifest.digest)
 
     def as_json(self) -> dict[str, Any]:
-        """What programs read again of an export: its origin, in plain values."""
+        """The export's origin in plain values, for programs."""
         manifest = self.model.manifest
         return {
             "run_id": self.run_id,
@@ -89,9 +92,9 @@ class ExportFacts:
 
 
 def kept_losses(events: Path) -> Losses:
-    """What the history of one peer says, which has only measured some of the rounds itself.
+    """Losses in the history of one peer, which has measured only some rounds itself.
 
-    A file that is missing says nothing; a line that a kill has torn is passed over.
+    A missing file has no losses. A line that a kill has torn is skipped.
     """
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}

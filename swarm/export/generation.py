@@ -25,13 +25,13 @@ NEEDED = ("config.json", "tokenizer.json")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options for choosing the next token.
 
     Attributes:
-        max_new_tokens: after which it ends, unless the model ends the text before.
-        temperature: what logits are divided by; 0 takes the most likely token each time.
-        top_p: only the most likely tokens with so much probability together are drawn from.
-        seed: equal seeds draw equal tokens; None draws others each time.
+        max_new_tokens: length limit. The model may end the text before.
+        temperature: divisor of logits. 0 takes the most likely token each time.
+        top_p: tokens are drawn only from the most likely ones with this total probability.
+        seed: equal seeds draw equal tokens. None draws new ones each time.
     """
 
     max_new_tokens: int
@@ -41,10 +41,10 @@ class Sampling:
 
 
 def require_export(folder: Path) -> None:
-    """Refuses what is no exported model, before anything heavy is loaded.
+    """Refuses a folder without an exported model, before any heavy import.
 
     Raises:
-        ConfigError: it is no folder, lacks a file, or Transformers is not installed.
+        ConfigError: the path is no folder, a file is missing, or Transformers is not installed.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder", hint="swarm-export --out DIR writes one")
@@ -64,20 +64,20 @@ def require_export(folder: Path) -> None:
 
 
 def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str], None]) -> None:
-    """Shows a text that begins with the prompt, as it comes.
+    """Shows a text that begins with the prompt, piece by piece.
 
-    The prompt is the beginning of a document, so it comes after an end-of-text token, as in
-    training. On a CPU or the first GPU, in the type of the weights.
+    The prompt is the beginning of a document, so it follows an end-of-text token, as in training.
+    The model runs on a CPU or the first GPU, in the type of the weights.
 
     Args:
         folder: of the export.
         prompt: may be empty.
-        sampling: how tokens are chosen.
+        sampling: options for choosing tokens.
         show: called with each piece of text, the prompt first.
 
     Raises:
-        ConfigError: the folder is no exported model, it needs code of its own to run, or the prompt
-            is longer than its context.
+        ConfigError: the folder is no exported model, the model needs its own code to run, or the
+            prompt exceeds its context.
         CorruptState: the files cannot be read.
     """
     require_export(folder)
@@ -111,12 +111,12 @@ def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str]
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:
-    # Transformers takes seconds to load: only once the folder was looked at.
+    # Transformers takes seconds to load, so the folder is checked first.
     from transformers import AutoModelForCausalLM, AutoTokenizer  # as said above
     from transformers.utils import logging as theirs  # as said above
 
     theirs.disable_progress_bar()
-    # Left open, Transformers asks on a terminal whether code of the folder may run.
+    # Without this, Transformers asks on a terminal whether code of the folder may run.
     how = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **how)
@@ -134,10 +134,10 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
 
 
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> TextStreamer:
-    from transformers import TextStreamer  # a base class: known once Transformers is loaded
+    from transformers import TextStreamer  # its base class comes from Transformers
 
     class Shown(TextStreamer):
-        """Hands on whole characters as soon as they are there."""
+        """Shows whole characters as soon as they are complete."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
             show(text)

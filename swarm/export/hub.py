@@ -1,4 +1,4 @@
-"""Exports on Hugging Face's hub, for those who have an account there."""
+"""Uploads exports to Hugging Face's hub, with a person's account."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from swarm.errors import ConfigError, SwarmError
 from swarm.export.facts import ExportFacts
 
 STALE = ("model*.safetensors", "model.safetensors.index.json")
-"""Files of the export before that go where the new one has none of their name."""
+"""Files of the previous export to delete if the new one has none of their name."""
 HIDDEN = (".*", "*/.*")
-"""Names that are no part of an export, such as the folder of what a killed exporter had fetched."""
+"""Names that are not part of an export, such as the folder of a killed exporter's fetched blobs."""
 
 
 class HubClient(Protocol):
-    """What of `huggingface_hub.HfApi` is used."""
+    """The used methods of `huggingface_hub.HfApi`."""
 
     def create_repo(self, repo_id: str, *, exist_ok: bool) -> object:
         """Makes a repository, if there is none."""
@@ -41,7 +41,7 @@ class Hub:
     """A repository on the hub.
 
     Attributes:
-        client: speaks with the hub.
+        client: connection to the hub.
         repo: its name, such as "somebody/model".
     """
 
@@ -49,10 +49,10 @@ class Hub:
     repo: str
 
     def push(self, folder: Path, facts: ExportFacts) -> None:
-        """Uploads an export, in one commit that replaces the one before.
+        """Uploads an export, in one commit that replaces the previous one.
 
         Raises:
-            SwarmError: the hub refused, or cannot be reached; the export stays where it is.
+            SwarmError: the hub refused, or cannot be reached. The export stays in its folder.
         """
         manifest = facts.model.manifest
         message = f"{facts.run_id}, round {manifest.round} (manifest {manifest.digest[:12]})"
@@ -65,7 +65,7 @@ class Hub:
                 ignore_patterns=list(HIDDEN),
                 delete_patterns=list(STALE),
             )
-        except Exception as error:  # the client raises whatever its libraries do
+        except Exception as error:  # the client raises errors of all its libraries
             raise SwarmError(
                 f"{folder} was not pushed to {self.repo}: {error}",
                 hint="the export is there: upload it with hf upload",
@@ -73,7 +73,7 @@ class Hub:
 
 
 def open_hub(repo: str) -> Hub:
-    """The repository, with this person's token; nothing is sent yet.
+    """The repository, with this person's token. Sends nothing yet.
 
     Raises:
         ConfigError: the package is not installed, or there is no token.
@@ -83,7 +83,7 @@ def open_hub(repo: str) -> Hub:
             "--push-to-hub: the package huggingface_hub is not installed",
             hint="pip install 'moe-swarm[hf]'",
         )
-    from huggingface_hub import HfApi, get_token  # of the extra hf: only where it is asked for
+    from huggingface_hub import HfApi, get_token  # from the extra hf, only on request
 
     if not get_token():
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The exports of a run in one folder, the newest named `latest`: added whole, old ones removed.
+"""The exports of a run in one folder: adds whole ones, names the newest `latest`, removes old ones.
 
-Each is a folder with everything that Transformers, the hub and a reader need.
+Each export is a folder with all files for Transformers, the hub and a reader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACTS_FILE = "swarm_export.json"
 GENERATION_FILE = "generation_config.json"
 
 Extra = Callable[[Path, ExportFacts], None]
-"""Does something with an export's folder, such as adding files after all others are in it."""
+"""Works on an export's folder, for example adds files after all others."""
 
 
 def nothing_more(folder: Path, facts: ExportFacts) -> None:
@@ -37,17 +37,17 @@ def nothing_more(folder: Path, facts: ExportFacts) -> None:
 def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ()) -> None:
     """Writes one agreed model into a folder: weights, configuration, tokenizer and model card.
 
-    Text that spells a special token stays text, since the tokenizer's files say
-    `split_special_tokens`. Memory: a shard twice.
+    The tokenizer's files set `split_special_tokens`, so text that spells a special token stays
+    text. Memory: a shard twice.
 
     Args:
-        folder: made when missing; files of an earlier export in it are replaced.
-        facts: the model, and what is known of it.
-        extras: what else is to be written, in this order.
+        folder: made if missing. Files of an earlier export are replaced.
+        facts: the model and its facts.
+        extras: further writers, in this order.
 
     Raises:
         CorruptState: a blob of the model is missing.
-        BadBlob: a blob has not the size of its unit.
+        BadBlob: a blob does not have the size of its unit.
         OSError: the disk refused.
     """
     model, form = facts.model, facts.form
@@ -69,7 +69,7 @@ def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ())
 
 
 def write_facts(folder: Path, facts: ExportFacts) -> None:
-    """Writes what is known of an export, for people and for programs; raises OSError."""
+    """Writes the facts of an export, for people and for programs. Raises OSError."""
     durable.write_file(folder / FACTS_FILE, readable_json(facts.as_json()).encode())
     picture = folder / CURVE_FILE
     if facts.losses:
@@ -81,15 +81,16 @@ def write_facts(folder: Path, facts: ExportFacts) -> None:
 
 
 def generation_config(end_of_text: int) -> dict[str, Any]:
-    """The contents of generation_config.json: where a text ends, and with what batches are filled.
+    """The contents of generation_config.json: the end-of-text token and the padding token.
 
-    Source: Transformers 5.23 `GenerationConfig`; what is left out has its default, greedy decoding.
+    Source: Transformers 5.23 `GenerationConfig`; missing settings have their defaults, which are
+    greedy decoding.
     """
     return {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
 
 
 def sync_tree(folder: Path) -> None:
-    """Makes all files below a folder durable, and their names; raises OSError."""
+    """Makes all files below a folder and their names durable. Raises OSError."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             durable.sync_folder(path)
@@ -101,13 +102,13 @@ def sync_tree(folder: Path) -> None:
 LATEST = "latest"
 PARTIAL, REMOVED, NEW_LINK = ".partial-", ".removed-", ".latest.new"
 BLOBS = ".blobs"
-"""Folder of the blobs of the newest export, so that the next one fetches only what has changed."""
+"""Folder of the blobs of the newest export, so that the next one fetches only changed blobs."""
 _NAME = re.compile(r"^round-(\d{6,12})$")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An export that stands there."""
+    """An existing export."""
 
     path: Path
     round: int
@@ -115,12 +116,12 @@ class Kept:
 
 
 def take_folder(lock: int, folder: Path, option: str) -> None:
-    """Keeps other exporters out of a folder for as long as a descriptor is open.
+    """Locks a folder against other exporters, as long as a descriptor is open.
 
     Args:
         lock: the descriptor, of the folder or of a file in it.
-        folder: as people named it.
-        option: with which they did.
+        folder: as the person named it.
+        option: the option that named it.
 
     Raises:
         StateLocked: another process has it.
@@ -135,19 +136,19 @@ def take_folder(lock: int, folder: Path, option: str) -> None:
 
 
 class ExportManager:
-    """See the module; one process at a time has it open."""
+    """See the module. Only one process at a time can open the folder."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """Opens the folder, and clears away what a kill has left half done.
+        """Opens the folder, and removes half-finished work of a killed process.
 
         Args:
-            folder: made when missing; other files in it are left alone.
-            keep: how many exports stay, at least 1.
+            folder: made if missing. Other files in it stay.
+            keep: number of exports to keep, at least 1.
 
         Raises:
             StateLocked: another process has it open.
             StateError: the disk refused.
-            ConfigError: something else is called `latest`.
+            ConfigError: another file is called `latest`.
         """
         assert keep >= 1
         self.folder, self._keep = folder, keep
@@ -167,15 +168,15 @@ class ExportManager:
         take_folder(self._lock.fileno(), self.folder, "--output-dir")
         link = self.folder / LATEST
         if link.exists() and not link.is_symlink():
-            raise ConfigError(f"{link} is there and no link", hint="name another --output-dir")
+            raise ConfigError(f"{link} exists and is no link", hint="name another --output-dir")
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Unlocks the folder."""
         self._lock.close()
 
     @property
     def exports(self) -> list[Kept]:
-        """The whole ones by ascending round; folders without their facts are somebody else's."""
+        """The whole exports, by ascending round. Folders without facts belong to others."""
         found = (self._kept(path) for path in self.folder.iterdir())
         return sorted((one for one in found if one), key=lambda one: one.round)
 
@@ -199,19 +200,19 @@ class ExportManager:
                 )
 
     def add(self, round_number: int, write: Callable[[Path], None]) -> Path:
-        """Puts an export in its place, lets `latest` lead to it, and removes old ones.
+        """Puts an export in its place, links `latest` to it, and removes old ones.
 
         Args:
-            round_number: of the model; later than those that are there.
-            write: fills an empty folder; its error is raised, and nothing of it stays.
+            round_number: of the model, later than all existing ones.
+            write: fills an empty folder. If it raises, nothing of the new export stays.
 
         Raises:
-            OSError: the disk refused; the exports that were there are as they were.
-            StateError: something else has the export's name.
+            OSError: the disk refused. The existing exports do not change.
+            StateError: another file has the export's name.
         """
         path = self.folder / f"round-{round_number:06d}"
         if path.exists():
-            raise StateError(f"{path} is there already", hint="move it away, and start again")
+            raise StateError(f"{path} already exists", hint="move it away, and start again")
         partial = self.folder / f"{PARTIAL}{path.name}"
         try:
             partial.mkdir()
@@ -234,7 +235,7 @@ class ExportManager:
         durable.sync_folder(self.folder)
 
     def _remove_old(self) -> None:
-        """Removes all but the newest exports; `latest` links to the last of these."""
+        """Removes all but the newest exports. `latest` links to the last of these."""
         for one in self.exports[: -self._keep]:
             gone = self.folder / f"{REMOVED}{one.path.name}"
             one.path.rename(gone)

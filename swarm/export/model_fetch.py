@@ -1,4 +1,4 @@
-"""Agreed models from the peers of a run, fetched by a guest that disturbs the training least."""
+"""Fetches agreed models from the peers of a run, with the least disturbance of training."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 IDLE = (PeerState.FINISHED, PeerState.TRAINING)
-"""States in which a peer's link has nothing to do for a round, the best first: one that is through
-needs its cores for nothing either, one that trains sends nothing."""
+"""States in which a peer's link is idle, the best first. A peer that has finished the run needs no
+cores either. A training peer sends nothing."""
 
 
 def idle_sources(peers: Mapping[PeerId, PeerRecord], manifest: Manifest) -> list[PeerId]:
-    """Peers that have applied a manifest and disturb nobody when they send it.
+    """Peers that have applied a manifest and can send it without disturbing training.
 
-    All of them are through with the run where any is, else they train. Among them the bulk path
-    asks the one first that has least to send (`swarm.protocol.exchange.sourcing`).
+    If any peer has finished the run, only such peers are returned, and otherwise training ones. The
+    bulk path first asks the one with the least to send (`swarm.protocol.exchange.sourcing`).
 
     Args:
-        peers: records of the peers that are present.
-        manifest: whose blobs are wanted.
+        peers: records of the present peers.
+        manifest: of the wanted blobs.
     """
     having = {peer: r.state for peer, r in peers.items() if r.manifest_digest == manifest.digest}
     tiers = ([peer for peer in sorted(having) if having[peer] is state] for state in IDLE)
@@ -46,27 +46,28 @@ def idle_sources(peers: Mapping[PeerId, PeerRecord], manifest: Manifest) -> list
 
 ASK_S = 30.0
 START_S = 600.0
-"""For a run whose founder still gathers peers to begin."""
+"""Longest wait for a run whose founder still gathers peers."""
 POLL_S = 2.0
 LOOK_EVERY_S = 5.0
-"""Each look costs every peer some milliseconds of a core, and records are repeated every 8 s."""
+"""Seconds between looks. Each look costs every peer some milliseconds of a core, and records are
+repeated every 8 s."""
 TURN_S = 60.0
-"""After so long the sources are chosen again, by the newest records."""
+"""After this time the sources are chosen again, by the newest records."""
 EMPTY_TURNS = 5
-"""So many turns in which no piece of a blob came, and a state is no longer to be had."""
+"""After this many turns without a piece of a blob, a state counts as no longer available."""
 MAX_NAMES = 4096
-"""Peers whose names are remembered, those heard last: a model card names contributors."""
+"""Most peers whose names are kept, the last heard ones. A model card names contributors."""
 LOSS_S = 15.0
-"""For the held-out loss of a state that is here; without it the model card has none."""
+"""Longest wait for the held-out loss of a fetched state. After it the model card has none."""
 
 
 class FromPeers:
     """See the module, and `swarm.export.run_follower.Source`.
 
     Attributes:
-        run_id: of the run that was found.
+        run_id: of the found run.
         run: its configuration.
-        store: where fetched blobs are.
+        store: of fetched blobs.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class FromPeers:
         """Finds the run.
 
         Raises:
-            NobodyReachable: nobody announces it, or its founder has gathered peers for too long.
-            RunMismatch: several are announced, and none was named.
+            NobodyReachable: no peer announces a run, or its founder has gathered peers for too
+                long.
+            RunMismatch: several runs are announced, and none was named.
         """
         self._observer, self.store = observer, store
         self._clock, self._sleep = clock, sleep
@@ -95,32 +97,32 @@ class FromPeers:
 
     @property
     def pause_s(self) -> float:
-        """See `Source`: 5 s, and longer in a run of more than 80 peers."""
+        """See `Source`. It is 5 s, and longer in a run of more than 80 peers."""
         return max(LOOK_EVERY_S, self._all_said_s)
 
     @property
     def _all_said_s(self) -> float:
-        """For how long a look at all peers is one's share of what the DHT moves."""
+        """The time for which a look at all peers uses up one guest's share of the DHT's traffic."""
         return self._num_heard / PEERS_A_SECOND
 
     def newest(self, least_round: int) -> Manifest | None:
-        """See `Source`; a proof is asked for once a record says that there is one to show."""
+        """See `Source`. Asks for a proof only if a record shows that there is a new manifest."""
         seen = self._read()
         if seen.peers and all(record.round < least_round for record in seen.peers.values()):
             return None
         return self._observer.tip(self._announced, seen.peers, ASK_S)
 
     def bring(self, manifest: Manifest, form: Form, within_s: float = WHOLE_S) -> ExportFacts:
-        """See `Source`: in turns, since whose link is idle changes while a model comes.
+        """See `Source`. Fetches in turns, because idle links change during a fetch.
 
-        Peers whose links are busy are asked where there are no others, and when a turn brought
-        nothing. What came in a turn survives a kill.
+        It asks peers with busy links if there are no others, or after a turn without a new byte.
+        The bytes of a turn survive a kill.
         """
         wanted = manifest.sizes
         most = here = self.bytes_here(manifest)
         total = sum(wanted.values())
         logger.info(
-            "round=%d %.1f MB of %.1f MB are here from before",
+            "round=%d %.1f MB of %.1f MB are already here",
             manifest.round, here / 1e6, total / 1e6,
         )  # fmt: skip
         say, end_s, empty = fetching(), self._clock() + within_s, 0
@@ -140,7 +142,7 @@ class FromPeers:
             except NobodyReachable:
                 here = self.bytes_here(manifest)
                 self.store.sync(digest for digest in wanted if self.store.has(digest))
-                # With all of it here the disk is slow, not the peers.
+                # If all bytes are here, the disk is slow, not the peers.
                 empty = 0 if here > most or here == total else empty + 1
                 most = max(most, here)
                 if empty == EMPTY_TURNS or self._clock() > end_s:
@@ -151,13 +153,13 @@ class FromPeers:
         )
 
     def bytes_here(self, manifest: Manifest) -> int:
-        """See `Source`: of a large blob each piece counts, as it may take many turns."""
+        """See `Source`. Counts each piece of a large blob, which may take many turns."""
         return sum(self.store.bytes_here(*each) for each in manifest.sizes.items())
 
     def _await_loss(self, manifest: Manifest) -> None:
-        """Reads the published losses, until that of this state is among them or `LOSS_S` is over.
+        """Reads the published losses until this state's loss is among them or `LOSS_S` is over.
 
-        The peer that measures it begins when the manifest is decided, and may have left.
+        A peer begins to measure it when the manifest is decided, and may leave before the end.
         """
         end_s = self._clock() + LOSS_S
         while True:
@@ -168,7 +170,7 @@ class FromPeers:
             self._sleep(max(POLL_S, self._all_said_s))
 
     def _look(self) -> Seen:
-        """The records; none where nobody answers, since the bytes may come all the same."""
+        """The records. None if nobody answers, because the bytes may come nevertheless."""
         try:
             seen = self._read()
         except NobodyReachable as error:
@@ -185,7 +187,7 @@ class FromPeers:
         return seen
 
     def _running(self, wanted: str | None) -> Announced:
-        """The run once it has begun: while its founder gathers peers it has no manifest."""
+        """Waits until the run has begun. It has no manifest while its founder gathers peers."""
         end_s = self._clock() + START_S
         while True:
             announced = self._observer.find(wanted, ASK_S)

@@ -1,4 +1,4 @@
-"""Follows a run, and writes an export for each round that is due until the last one."""
+"""Follows a run, and writes an export for each due round until the last one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from swarm.protocol.values.schedule import merge_due
 logger = logging.getLogger(__name__)
 
 SAY_S = 60.0
-"""How often a line says what is waited for."""
+"""Seconds between two lines about the present wait."""
 LOST_S = 1800.0
-"""A run is given up when none of its peers answers for so long."""
+"""The follower gives up when no peer of the run answers for this long."""
 STILL_S = 24 * 3600.0
-"""A run that agrees on nothing for so long as well."""
+"""The follower gives up when the run agrees on nothing for this long."""
 LATE_S = 72 * 3600.0
-"""A run of whose agreed models none can be fetched for so long is given up too."""
+"""The follower gives up when no agreed model can be fetched for this long."""
 EARLY_S = 3600.0
-"""So often a manifest of an earlier round than the one that is due is asked for: it shows that the
-run continues, and its proof costs peers too much to be asked for at each look."""
+"""Seconds between requests for a manifest before the due round. Such a manifest shows that the run
+continues. Its proof costs peers too much for each look."""
 
 
 class Source(Protocol):
-    """Where agreed models come from."""
+    """A source of agreed models."""
 
     run_id: str
     run: RunConfig
@@ -43,11 +43,11 @@ class Source(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before `newest` is asked again: each time it reads what all peers say."""
+        """Seconds to wait between calls of `newest`, which reads the records of all peers."""
         ...
 
     def newest(self, least_round: int) -> Manifest | None:
-        """The newest agreed manifest; None while nobody says to have this round.
+        """The newest agreed manifest. None while no peer announces this round.
 
         Raises:
             NobodyReachable: no peer of the run answered.
@@ -55,15 +55,15 @@ class Source(Protocol):
         ...
 
     def bring(self, manifest: Manifest, form: Form, within_s: float) -> ExportFacts:
-        """Fetches what of a manifest is not here yet, in one attempt of at most `within_s`.
+        """Fetches the missing blobs of a manifest, in one attempt of at most `within_s`.
 
         Raises:
-            NobodyReachable: it did not come; a newer manifest may be asked for.
+            NobodyReachable: the blobs did not come. The caller may ask for a newer manifest.
         """
         ...
 
     def bytes_here(self, manifest: Manifest) -> int:
-        """Bytes of a manifest's values that are here, pieces of large ones included."""
+        """Bytes of a manifest's values that are here, including pieces of large ones."""
         ...
 
 
@@ -71,27 +71,27 @@ def next_due(every: int, exported: int, rounds: int) -> int:
     """The next round to export: the next multiple, or the run's last.
 
     Args:
-        every: rounds from one export to the next.
-        exported: the newest round that is exported; 0 before the first.
+        every: rounds between two exports.
+        exported: the newest exported round, 0 before the first.
         rounds: of the run.
     """
     return min((exported // every + 1) * every, rounds)
 
 
 def is_ready(manifest: Manifest, due: int, run: RunConfig) -> bool:
-    """Whether a manifest is to be exported for the round that is due.
+    """Whether a manifest can be exported for the due round.
 
-    It is of this round, or of a later one where that was missed. While the round's merge is to
-    come, that is waited for: nothing else can follow.
+    It must be of this round, or of a later one if this round was missed. If the round's merge is
+    still due, the export waits for the merge, which must come next.
     """
     return manifest.round >= due and not merge_due(manifest, run.merging)
 
 
 class Waiting:
-    """What is known while one export is due: decides without a clock, asks and fetches nothing.
+    """Decisions while one export is due. Pure: no clock, no requests, no fetches.
 
-    One instance lasts from the moment an export is due until a model for it is here, so that no
-    failed attempt begins a time limit again. Times are seconds of one monotonic clock.
+    One instance lasts from the moment when an export is due until a model for it is here. So a
+    failed attempt does not restart a time limit. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, due: int, run: RunConfig, now_s: float) -> None:
@@ -108,19 +108,19 @@ class Waiting:
         self._failing_s: float | None = None
 
     def least_round(self, now_s: float) -> int:
-        """The round from which on a manifest is asked for: now and then any is, see `EARLY_S`."""
+        """The least round of requested manifests. Now and then it is any round; see `EARLY_S`."""
         if now_s - self._early_s < EARLY_S:
             return self.due
         self._early_s = now_s
         return 0
 
     def unheard(self, error: NobodyReachable, now_s: float) -> None:
-        """No peer of the run answered a look."""
+        """Records that no peer of the run answered a look."""
         self._why = str(error)
         self._silent_s = now_s if self._silent_s is None else self._silent_s
 
     def heard(self, found: Manifest | None, now_s: float) -> None:
-        """Peers answered, with this manifest or with none."""
+        """Records an answer of peers, with this manifest or with none."""
         self._silent_s = None
         self._why = f"the swarm has not agreed on round {self.due} yet"
         if found is None:
@@ -134,14 +134,14 @@ class Waiting:
                 self._wanted, self._attempts, self._failure = found, None, ""
             self._why = self._failure
         elif found.round >= self.due:
-            self._why = f"the merge of round {found.round} is still to come"
+            self._why = f"the merge of round {found.round} is still due"
 
     def to_fetch(self, now_s: float, num_bytes: Callable[[Manifest], int]) -> Manifest | None:
-        """The manifest that is to be fetched now; None while there is none, or it rests.
+        """The manifest to fetch now. None while there is none, or the next attempt must wait.
 
         Args:
             now_s: the time.
-            num_bytes: how many bytes of a manifest are here.
+            num_bytes: gives the bytes of a manifest that are here.
         """
         if self._wanted is None:
             return None
@@ -150,14 +150,14 @@ class Waiting:
         return self._wanted if now_s >= self._attempts.next_s else None
 
     def left_s(self, now_s: float) -> float:
-        """Seconds that the fetch of the wanted manifest may take."""
+        """Time limit of the fetch of the wanted manifest."""
         assert self._attempts is not None, "it is to be fetched"
         return self._attempts.left_s(now_s)
 
     def failed(self, error: NobodyReachable, now_s: float, num_bytes: int) -> str | None:
-        """An attempt failed, with so many bytes here; returns a line for people, if one is due.
+        """Records a failed attempt and the bytes that are here. Returns a due line for people.
 
-        The first failure of a manifest has one, and that it is given up.
+        A manifest's first failure has a line, and so has giving it up.
         """
         assert self._wanted is not None and self._attempts is not None
         number, is_first = self._wanted.round, not self._attempts.has_failed
@@ -167,18 +167,18 @@ class Waiting:
             self._why = f"round {number} is given up, since {why}: {error}"
             self._given_up, self._wanted, self._attempts = self._wanted, None, None
             return self._why
-        self._why = self._failure = f"round {number} does not come: {error}"
-        return f"{self._why}; it is tried again until there is a newer one" if is_first else None
+        self._why = self._failure = f"round {number} cannot be fetched: {error}"
+        return f"{self._why}; retrying until there is a newer one" if is_first else None
 
     def line(self, now_s: float) -> str | None:
-        """What is waited for, as a line for people; None where one was said just now."""
+        """A line for people about the present wait. None if the last line was recent."""
         if now_s - self._said_s < SAY_S:
             return None
         self._said_s = now_s
         return f"waiting for round {self.due}: {self._why}"
 
     def why_end(self, now_s: float) -> str | None:
-        """Why nothing is waited for any more; None while it is."""
+        """Why the wait has ended. None while it lasts."""
         if self._given_up and self._given_up.round >= self._run.run.rounds:
             return f"round {self._given_up.round} is the run's last, and {self._why}"
         if self._silent_s is not None and now_s - self._silent_s > LOST_S:
@@ -194,7 +194,7 @@ class Waiting:
 
 @dataclass
 class Follower:
-    """See the module; all waits are bounded, and each has its reason."""
+    """See the module. All waits are bounded, and each has its reason."""
 
     source: Source
     manager: ExportManager
@@ -202,22 +202,22 @@ class Follower:
     form: Form
     extras: Sequence[Extra] = ()
     published: Extra = nothing_more
-    """Called for each export once it is in its place; its `SwarmError` is logged and ignored."""
+    """Called for each export in its final place. Its `SwarmError` is logged and ignored."""
     say: Callable[[str], None] = logger.info
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
     def follow(self) -> None:
-        """Exports until the run's last round is exported; continues after the newest export.
+        """Exports until the run's last round is exported. Continues after the newest export.
 
         Raises:
-            NobodyReachable: nobody answered for `LOST_S`, nothing was agreed for `STILL_S`, nothing
-                that was agreed came for `LATE_S`, or the last round's model is given up.
-            ConfigError: the folder holds another run's exports.
-            OSError: the disk refused; the exports that are there stay.
+            NobodyReachable: nobody answered for `LOST_S`, nothing was agreed for `STILL_S`, no
+                agreed model came for `LATE_S`, or the last round's model is given up.
+            ConfigError: the folder has another run's exports.
+            OSError: the disk refused. The existing exports stay.
         """
         self.manager.require_run(self.source.run_id)
-        # What a disk has spoiled since is fetched again.
+        # Blobs that the disk has damaged since are fetched again.
         self.source.store.verify(self.source.store.digests())
         rounds = self.source.run.run.rounds
         while (exported := self._exported()) < rounds:
@@ -230,7 +230,7 @@ class Follower:
         return exports[-1].round if exports else 0
 
     def _obtained(self, waiting: Waiting) -> tuple[ExportFacts, float]:
-        """The model of the round that is due, or of a later one, and when its fetch began."""
+        """The model of the due round or of a later one, and the time when its fetch began."""
         while True:
             self._look(waiting)
             begin_s = self.clock()
@@ -254,7 +254,7 @@ class Follower:
             waiting.heard(found, self.clock())
 
     def _tried(self, manifest: Manifest, waiting: Waiting) -> ExportFacts | None:
-        """The model, if one attempt brings it."""
+        """The model, if one attempt succeeds."""
         try:
             return self.source.bring(manifest, self.form, waiting.left_s(self.clock()))
         except NobodyReachable as error:

@@ -1,4 +1,4 @@
-"""Causal attention with rotary positions, grouped keys and normalised queries and keys.
+"""Causal attention with rotary positions, grouped keys, and normalized queries and keys.
 
 Shapes: B sequences, T tokens of a sequence, D hidden size, H query heads, G key/value heads,
 C size of a head; X = B * G, and R rows: the queries of a block of tokens that share a key.
@@ -16,9 +16,9 @@ from swarm.config import ModelConfig
 from swarm.model.masking import Documents
 
 SHORT_TOKENS = 512
-"""Up to here bf16 attention on a CPU is done in plain products, which keep T * T / 2 weights, since
-they are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x 256 tokens
-and 4 heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
+"""Up to this length bf16 attention on a CPU uses plain products, which keep T * T / 2 weights. They
+are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x 256 tokens and 4
+heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
 BLOCK_TOKENS = 64
 AMPERE = (8, 0)
 """Its compute capability."""
@@ -42,9 +42,9 @@ class RMSNorm(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """The norm with its gradients written out: half the passes over memory that autograd needs.
+    """The norm with explicit gradients, which take half of autograd's passes over memory.
 
-    A GPU has kernels of its own for both, which keep the input in its type all the same.
+    A GPU has its own kernels for both. They also keep the input in its type.
     """
 
     @staticmethod
@@ -90,11 +90,11 @@ class Linear(nn.Module):
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a micro-batch stand.
+    """The positions of the tokens of a micro-batch.
 
     Attributes:
         cos, sin: of the rotary angles, both fp32 [T, C / 2].
-        documents: within which attention stays; None: it sees the whole sequence.
+        documents: attention stays within each. None: it sees the whole sequence.
     """
 
     cos: Tensor
@@ -107,8 +107,8 @@ def rotary_tables(
 ) -> Positions:
     """Cosines and sines of the rotary angles.
 
-    Angles count from the sequence's beginning, also of documents that begin later: attention
-    depends on differences alone.
+    Angles count from the sequence's beginning, also in documents that begin later, because
+    attention depends on differences alone.
 
     Source: Su et al., arXiv 2104.09864, with the two halves of a head as the pairs, as in
     Transformers 5.23 `apply_rotary_pos_emb`.
@@ -120,7 +120,7 @@ def rotary_tables(
 
 
 def rotate(x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (i, i + C / 2) of a head by its position's angle; same shape and type."""
+    """Turns each pair (i, i + C / 2) of a head by its position's angle. Keeps shape and type."""
     rotated: Tensor = _Rotate.apply(x_BHTC, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
@@ -145,7 +145,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
-    """Causal softmax attention, [B, H, T, C]; each key serves H / G consecutive queries."""
+    """Causal softmax attention, [B, H, T, C]. Each key serves H / G consecutive queries."""
     short = q_BHTC.shape[2] <= SHORT_TOKENS
     if short and q_BHTC.dtype is torch.bfloat16 and q_BHTC.device.type == "cpu":
         attended: Tensor = _Short.apply(q_BHTC, k_BGTC, v_BGTC)  # type: ignore[no-untyped-call]
@@ -160,11 +160,11 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
 
 
 def repeats_keys(is_cuda: bool, dtype: torch.dtype) -> bool:
-    """Whether each query gets a key of its own.
+    """Whether keys are repeated, so that each query has its own key.
 
-    Kernels for shared keys are for 16 bits, on a GPU from Ampere on: elsewhere PyTorch 2.13 would
-    keep T * T weights. Before Ampere it keeps these in bf16 in any case, which has no kernel there.
-    Without a GPU here, one that is only described is taken to be of Ampere or newer.
+    Kernels for shared keys exist for 16 bits on a GPU from Ampere on. Elsewhere PyTorch 2.13 would
+    keep T * T weights. Before Ampere PyTorch keeps these in bf16 in any case, because bf16 has no
+    kernel there. A merely described GPU, on a machine without one, counts as Ampere or newer.
     """
     return is_cuda and (dtype is torch.float32 or _is_before_ampere())
 
@@ -174,7 +174,7 @@ def _is_before_ampere() -> bool:
 
 
 class _Short(torch.autograd.Function):
-    """One block of queries after the other, each with the keys up to its last token only."""
+    """Attention by blocks of queries, each with the keys up to its last token only."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class _Short(torch.autograd.Function):
             scores_XRT = torch.bmm(_rows(q_BHTC, groups, block), k_XTC[:, :end].mT)
             newest = scores_XRT.unflatten(1, (-1, size))[..., block]
             newest.add_(future_TT[:size, :size])
-            # In fp32 within, rounded once.
+            # Computed in fp32, rounded once.
             weights.append(scores_XRT.softmax(-1))
             _write_rows(torch.bmm(weights[-1], v_XTC[:, :end]), out_BHTC, groups, block)
         ctx.save_for_backward(q_BHTC, k_XTC, v_XTC, *weights)
@@ -217,7 +217,7 @@ class _Short(torch.autograd.Function):
 
 
 def _rows(x_BHTC: Tensor, groups: int, block: slice) -> Tensor:
-    """The block's tokens of all heads that share a key, one head after the other: [X, R, C]."""
+    """The block's tokens of all heads with a common key, one head after the other: [X, R, C]."""
     rows_XRC: Tensor = x_BHTC.unflatten(1, (groups, -1))[:, :, :, block].flatten(2, 3).flatten(0, 1)
     return rows_XRC
 
@@ -262,7 +262,7 @@ class Attention(nn.Module):
         return out_BTD
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Normalises and splits a projection: [B, T, H * C] to fp32 [B, H, T, C]."""
+        """Normalizes and splits a projection: [B, T, H * C] to fp32 [B, H, T, C]."""
         if norm is not None and self.whole:
             x = norm(x)
         heads_BTHC: Tensor = x.unflatten(-1, (-1, self.dim_per_head))

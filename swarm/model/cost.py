@@ -56,7 +56,7 @@ def parameters(model: ModelConfig) -> Parameters:
 
 
 def owned_per_peer(run: RunConfig, num_peers: int) -> int:
-    """Experts of the peer that owns most: E * R / N, rounded up, when capacities are equal."""
+    """Experts of the peer that owns most: E * R / N, rounded up, with equal capacities."""
     owners = min(run.ownership.owners_per_expert, num_peers)
     return -(-run.model.num_experts * owners // num_peers)
 
@@ -104,26 +104,26 @@ def exact_elements(model: ModelConfig) -> int:
 
 
 def shared_wire_bytes(run: RunConfig) -> int:
-    """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
+    """Bytes of the shared tensors as blobs. Norms and routers are small, and always fp32."""
     exact = exact_elements(run.model)
     others = parameters(run.model).shared - exact
     return exact * ELEMENT_BYTES["fp32"] + others * ELEMENT_BYTES[run.wire.shared]
 
 
 def expert_wire_bytes(run: RunConfig) -> int:
-    """All experts as blobs."""
+    """Bytes of all experts as blobs."""
     return parameters(run.model).experts * ELEMENT_BYTES[run.wire.experts]
 
 
 def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     """Blob bytes that a peer sends, mean over peers and rounds: (2 S (N-1) + X (N+R-2)) / N.
 
-    S are the bytes of the shared tensors, or of their deltas: every peer sends each part to its
-    reducer, which sends the mean to everybody, 2 (N-1) times in all. X are those of the experts:
-    R-1 owners send theirs to the one that averages, which sends the result to the N-1 others. Bytes
-    received are the same. X counts once in `round.experts_every` rounds, S once in
-    `round.shared_every`; with `round.stagger` each round has its share, else those with experts
-    have more than the mean. Control messages, joiners and repeats are not in it.
+    S are the bytes of the shared tensors, or of their deltas. Every peer sends each part to its
+    reducer, which sends the mean to everybody: 2 (N-1) times in all. X are the bytes of the
+    experts. R-1 owners send their values to the owner that averages, which sends the result to the
+    N-1 others. The peer receives as many bytes. X counts once in `round.experts_every` rounds, S
+    once in `round.shared_every`. With `round.stagger` each round has its share. Otherwise rounds
+    with experts have more than the mean. Control messages, joiners and repeats are not counted.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
     shared = 2 * _moved_shared_bytes(run) * (num_peers - 1) / run.round.shared_every
@@ -132,9 +132,9 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
 
 
 def _moved_shared_bytes(run: RunConfig) -> int:
-    """What the shared tensors of a round take: of those with a coding, the bytes of their deltas.
+    """Bytes of the shared tensors of a round. With a coding, the bytes of their deltas.
 
-    As if they were one part: each further one fills up a block.
+    Counted as one part. Each further part fills up a block.
     """
     if run.wire.shared_coding == "none":
         return shared_wire_bytes(run)
@@ -144,7 +144,7 @@ def _moved_shared_bytes(run: RunConfig) -> int:
 
 
 def _moved_expert_bytes(run: RunConfig) -> int:
-    """Likewise of all experts."""
+    """Bytes of all experts, likewise."""
     if run.wire.experts_coding == "none":
         return expert_wire_bytes(run)
     each = elements_bytes(parameters(run.model).per_expert, run.wire.experts_coding)
@@ -152,10 +152,10 @@ def _moved_expert_bytes(run: RunConfig) -> int:
 
 
 def handover_bytes(run: RunConfig, num_peers: int) -> int:
-    """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
+    """Bytes that a leaving peer hands over: the moments of its experts, in fp32.
 
-    With masters where the wire rounds experts and has no deltas of them: 4 bytes per parameter
-    more than the moments' 8, or Muon's 4.
+    If the wire rounds experts and has no deltas of them, masters are included: 4 bytes per
+    parameter more than the moments' 8, or Muon's 4.
     """
     has_no_masters = run.wire.experts == "fp32" or run.wire.experts_coding != "none"
     moments = 1 if run.optimizer.kind == "muon" else 2
@@ -164,13 +164,13 @@ def handover_bytes(run: RunConfig, num_peers: int) -> int:
 
 
 def disk_bytes(run: RunConfig, num_peers: int) -> int:
-    """Most that a state directory takes up, without the corpus and the event log.
+    """Largest size of a state directory, without the corpus and the event log.
 
-    Blobs of the newest manifest, of the one before and of an accepted one; those on offer;
-    three private states (masters and moments), since the newest and the one before are kept while
-    the next one is written, or an engine's state with its frozen experts while it steps down. Where
-    local progress of shared tensors outlives a round, it is put aside in fp32 for as long as the
-    held-out loss is measured.
+    It holds the blobs of the newest manifest, the previous one and an accepted one, and offered
+    blobs. It also holds three private states (masters and moments), because the newest and the
+    previous one are kept while the next one is written. Or it holds an engine's state with its
+    frozen experts while the engine steps down. If local progress of shared tensors outlives a
+    round, it is stored in fp32 while the held-out loss is measured.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
@@ -184,11 +184,11 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 
 
 def forward_flops_per_token(run: RunConfig) -> int:
-    """Operations of a forward pass per token, a multiplication and an addition counting as two.
+    """Operations of a forward pass per token. A multiplication and an addition count as two.
 
-    2 per parameter of every matrix that a token meets (its K experts; the head, not the
-    embedding), and 4 * heads * head size * half the sequence for causal attention, per layer.
-    Source: PaLM (arXiv 2204.02311, appendix B); norms, rotation and softmax are left out.
+    They are 2 per parameter of every matrix that a token passes (its K experts and the head, not
+    the embedding), and 4 * heads * head size * half the sequence per layer for causal attention.
+    Norms, rotation and softmax are not counted. Source: PaLM (arXiv 2204.02311, appendix B).
     """
     model = run.model
     attention = 2 * run.data.sequence_length * model.num_attention_heads * model.dim_per_head
@@ -198,15 +198,15 @@ def forward_flops_per_token(run: RunConfig) -> int:
 def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
     """Operations of forward and backward per token.
 
-    Gradients of activations cost as much as the forward pass (attention twice: its products have
-    two operands each), gradients of weights as much as the products of trained weights. Frozen
-    experts have none; tokens are taken to spread evenly over the experts.
+    Gradients of activations cost as much as the forward pass (attention twice, because its products
+    have two operands each). Gradients of weights cost as much as the products of trained weights.
+    Frozen experts have no such gradients. Tokens are assumed to spread evenly over the experts.
     """
     return step_flops_with(run, owned_per_peer(run, num_peers))
 
 
 def step_flops_with(run: RunConfig, num_owned: int) -> float:
-    """The same for a peer that owns so many experts."""
+    """The same for a peer with this number of owned experts."""
     model = run.model
     forward = forward_flops_per_token(run)
     attention = forward - 2 * _met_shared(model) - 2 * _met_experts(model)
@@ -216,12 +216,12 @@ def step_flops_with(run: RunConfig, num_owned: int) -> float:
 
 
 def head_step_flops(model: ModelConfig) -> float:
-    """Of these the ones of the head: three products of a matrix that is trained in any case."""
+    """The operations of the head in a step: three products of a matrix that is always trained."""
     return 3 * 2 * model.vocab_size * model.hidden_size
 
 
 def layer_step_flops(run: RunConfig, num_owned: int) -> float:
-    """Of these the ones of one layer; the embedding has none."""
+    """The operations of one layer in a step. The embedding has none."""
     layers = step_flops_with(run, num_owned) - head_step_flops(run.model)
     return layers / run.model.num_hidden_layers
 
@@ -240,7 +240,7 @@ def _met_experts(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """A run's cost for a peer; each figure is the function of that name, without the process."""
+    """A run's cost for a peer. Each figure is the result of the function of that name."""
 
     parameters_total: int
     parameters_shared: int
@@ -255,7 +255,7 @@ class Cost:
 
 
 def cost_of(run: RunConfig, num_peers: int) -> Cost:
-    """All figures for a run with so many peers."""
+    """All figures for a run with this number of peers."""
     counted = parameters(run.model)
     return Cost(
         parameters_total=counted.total,

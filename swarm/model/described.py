@@ -1,7 +1,6 @@
-"""The model that a config.json of Transformers describes, in the words of our configuration.
+"""Translates the model of a Transformers config.json into our configuration.
 
-A checkpoint that our decoder does not compute is refused, with the reason. Nothing here
-reads tensors.
+A checkpoint that our decoder cannot compute is refused with the reason. Nothing here reads tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from swarm.errors import ConfigError
 
 CONFIG_FILE = "config.json"
 MAX_SEQUENCE = 2048
-"""Of a run file that is made for a checkpoint; longer sequences are a choice."""
+"""Sequence length of a run file that is made for a checkpoint. Longer ones are a person's
+choice."""
 MIXTURES = ("qwen3_moe", "olmoe", "dots1", "mixtral")
-"""Values of `model_type` that our decoder computes; exports have them too."""
+"""Values of `model_type` that our decoder computes and that exports have."""
 DENSE: Mapping[str, str] = {"qwen3": "head", "llama": "none"}
-"""Those from which a mixture can be made -> `model.qk_norm` of that."""
+"""Values of `model_type` from which a mixture can be made -> `model.qk_norm` of the mixture."""
 POST_NORM = ("olmo2", "olmo3", "flex_olmo")
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((None, False), "biases in attention"),
@@ -42,22 +42,23 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "partial_rotary_factor": ((None, 1), "rotary positions in a part of a head"),
     "quantization_config": ((None,), "quantised weights"),
 }
-"""Key -> values with which a model equals ours, and the meaning of any other value."""
+"""Key -> values with which a model equals ours, and the meaning of all other values."""
 _WINDOW_SWITCHES: Mapping[str, str] = {
     "qwen3": "use_sliding_window",
     "qwen3_moe": "use_sliding_window",
     "dots1": "layer_types",
 }
-"""model_type -> the key that decides whether a `sliding_window` is used; other kinds always do."""
+"""model_type -> the key that decides whether a `sliding_window` is used. Other kinds always use
+it."""
 _NOT_COMPARED = ("head_dim", "initializer_range", "noisy_top_k")
-"""Settings that follow from others or are of training alone."""
+"""Settings that follow from others, or concern training alone."""
 
 
 def read_description(folder: Path) -> dict[str, Any]:
     """The contents of a checkpoint's config.json.
 
     Raises:
-        ConfigError: there is none, or it is no JSON object.
+        ConfigError: the file is missing, or is no JSON object.
     """
     path = folder / CONFIG_FILE
     try:
@@ -73,11 +74,11 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def run_of_checkpoint(folder: Path) -> RunConfig:
-    """A run that starts from a checkpoint: its model section, and moderate choices for the rest.
+    """A run that starts from a checkpoint: the model's section, and moderate choices for the rest.
 
     Raises:
-        ConfigError: there is no config.json, or our decoder does not compute this model; names
-            the key of config.json and its meaning.
+        ConfigError: there is no config.json, or our decoder cannot compute this model. The error
+            names the key of config.json and its meaning.
     """
     found, source = read_description(folder), str(folder / CONFIG_FILE)
     kind = found.get("model_type")
@@ -94,17 +95,17 @@ def run_of_checkpoint(folder: Path) -> RunConfig:
 def run_of_dense(
     folder: Path, *, num_experts: int, top_k: int, norm_topk_prob: bool, untie: bool
 ) -> RunConfig:
-    """A run of the mixture that a dense checkpoint becomes; its sequences are the checkpoint's.
+    """A run of the mixture made from a dense checkpoint, with the checkpoint's sequences.
 
     Args:
         folder: of a dense Qwen3 or Llama.
         num_experts: copies of each MLP.
         top_k: experts of a token.
         norm_topk_prob: whether their weights are divided by their sum.
-        untie: gives a model whose head is the embedding a head of its own.
+        untie: gives a model with a tied head a separate head.
 
     Raises:
-        ConfigError: as `run_of_checkpoint`, or it is a mixture already.
+        ConfigError: as `run_of_checkpoint`, or the checkpoint already is a mixture.
     """
     found, source = read_description(folder), str(folder / CONFIG_FILE)
     if (kind := found.get("model_type")) in MIXTURES:
@@ -132,19 +133,19 @@ def run_of_dense(
 
 
 def end_of_text_of(folder: Path) -> int | None:
-    """The id that ends a text, the first one where a checkpoint has several; None without one."""
+    """The id that ends a text, the first of several. None without one."""
     found = read_description(folder).get("eos_token_id")
     first = found[0] if isinstance(found, list) and found else found
     return first if isinstance(first, int) else None
 
 
 def run_for(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) -> RunConfig:
-    """A run of a model, named as a folder, with sequences that a checkpoint allows.
+    """A run of a model, named after the folder, with sequences that the checkpoint allows.
 
-    With a tokenizer.json in the folder the run takes that; `found` is the config.json.
+    If the folder has a tokenizer.json, the run uses it. `found` is the config.json.
 
     Raises:
-        ConfigError: the model's sizes contradict each other, or are beyond a bound.
+        ConfigError: the model's sizes contradict each other, or exceed a bound.
     """
     longest = found.get("max_position_embeddings")
     length = min(longest, MAX_SEQUENCE) if isinstance(longest, int) else MAX_SEQUENCE
@@ -167,10 +168,10 @@ def run_for(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) ->
 
 
 def require_same_model(run: RunConfig, folder: Path) -> None:
-    """Refuses a checkpoint that is not of a run's model.
+    """Refuses a checkpoint of another model than the run's.
 
     Raises:
-        ConfigError: names each setting that differs, with both values; or as `run_of_checkpoint`.
+        ConfigError: names each setting that differs, with both values. Or as `run_of_checkpoint`.
     """
     theirs = run_of_checkpoint(folder).model
     differences = list(_differences(run.model, theirs))
@@ -190,7 +191,7 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
         yield f"model.head_dim is {ours.dim_per_head}, there {theirs.dim_per_head}"
 
 
-# ------------------------------------------------ what our decoder can be
+# ------------------------------------------------ limits of our decoder
 
 
 def _require_kind(found: Mapping[str, Any], known: Collection[str], source: str) -> None:
@@ -207,7 +208,7 @@ def _require_kind(found: Mapping[str, Any], known: Collection[str], source: str)
 
 
 def _require_expressible(found: Mapping[str, Any], source: str) -> None:
-    """Refuses what our decoder does not compute, be it dense or a mixture.
+    """Refuses a dense model or a mixture that our decoder cannot compute.
 
     Raises:
         ConfigError: names the key, its value and its meaning.
@@ -239,23 +240,25 @@ def _form_of(rope: object) -> object:
 
 def _refused(source: str, key: str, value: object, what: str) -> ConfigError:
     shown = json.dumps(value)[:80]
-    return ConfigError(f"{source}: {key} = {shown} means {what}, which our decoder has not")
+    return ConfigError(
+        f"{source}: {key} = {shown} means {what}, which our decoder does not support"
+    )
 
 
 def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
-    """The value of the first of these keys that is there.
+    """The value of the first of these keys that exists.
 
     Raises:
-        ConfigError: none of them is.
+        ConfigError: none of them exists.
     """
     for key in keys:
         if found.get(key) is not None:
             return found[key]
-    raise ConfigError(f"{source}: says nothing of {keys[0]}")
+    raise ConfigError(f"{source}: lacks {keys[0]}")
 
 
 def _shared_settings(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings that a dense model and a mixture have alike; raises as `_value_of`."""
+    """The settings that dense models and mixtures share. Raises as `_value_of`."""
     rope = found.get("rope_parameters") or {}
     head = found.get("head_dim")
     if found.get("model_type") == "qwen3" and head is None:

@@ -1,4 +1,4 @@
-"""How frozen experts are stored: fp32 or bf16 as they are, or one byte per element.
+"""Storage of frozen experts: fp32 or bf16 without change, or one byte per element.
 
 Shapes: E experts of a stack, O output rows, I input columns of one matrix.
 """
@@ -25,7 +25,7 @@ class FrozenStack(Protocol):
         """The matrices of some experts as a [E, O, I] tensor of `dtype`."""
 
     def get(self, row: int) -> Tensor:
-        """One matrix [O, I]: a view of the storage, or fp32 where that is not a plain tensor."""
+        """One matrix [O, I]: a view of the storage, or an fp32 copy if the storage is coded."""
 
     def put(self, row: int, matrix_OI: Tensor) -> None:
         """Stores one matrix, rounded to the format."""
@@ -38,7 +38,7 @@ class DenseStack:
     tensor: Tensor
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """See `FrozenStack`; a view where the type is right already."""
+        """See `FrozenStack`. A view if the type already matches."""
         return self.tensor[rows].to(dtype)
 
     def get(self, row: int) -> Tensor:
@@ -54,9 +54,9 @@ class DenseStack:
 class Int8Stack:
     """Matrices stored as int8 with one scale per output row.
 
-    The scale is |largest| / 127, rounded to the eight bits of a bf16: the largest element then
-    always becomes 127, so quantising values that were read back changes no bit, and the product of
-    a code and its scale is exact in fp32.
+    The scale is |largest| / 127, rounded to the eight bits of a bf16. The largest element then
+    always becomes 127, so quantizing values that were read back changes no bit. The product of a
+    code and its scale is exact in fp32.
 
     Attributes:
         codes: int8 [E, O, I].
@@ -79,7 +79,7 @@ class Int8Stack:
         floats_OI = matrix_OI.detach().float()
         largest_O1 = floats_OI.abs().amax(-1, keepdim=True)
         scale_O1 = (largest_O1 / INT8_LARGEST).bfloat16().float()
-        # A row of zeros, or one below bf16's smallest number, has the scale 0 and codes of 0.
+        # A row of zeros, or of values below bf16's smallest number, has the scale 0 and codes of 0.
         inverse_O1 = torch.where(scale_O1 > 0, 1 / scale_O1, torch.zeros_like(scale_O1))
         codes_OI = (floats_OI * inverse_O1).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
         self.codes[row].copy_(codes_OI.nan_to_num_(nan=0.0))
@@ -89,7 +89,7 @@ class Int8Stack:
 def stack_parts(
     form: FrozenFormat, shape: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The tensors a stack of this [E, O, I] shape is stored in: part -> shape and type."""
+    """The tensors that store a stack of this [E, O, I] shape: part -> shape and type."""
     whole = tuple(shape)
     if form == "int8":
         return {"codes": (whole, torch.int8), "scale": ((*whole[:-1], 1), torch.float32)}
@@ -97,14 +97,14 @@ def stack_parts(
 
 
 def stack_of(form: FrozenFormat, parts: Mapping[str, Tensor]) -> FrozenStack:
-    """The stack over tensors that `stack_parts` describes."""
+    """A stack over the tensors that `stack_parts` describes."""
     if form == "int8":
         return Int8Stack(parts["codes"], parts["scale"])
     return DenseStack(parts["tensor"])
 
 
 def empty_stack(form: FrozenFormat, shape: Sequence[int], device: torch.device) -> FrozenStack:
-    """A stack whose matrices hold nothing yet."""
+    """A stack of uninitialized matrices."""
     parts = stack_parts(form, shape)
     tensors = {name: torch.empty(s, dtype=t, device=device) for name, (s, t) in parts.items()}
     return stack_of(form, tensors)

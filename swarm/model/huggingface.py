@@ -1,6 +1,6 @@
-"""A model as the files that Transformers loads: config.json and safetensors.
+"""Writes a model as the files that Transformers loads: config.json and safetensors.
 
-Tensors keep the names that they have everywhere else, but for Mixtral (`experts.stored_name`).
+Tensors keep their names, except for Mixtral (`experts.stored_name`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from swarm.errors import CorruptState
 from swarm.experts import Shape, expert_shapes, exported, shared_shapes, stored_name
 
 MAX_SHARD_BYTES = 8 * 10**8
-"""A shard is in memory twice while it is written: as tensors and as bytes."""
+"""While a shard is written, memory holds it twice: as tensors and as bytes."""
 SINGLE_FILE = "model.safetensors"
 Dtype = Literal["agreed", "float32", "bfloat16"]
-"""Of weights in files; "agreed": as peers exchange them, experts perhaps in bf16, norms in fp32."""
+"""Types of weights in files. "agreed": as peers exchange them, experts perhaps in bf16, norms in
+fp32."""
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -37,13 +38,13 @@ def config_dict(
 ) -> dict[str, Any]:
     """The contents of config.json.
 
-    Qwen3-MoE for QK-norm per head, OLMoE for the projection, Mixtral for none, dots.llm1 for a
-    sigmoid router: of the
-    decoders with a selection bias it is the one that is ours otherwise, once its shared expert has
-    the width 0. Noise, capacity and own-expert bias are of training alone, so none has to say them.
+    The decoder is Qwen3-MoE for QK-norm per head, OLMoE for QK-norm of the projection, Mixtral for
+    none, and dots.llm1 for a sigmoid router. Of the decoders with a selection bias, dots.llm1
+    equals ours in all else, once its shared expert has the width 0. Noise, capacity and own-expert
+    bias concern training alone, so config.json need not have them.
 
-    Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`, `Dots1Config`. `rope_theta` stands
-    twice, since releases before 5 look for it outside of `rope_parameters`.
+    Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`, `Dots1Config`. `rope_theta` is
+    written twice, because releases before 5 look for it outside of `rope_parameters`.
     """
     model = run.model
     common = {
@@ -153,26 +154,26 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: Dtype = "agreed",
 ) -> list[Path]:
-    """Writes config.json and the tensors; sharded with an index when they exceed one shard.
+    """Writes config.json and the tensors, in shards with an index if they exceed one shard.
 
     Every file is written under a temporary name, flushed to disk and renamed. A file that names the
-    others comes last. Files of an earlier export into the same folder are removed, its index
-    first: killed at any moment, the folder holds one of both exports or none.
+    others comes last. Files of an earlier export in the same folder are removed, its index first.
+    After a kill at any moment the folder holds one of both exports or none.
 
     Args:
-        folder: made when missing.
+        folder: made if missing.
         run: the configuration that the tensors belong to.
-        named: every tensor of the model once, in any order, kept one shard at a time. Tensors of
-            training alone are left out.
+        named: every tensor of the model once, in any order. Memory holds one shard of them at a
+            time. Tensors of training alone are left out.
         eos_token_id: the tokenizer's end-of-text id.
-        max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
+        max_shard_bytes: size of a shard. A larger tensor gets its own shard.
         dtype: of the weights in the files.
 
     Returns:
         The files written.
 
     Raises:
-        CorruptState: the tensors are not those of the run's model; OSError: the disk refused.
+        CorruptState: the tensors are not those of the run's model. OSError: the disk refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
@@ -207,9 +208,10 @@ def save_model(
 
 
 def _save_shard(shard: dict[str, Tensor], path: Path) -> None:
-    """Writes a file of tensors with the permissions that any new file has; raises OSError.
+    """Writes a file of tensors with the usual permissions of a new file. Raises OSError.
 
-    The package makes a file that only its owner may read, and has an error of its own for disks.
+    The safetensors package makes a file that only its owner may read, and raises its own error for
+    disks.
     """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -225,7 +227,7 @@ def _save_shard(shard: dict[str, Tensor], path: Path) -> None:
 
 
 def _cast(name: str, tensor: Tensor, dtype: Dtype) -> Tensor:
-    """A tensor in its type in the files; Transformers keeps selection biases in fp32, always."""
+    """A tensor in its type in the files. Transformers always keeps selection biases in fp32."""
     if dtype == "agreed":
         return tensor
     is_exact = dtype == "float32" or name.endswith("e_score_correction_bias")
@@ -285,10 +287,10 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """Names of the safetensors files in an export: those that its index lists, or the one.
+    """Names of the safetensors files in an export: those of its index, or the only file.
 
     Raises:
-        CorruptState: the index is damaged, or names files elsewhere.
+        CorruptState: the index is damaged, or names files in other folders.
     """
     index = folder / INDEX_FILE
     if not index.exists():

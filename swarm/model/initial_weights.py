@@ -1,4 +1,4 @@
-"""Initial weights: each tensor from the run's seed and its own name alone."""
+"""Initial weights. Each tensor depends on the run's seed and its own name alone."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ CUT = 3.0
 
 
 def generator_of(seed: int, name: str) -> np.random.Generator:
-    """Random numbers for one tensor, the same on every machine."""
+    """The random generator of one tensor, the same on every machine."""
     digest = blake3(f"{seed}\n{name}".encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
 
 def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
-    """The fp32 value that a tensor has before the first step, the same on every peer.
+    """The initial fp32 value of a tensor, the same on every peer.
 
-    Norms are 1; matrices N(0, initializer_range), values beyond 3 sigma drawn again. A router's
-    selection bias and noise matrix are 0 (noise of softplus(0) = 0.69 standard deviations).
-    numpy's generator, because torch's takes other instructions, and so other bits, on CPUs
-    with other vector units.
+    Norms are 1. Matrices are N(0, initializer_range), and values beyond 3 sigma are drawn again. A
+    router's selection bias and noise matrix are 0 (noise of softplus(0) = 0.69 standard
+    deviations). numpy's generator is used, because torch's gives other bits on CPUs with other
+    vector units.
 
     Source: SPES (arXiv 2602.11543), configurations of the reference code; Shazeer et al.
     (arXiv 1701.06538, appendix A) for the noise.
@@ -59,7 +59,7 @@ def initial_tensors(run: RunConfig, names: Iterable[str]) -> dict[str, Tensor]:
     """Initial values of some of the model's tensors, by Hugging Face name.
 
     Raises:
-        BadBlob: a name that the model has not.
+        BadBlob: a name that the model does not have.
     """
     names = list(names)
     shapes = shared_shapes(run.model)

@@ -1,8 +1,8 @@
-"""What a link makes of a run: seconds of a round, and the share of the time that is computed. Pure.
+"""Predicts a run's speed on a link: seconds of a round, share of time spent computing. Pure.
 
-N peers, R owners per expert. A *cycle* is H local steps of a peer, `round.local_steps` with one
-round a cycle, and has P rounds. The prices are differences of toy runs of 247 thousand parameters,
-not promises for a large model.
+N peers, R owners per expert. A *cycle* is H local steps of a peer and has P rounds. With one round
+per cycle, H is `round.local_steps`. The prices are differences of toy runs of 247 thousand
+parameters, not promises for a large model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarm.model.cost import private_bytes as private_bytes_with
 CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
     coding: elements_bytes(BLOCK, coding) / BLOCK for coding in get_args(Coding) if coding != "none"
 }
-"""Bytes of an element: fp32 and bf16 as values, the others as codings of what has changed."""
+"""Bytes of an element: fp32 and bf16 for values, the others for codings of differences."""
 EXACT_BYTES = 4
 """Norms and routers travel in fp32."""
 SEGMENT_BITS = 1460 * 8
@@ -28,20 +28,20 @@ SEGMENT_BITS = 1460 * 8
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the formulas take for granted.
+    """Assumptions of the formulas.
 
     Attributes:
-        link_share: of a link's rate that transfers reach.
-        control_s: seconds of a round besides its transfers: greeting, rosters, votes.
-        offer_ns: what a core computes to offer an element of a shared tensor, and of an expert
-            that the peer trains (scripts/benchmarks/bench_stall.py, codings b2 and b1; values take
-            less).
-        adopt_ns: to adopt one, and one of an expert that another peer trains.
-        cores: that share this.
-        disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
-            coding, else before each offer.
-        is_beside: whether offers and private states are made during the products of the next step
-            where rounds overlap; else steps wait for them (`Engine.before_update`).
+        link_share: share of a link's rate that transfers reach.
+        control_s: seconds of a round apart from its transfers: greeting, rosters, votes.
+        offer_ns: core time to offer an element of a shared tensor, and of an expert that the peer
+            trains (scripts/benchmarks/bench_stall.py, codings b2 and b1). Values take less.
+        adopt_ns: core time to adopt an element of a shared tensor, of an own expert, and of an
+            expert that another peer trains.
+        cores: number of cores that share this work.
+        disk_bytes_per_s: rate at which a peer makes its private state durable. It does so once a
+            cycle with a coding, and before each offer without.
+        is_beside: whether offers and private states are made while the next step computes, if
+            rounds overlap. Otherwise steps wait for them (`Engine.before_update`).
     """
 
     link_share: float = 0.85
@@ -55,17 +55,17 @@ class Assumptions:
 
 ASSUMED = Assumptions()
 TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0), (0.0, 0.0, 0.0), 1, math.inf)
-"""For rates that were measured."""
+"""For measured rates."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a setting costs in held-out loss against exact SPES with the same cycle.
+    """The held-out loss of a setting, compared with exact SPES with the same cycle.
 
     Attributes:
-        loss_pct: percent; negative is better.
-        seeds: paired runs; their noise is about 0.6 points each.
-        source: which toy runs.
+        loss_pct: percent. Negative is better.
+        seeds: number of paired runs, with a noise of about 0.6 points each.
+        source: the toy runs.
     """
 
     loss_pct: float
@@ -75,17 +75,18 @@ class Price:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run exchanges.
+    """Settings of a run's exchange.
 
     Attributes:
         shared: type or coding of the shared tensors, a key of `CODING_BYTES`.
         experts: likewise.
-        rounds: P, in a cycle; each moves its slice of what is due, so all move the same.
+        rounds: P, rounds of a cycle. Each moves its slice of the due values, so all move as many
+            bytes.
         shared_every: rounds between two exchanges of a shared tensor.
         experts_every: likewise of an expert.
         owners: R.
         overlap: whether rounds overlap the next local steps.
-        price: where one is known.
+        price: None if unknown.
     """
 
     shared: str
@@ -100,15 +101,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What a setting comes to on a link.
+    """The speed of a setting on a link.
 
     Attributes:
-        cycle_bytes: that a peer sends in a cycle, and receives.
-        transfer_s: of these bytes.
-        round_s: from one round's begin to the next one's, local steps included.
-        delay_share: of a cycle, after which local steps see what a round agreed on.
-        utilisation: share of the time that is computed.
-        link_busy: share of the time that the slower direction carries bytes.
+        cycle_bytes: sent by a peer in a cycle, and also received.
+        transfer_s: seconds for these bytes.
+        round_s: from one round's beginning to the next one's, including local steps.
+        delay_share: the part of a cycle after which local steps see the result of a round.
+        utilisation: share of time spent computing.
+        link_busy: share of time in which the slower direction carries bytes.
     """
 
     cycle_bytes: float
@@ -120,10 +121,11 @@ class LinkPlan:
 
 
 def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
-    """Blob bytes that a peer sends in a cycle, and receives, as `bytes_sent_per_peer_per_round`.
+    """Blob bytes that a peer sends (and receives) in a cycle; see `bytes_sent_per_peer_per_round`.
 
-    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S shared, L norms and routers, X
-    experts, in elements; s and x bytes of each; p_s and p_x rounds between two exchanges.
+    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S are the shared elements, L those of
+    norms and routers, X those of experts. s and x are the bytes of each, p_s and p_x the rounds
+    between two exchanges.
     """
     counted = parameters(run.model)
     exact = exact_elements(run.model)
@@ -137,7 +139,7 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
 
 
 def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
-    """Masters and moments of what a peer trains, saved once a cycle or a round [P6]."""
+    """Bytes of a peer's masters and moments, which are saved once a cycle or a round [P6]."""
     owners = min(setting.owners, num_peers)
     return private_bytes_with(run, run.model.num_experts * owners / num_peers)
 
@@ -145,7 +147,7 @@ def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
 def exchange_s(
     run: RunConfig, setting: Setting, num_peers: int, assumed: Assumptions = ASSUMED
 ) -> tuple[float, float]:
-    """Seconds of a round in which a peer makes its offer, and in which it adopts the outcome."""
+    """Seconds in which a peer makes its offer, and seconds in which it adopts the result."""
     counted, owners = parameters(run.model), min(setting.owners, num_peers)
     own = counted.experts * owners / num_peers / setting.experts_every
     others = counted.experts / setting.experts_every - own
@@ -175,10 +177,11 @@ def stall_s(
 
 
 def carried_mbit(link: LinkRates, num_peers: int, *, is_bbr: bool = False) -> tuple[float, float]:
-    """What a link carries up and down, Mbit/s: under loss less, but with bbr.
+    """The rates that a link reaches up and down, in Mbit/s. Loss lowers them, except with bbr.
 
-    A connection of reno or cubic to each other peer carries 1.22 segments / (round trip sqrt(p)) at
-    most (Mathis et al., CCR 27(3), 1997; cubic is as slow at these windows, RFC 9438, 4.3).
+    With reno or cubic, the connection to each other peer carries at most 1.22 segments / (round
+    trip sqrt(p)) (Mathis et al., CCR 27(3), 1997; cubic is as slow at these windows, RFC 9438,
+    4.3).
     """
     if not link.loss_pct or is_bbr:
         return link.up_mbit, link.down_mbit
@@ -197,15 +200,15 @@ def plan_link(
     num_peers: int,
     assumed: Assumptions = ASSUMED,
 ) -> LinkPlan:
-    """What a setting comes to; sent and received bytes are as many, and move at once.
+    """Predicts the speed of a setting. It sends and receives equal numbers of bytes at once.
 
     Args:
-        run: its model counts.
-        setting: how it exchanges.
+        run: only its model matters.
+        setting: of the exchange.
         rates: up and down, Mbit/s; see `carried_mbit`.
-        compute_s: of the local steps of a cycle.
+        compute_s: seconds of the local steps of a cycle.
         num_peers: N.
-        assumed: what is taken for granted.
+        assumed: further assumptions.
     """
     num_bytes = cycle_bytes(run, setting, num_peers)
     transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
@@ -228,7 +231,7 @@ def plan_link(
 def needed_mbit(
     run: RunConfig, setting: Setting, *, compute_s: float, num_peers: int, wanted: float
 ) -> float:
-    """Rate of both directions with which transfers alone leave the wanted share for computing."""
+    """Rate of both directions at which transfers alone leave the wanted share for computing."""
     spare_s = compute_s if setting.overlap else compute_s * (1 / wanted - 1)
     return cycle_bytes(run, setting, num_peers) * 8 / 1e6 / spare_s
 
@@ -237,9 +240,9 @@ def needed_mbit(
 
 
 def setting_of(run: RunConfig) -> Setting:
-    """How a run exchanges by its configuration.
+    """The exchange settings of a run's configuration.
 
-    With slices a cycle is all the rounds in which each unit is exchanged once.
+    With slices, a cycle consists of the rounds in which each unit is exchanged once.
     """
     wire, due = run.wire, run.round
     return Setting(
@@ -254,7 +257,10 @@ def setting_of(run: RunConfig) -> Setting:
 
 
 def with_rounds(setting: Setting, rounds: int) -> Setting:
-    """A setting of the table with another number of rounds a cycle, what is due as often."""
+    """A setting of the table with another number of rounds per cycle.
+
+    Units are due as often per cycle.
+    """
     times = rounds / setting.rounds
     return Setting(
         setting.shared, setting.experts, rounds,
@@ -285,11 +291,11 @@ SETTINGS = (
 )
 """Settings that were measured, with their prices in held-out loss."""
 ROUNDS = (5, 4, 2)
-"""Rounds a cycle, the best first. The first that divides the local steps is taken."""
+"""Rounds per cycle, the best first. The first number that divides the local steps is used."""
 
 
 def cycle_steps(run: RunConfig) -> int:
-    """H: local steps of a cycle, after the last of the run's phases."""
+    """H, the local steps of a cycle after the last of the run's phases."""
     return run.round.local_steps * setting_of(run).rounds
 
 

@@ -1,7 +1,7 @@
-"""The terms of the training loss, all over one micro-batch.
+"""The terms of the training loss, each over one micro-batch.
 
 Shapes: N tokens of a micro-batch, n tokens of a slice, D hidden size, V vocabulary, R rows of the
-head as it is multiplied (V, or a few more), L layers, E experts, K experts of a token.
+multiplied head (V, or a few more), L layers, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swarm.model.masking import Tokens
 from swarm.model.moe import Routing
 
 SLICE_LOGITS = {"cpu": 2**24, "cuda": 2**28}
-"""Logits that exist at once, at most (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU
-needs long slices: each adds to the gradient of the whole head."""
+"""The most logits that exist at once (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU
+needs long slices, because each slice adds to the gradient of the whole head."""
 ALIGNED_ROWS = {"cpu": 1, "cuda": 64}
-"""The head is multiplied with so many rows more that their number is a multiple of this. Rows of an
+"""The head is multiplied with extra rows, so that their number is a multiple of this. Rows of an
 odd number of bf16 logits made each product five times slower on an H100."""
 
 
@@ -30,14 +30,14 @@ class Losses(NamedTuple):
 
     Attributes:
         total: differentiable scalar, the weighted sum.
-        cross_entropy: mean over tokens, in nats; detached, as all below.
+        cross_entropy: mean over tokens, in nats; detached, as all fields below.
         balance: see `balance_loss`.
         router_z: see `router_z_loss`.
         output_z: mean over tokens of the squared log-sum-exp of the output logits.
         expert_tokens: int64 [L, E], tokens that chose each expert.
         dropped: int64 scalar, choices in all layers that exceeded an expert's capacity.
-        similarity: see `similarity_loss`, its first value; None where it was not measured.
-        pair_P2, alike_P: the pairs of experts behind it in all layers, int64, and their CKA.
+        similarity: the first value of `similarity_loss`. None if it was not measured.
+        pair_P2, alike_P: the compared pairs of experts of all layers, int64, and their CKA.
     """
 
     total: Tensor
@@ -53,7 +53,7 @@ class Losses(NamedTuple):
 
 
 def slice_tokens(num_tokens: int, vocab_size: int, device: str) -> int:
-    """Tokens per slice: always less than all of them, so their logits never exist at once."""
+    """Tokens per slice: always fewer than all, so all logits never exist at once."""
     fitting = max(128, SLICE_LOGITS[device] // vocab_size // 64 * 64)
     return max(1, min(fitting, (num_tokens + 1) // 2))
 
@@ -72,17 +72,17 @@ def output_losses(
         head_VD: matrix of the head, fp32 or in the compute type.
         labels_N: the token that follows each position.
         z_weight: weight of the output z-loss.
-        mean_over: what sums over the tokens are divided by; None: the number of the tokens.
+        mean_over: divisor of sums over the tokens. None: the number of tokens.
 
     Returns:
         The weighted sum (differentiable), the cross-entropy and the z-loss (both detached), each
         a mean over tokens.
 
-    The gradients of `hidden_ND` and `head_VD` are formed in forward, while a slice's logits
-    exist, and scaled in backward: three products per slice where recomputing would need four.
+    Forward computes the gradients of `hidden_ND` and `head_VD` while a slice's logits exist, and
+    backward scales them. This takes three products per slice, where recomputing would need four.
     """
     total: Tensor
-    # Asked here: within a function's forward gradients always seem to be off.
+    # Asked here, because within a function's forward gradients always seem to be off.
     wanted = torch.is_grad_enabled() and (hidden_ND.requires_grad or head_VD.requires_grad)
     total, cross_entropy, z = _Output.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head_VD, labels_N, z_weight, mean_over or len(labels_N), wanted
@@ -132,7 +132,7 @@ def _slice_losses(
 ) -> Tensor:
     """Cross-entropy and z-loss of a slice, fp32 [2], each summed over its tokens.
 
-    The logits are overwritten: with the gradient of the sum over `mean_over` where it is wanted.
+    Overwrites the logits, if wanted with the gradient of the sum divided by `mean_over`.
     """
     label_n1 = labels_n[:, None]
     chosen_n = logits_nR.gather(1, label_n1)[:, 0].float()
@@ -146,11 +146,11 @@ def _slice_losses(
 
 
 def _exponentials(logits_nR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponentials up to a factor, their sums and the log-sum-exps, in fp32 and few passes.
+    """Exponentials up to a factor, their sums and the log-sum-exps, in fp32 with few passes.
 
     Fp32 logits may be overwritten.
     """
-    # In place, since the same exponentials are needed for the gradient.
+    # In place, because the gradient needs the same exponentials.
     floats_nR = logits_nR.float()
     largest_n = floats_nR.amax(-1)
     exponent_nR = floats_nR.sub_(largest_n[:, None]).exp_()
@@ -170,18 +170,18 @@ def _add_product(into_RD: Tensor, left_nR: Tensor, right_nD: Tensor) -> None:
 
 
 class LayerTerms(NamedTuple):
-    """What the losses take from the router of one layer, in one micro-batch.
+    """Inputs of the losses from the router of one layer, in one micro-batch.
 
     Attributes:
-        mean_E: mean probability of each expert; of several processes that share the tokens over
-            those of this one, until `of_all`.
-        z: mean over tokens of the squared log-sum-exp of the logits; likewise.
+        mean_E: mean probability of each expert. Where processes share the tokens, the mean is over
+            this process's tokens until `of_all`.
+        z: mean over tokens of the squared log-sum-exp of the logits, likewise.
         tokens_E: int64, tokens that chose each expert, dropped ones included.
         dropped: int64 scalar, choices that exceeded an expert's capacity.
         num_tokens: of the micro-batch.
         top_k: experts of a token.
-        similarity: CKA of P pairs of experts [P]; None where it was not measured.
-        pair_P2: int64 [P, 2], these pairs; likewise.
+        similarity: CKA of P pairs of experts [P]. None if it was not measured.
+        pair_P2: int64 [P, 2], these pairs, likewise.
     """
 
     mean_E: Tensor
@@ -195,7 +195,7 @@ class LayerTerms(NamedTuple):
 
     @classmethod
     def of(cls, routing: Routing) -> LayerTerms:
-        """Those of a router's decision."""
+        """The terms of a router's decision."""
         (num_tokens, top_k), num_experts = routing.expert_NK.shape, routing.logits_NE.shape[1]
         kept_NK = routing.kept_NK
         dropped = torch.zeros((), dtype=torch.int64, device=routing.logits_NE.device)
@@ -214,11 +214,11 @@ class LayerTerms(NamedTuple):
 def of_all(
     tokens: Tokens, output: Sequence[Tensor], terms: Sequence[LayerTerms]
 ) -> tuple[Sequence[Tensor], Sequence[LayerTerms]]:
-    """Losses of the output and terms of the routers of all tokens, from those of each process.
+    """Losses of the output and terms of the routers over all tokens, from those of each process.
 
     Args:
-        tokens: those of this process.
-        output: as `output_losses` gives them.
+        tokens: the tokens of this process.
+        output: result of `output_losses`.
         terms: of all layers.
     """
     if tokens.ways == 1:
@@ -232,7 +232,7 @@ def of_all(
 
 
 def balance_loss(terms: Sequence[LayerTerms], tokens_LE: Tensor, kind: str) -> Tensor:
-    """Load-balancing loss of one micro-batch; `tokens_LE` may be weighted (SPES).
+    """Load-balancing loss of one micro-batch. `tokens_LE` may be weighted (SPES).
 
     per_layer: E / (L * K * N) * sum over layers and experts of (tokens * mean probability):
         1 when the routing of every layer is even, up to E / K when it has collapsed.
@@ -259,11 +259,11 @@ def router_z_loss(terms: Sequence[LayerTerms]) -> Tensor:
 
 
 def similarity_loss(terms: Sequence[LayerTerms], threshold: float) -> tuple[Tensor, Tensor] | None:
-    """Similarity of experts that get the same tokens, over the compared pairs of all layers.
+    """Similarity of experts with common tokens, over the compared pairs of all layers.
 
     Returns:
-        The mean (detached), and the mean with pairs up to the threshold as 0 (differentiable);
-        None where nothing was measured or no two experts shared enough tokens.
+        The mean (detached), and the mean with pairs up to the threshold as 0 (differentiable). None
+        if nothing was measured or no two experts shared enough tokens.
 
     Source: SimSMoE (arXiv 2406.15883), released code, without its projection and with a mean
     over pairs where it has a sum; see `similarity.cka`.
@@ -293,9 +293,9 @@ def combine(
     loss: LossConfig,
     count_weight_E: Tensor | None = None,
 ) -> Losses:
-    """Adds the router's terms, of all layers, to those of the output, of `output_losses`.
+    """Adds the routers' terms of all layers to the output's terms, from `output_losses`.
 
-    `count_weight_E` weighs an expert's tokens in the balancing loss; None for 1.
+    `count_weight_E` weights an expert's tokens in the balancing loss. None for 1.
     """
     tokens_LE = torch.stack([each.tokens_E for each in terms])
     counted_LE = tokens_LE if count_weight_E is None else tokens_LE * count_weight_E

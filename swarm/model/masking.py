@@ -1,11 +1,11 @@
-"""What of a micro-batch is not attended to, and what of it is not in the loss.
+"""Masks of a micro-batch: for attention within documents, and for the loss.
 
-Attention within documents needs no mask: each document is computed as a sequence of its own, so
-that every kernel for causal attention does it, with fewer products than over the whole window.
-Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
-than the whole window does without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels,
-which torch prefers on some GPUs, are left out: they are planned again for each number of documents
-and width.
+Attention within documents needs no mask, because each document is computed as its own sequence. So
+every kernel for causal attention works, with fewer products than over the whole window. Documents
+of similar lengths are computed together. Torch's fused kernel with a mask takes longer than the
+whole window without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels, which torch
+prefers on some GPUs, are not used, because they need a new plan for each number of documents and
+width.
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
 S documents of one width, W their width, M places in all of them.
@@ -23,28 +23,28 @@ from torch.backends import cuda
 
 
 class Tokens:
-    """All tokens of a micro-batch; the base of what processes that share one have.
+    """All tokens of a micro-batch. The base class for processes that share one.
 
     Attributes:
-        ways: processes that share it.
+        ways: number of processes that share the micro-batch.
     """
 
     ways = 1
 
     def shape(self, sequences: int, length: int) -> tuple[int, int]:
-        """The first dimensions of the residual stream of so many sequences."""
+        """The first dimensions of the residual stream of a number of sequences."""
         return sequences, length
 
     def own(self, x_NX: Tensor) -> Tensor:
-        """Of something of all tokens what belongs to those of this process, [n, ...]."""
+        """The part of a tensor over all tokens that belongs to this process's tokens, [n, ...]."""
         return x_NX
 
     def routed(self, weight_nK: Tensor, expert_nK: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, fp32, and experts of all tokens, [N, K], from those of each process."""
+        """Weights (fp32) and experts of all tokens, [N, K], from those of each process."""
         return weight_nK, expert_nK
 
     def mean(self, part: Tensor) -> Tensor:
-        """The mean over the processes, in fp32; its gradient goes to all of them."""
+        """The mean over the processes, in fp32. Its gradient goes to all of them."""
         return part
 
 
@@ -52,12 +52,12 @@ ALL = Tokens()
 
 
 class Documents(NamedTuple):
-    """The documents of a micro-batch, those of one width together.
+    """The documents of a micro-batch, grouped by width.
 
     Attributes:
         widths: (S, W) of each group.
-        token_M: int64, the token of the micro-batch at each place; behind a document's end its
-            last token again, which no token of the document sees.
+        token_M: int64, the token of the micro-batch at each place. Places after a document's end
+            repeat its last token, and no token of the document sees them.
         place_N: int64, the place of each token.
     """
 
@@ -74,14 +74,14 @@ class Documents(NamedTuple):
         )
 
     def apply(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *given: Tensor) -> Tensor:
-        """Attention of each document by itself.
+        """Attention within each document.
 
         Args:
-            attend: of queries, keys and values [S, H, W, C], causal.
-            given: the three of the micro-batch, [B, H, T, C].
+            attend: causal attention of queries, keys and values [S, H, W, C].
+            given: queries, keys and values of the micro-batch, [B, H, T, C].
 
         Returns:
-            What is attended to, [B, H, T, C].
+            The attended values, [B, H, T, C].
         """
         packed = [self._packed(x_BHTC).split([s * w for s, w in self.widths]) for x_BHTC in given]
         parts = []
@@ -106,11 +106,11 @@ class Documents(NamedTuple):
 
 @contextlib.contextmanager
 def _without_plans() -> Iterator[None]:
-    """Keeps attention from cuDNN, which builds a plan for each new shape and keeps it for good.
+    """Keeps attention away from cuDNN, which builds a permanent plan for each new shape.
 
-    The switch is one of the whole process, but only forward asks for it (backward takes the kernel
-    of forward), in one thread at a time: that of autograd computes layers again while the one that
-    called it waits. Should two threads meet all the same, either kernel is right.
+    The switch holds for the whole process. Only forward reads it, because backward uses the kernel
+    of forward. Only one thread at a time runs forward, because autograd's thread computes layers
+    again while its caller waits. If two threads did meet, either kernel would be right.
     """
     before = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
@@ -121,7 +121,7 @@ def _without_plans() -> Iterator[None]:
 
 
 class _Pack(torch.autograd.Function):
-    """Tokens to places. Places behind a document get no gradient, so nothing is added up."""
+    """Tokens to places. Places after a document's end get no gradient, so nothing is added up."""
 
     @staticmethod
     def forward(ctx: Any, x_NHC: Tensor, token_M: Tensor, place_N: Tensor) -> Tensor:
@@ -152,11 +152,11 @@ class _Unpack(torch.autograd.Function):
 
 
 def documents_of(starts_BT: Tensor) -> Documents | None:
-    """The documents of a micro-batch; None where every sequence is of one.
+    """The documents of a micro-batch. None if every sequence is one document.
 
     Args:
-        starts_BT: bool, tokens with which a document begins. A sequence's first token begins one in
-            any case: of what came before it there is nothing in the sequence.
+        starts_BT: bool, the first tokens of documents. A sequence's first token always begins one,
+            because the sequence has nothing before it.
     """
     sequences, length = starts_BT.shape
     if not starts_BT[:, 1:].any():
@@ -183,11 +183,11 @@ def documents_of(starts_BT: Tensor) -> Documents | None:
 
 
 WASTE = 1.5
-"""Places for each token at most, see `_width`."""
+"""Upper bound of places per token; see `_width`."""
 
 
 def _width(size: int) -> int:
-    """The width at which a document is computed: 2, 3, 4, 6, 8, 12, 16, ... and 1.
+    """The computed width of a document: 2, 3, 4, 6, 8, 12, 16, ... and 1.
 
     So there are few widths, and less than half of a document's size is added.
     """
@@ -196,14 +196,14 @@ def _width(size: int) -> int:
 
 
 class Masked(NamedTuple):
-    """What is masked of one micro-batch, on the device that computes.
+    """Masks of one micro-batch, on the computing device.
 
     Attributes:
-        documents: within which attention stays; None: it sees the whole sequence.
-        scored_BT: bool, predictions that are in the cross-entropy and the output z-loss; None: all.
-        mean_over: their number in the step, divided by its micro-batches: what the sums are divided
-            by, so that the mean over micro-batches is one over predictions. None: the predictions
-            of this micro-batch.
+        documents: attention stays within each. None: it sees the whole sequence.
+        scored_BT: bool, predictions in the cross-entropy and the output z-loss. None: all.
+        mean_over: divisor of sums: scored predictions of the step per micro-batch.
+            So the mean over micro-batches is a mean over predictions. None: the predictions of this
+            micro-batch.
     """
 
     documents: Documents | None = None
@@ -213,17 +213,16 @@ class Masked(NamedTuple):
     def scored(
         self, hidden_BTD: Tensor, labels_BT: Tensor, tokens: Tokens = ALL
     ) -> tuple[Tensor, Tensor, float]:
-        """The predictions that are scored.
+        """The scored predictions.
 
         Args:
-            hidden_BTD: inputs of the head; of several processes that share the micro-batch those of
-                this one's tokens.
+            hidden_BTD: inputs of the head, for the tokens of this process.
             labels_BT: of all tokens.
-            tokens: those of this process.
+            tokens: the tokens of this process.
 
         Returns:
-            Inputs of the head, [N, D], and labels, [N], of this process; and what its sums over
-            them are divided by, so that the mean over the processes is that over all predictions.
+            Inputs of the head, [N, D], and labels, [N], of this process, and the divisor of its
+            sums. With this divisor the mean over the processes is the mean over all predictions.
         """
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), tokens.own(labels_BT.flatten())
         if self.scored_BT is None:

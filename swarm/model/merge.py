@@ -1,10 +1,10 @@
-"""Expert merging: each expert moves towards those whose gate projections point its way.
+"""Expert merging: each expert moves towards the experts with similar gate projections.
 
 Source: SPES (arXiv 2602.11543, eq. 5-6): phi_j + alpha * mean over the K most similar experts of
 (phi_k - phi_j), all read from the values before the merge (Jacobi). Deviation from the reference
 code, which compares matrices concatenated in differing orders: here they are aligned.
 
-Nothing here holds more than chunks: matrices are read run by run, from wherever they lie.
+Only chunks are in memory: matrices are read run by run from their storage.
 
 Shapes: E experts, X elements of a gate projection.
 """
@@ -22,26 +22,26 @@ from swarm.experts import Slice, expert_tensor, place_of
 COLUMNS = 2**16
 """Elements per expert that exist in fp64 at once."""
 DECIMALS = 12
-"""Similarities are rounded to these: the order of an fp64 sum (1e-15) must not choose a donor."""
+"""Decimals of similarities. The order of an fp64 sum (1e-15) must not choose a donor."""
 
 Read = Callable[[Slice], Tensor]
 """Agreed values, before the merge, of a run of elements of a flattened matrix."""
 Donors = tuple[tuple[tuple[int, ...], ...], ...]
-"""For each layer and expert those that it moves towards, ascending."""
+"""The donors of each expert of each layer, ascending."""
 
 
 def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: int) -> Tensor:
     """Cosines between flattened gate projections, fp64 [E, E], rounded to `DECIMALS`.
 
-    A projection of zeros is similar to nothing (0).
+    A projection of zeros has the similarity 0 to all others.
 
     Args:
-        gates: of each expert, a function that gives its elements [start, stop).
+        gates: for each expert, a function that returns its elements [start, stop).
         num_elements: of each gate projection.
 
-    Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + what an element has
-    in the codec) bytes; about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x 2048)
-    on one thread.
+    Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + bytes of an element
+    in the codec) bytes. It is about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x
+    2048) on one thread.
     """
     dots_EE = torch.zeros(len(gates), len(gates), dtype=torch.float64)
     for start in range(0, num_elements, COLUMNS):
@@ -60,7 +60,7 @@ def _dots(gates: Sequence[Tensor]) -> Tensor:
 def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], ...]:
     """The `top_k` experts most similar to each expert of one layer, ascending.
 
-    An expert is no donor of its own; of equally similar ones the lower index is taken.
+    An expert is never its own donor. Of equally similar experts the lower index is chosen.
     """
     rows = similarity_EE.tolist()
     chosen = []
@@ -72,7 +72,7 @@ def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], .
 
 
 def donors_of(read: Read, model: ModelConfig, top_k: int) -> Donors:
-    """The `top_k` donors of every expert in every layer; memory as `similarities`."""
+    """The `top_k` donors of every expert in every layer. Takes memory as `similarities`."""
     assert top_k < model.num_experts, (top_k, model.num_experts)
     size = model.moe_intermediate_size * model.hidden_size
     found = []
@@ -87,14 +87,14 @@ def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor
     """The merged values, fp32, of a run of elements of one expert's matrix.
 
     The update is elementwise with separate multiplications and additions, donors in ascending
-    order, and so carries the same bits whatever the run's length and the number of threads:
+    order, and so gives the same bits for every run length and number of threads:
     own + alpha * (sum of (donor - own) / K).
 
-    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, besides those that
-    `read` gives. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    Cost: reads K + 1 runs, one at a time, and takes 16 bytes an element at the peak, in addition to
+    the elements from `read`. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
     """
     place = place_of(part.name)
-    assert place is not None, f"{part.name} is of no expert"
+    assert place is not None, f"{part.name} belongs to no expert"
     layer, expert, projection = place
     own = read(part).detach().float()
     total, chosen = torch.zeros_like(own), donors[layer][expert]

@@ -1,4 +1,4 @@
-"""Router and experts of one layer; owned and frozen experts lie in separate tensors.
+"""Router and experts of one layer. Owned and frozen experts lie in separate tensors.
 
 Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts of a token.
 """
@@ -30,13 +30,13 @@ class Routing(NamedTuple):
     """The decision of a router.
 
     Attributes:
-        logits_NE: fp32, without noise; where processes share the tokens those of this one's.
-        probabilities_NE: the scores by which experts are chosen, summing to 1; likewise.
-        weight_NK: weight of each chosen expert; 0 where it was dropped.
+        logits_NE: fp32, without noise. Where processes share the tokens, of this process's tokens.
+        probabilities_NE: the scores by which experts are chosen, summing to 1, likewise.
+        weight_NK: weight of each chosen expert, 0 if it was dropped.
         expert_NK: the chosen experts, the best first.
-        kept_NK: which choices found a place; None when nothing is ever dropped.
-        similarity: CKA of P pairs of experts [P]; None where it was not measured.
-        pair_P2: int64 [P, 2], these pairs; likewise.
+        kept_NK: the choices within capacity. None if nothing is ever dropped.
+        similarity: CKA of P pairs of experts [P]. None if it was not measured.
+        pair_P2: int64 [P, 2], these pairs, likewise.
     """
 
     logits_NE: Tensor
@@ -50,11 +50,11 @@ class Routing(NamedTuple):
 
 @dataclass
 class Recall:
-    """A layer's routing, kept so that computing the layer again for backward decides the same.
+    """A layer's routing, kept so that recomputing the layer in backward decides the same.
 
     Attributes:
-        expert_NK: the chosen experts; None until the layer has run once.
-        plan: their rows, sorted; with it nothing waits for the device a second time.
+        expert_NK: the chosen experts. None until the layer has run once.
+        plan: their sorted rows. With it nothing waits for the device a second time.
     """
 
     expert_NK: Tensor | None = None
@@ -62,7 +62,7 @@ class Recall:
 
 
 class Router(nn.Module):
-    """Top-k router; fp32 whatever the compute type.
+    """Top-k router, in fp32 for every compute type.
 
     Softmax, or sigmoid with a bias per expert that only the choice sees. Source of the latter:
     DeepSeek-V3 (arXiv 2412.19437, eq. 12-16, without groups and scaling).
@@ -91,17 +91,18 @@ class Router(nn.Module):
         """Routes every token to its best experts.
 
         Args:
-            x_ND: the tokens, of this process where several share them.
-            recall: where the choice is taken from, if it has been made before.
-            controls: of a training step; None in evaluation.
-            owned: the experts that this peer trains, which controls may favour.
+            x_ND: the tokens of this process.
+            recall: source of the choice, if it was made before.
+            controls: of a training step. None in evaluation.
+            owned: the experts that this peer trains, which controls may favor.
         """
         logits_NE = F.linear(x_ND.float(), self.weight)
         noisy_NE = self._noisy(x_ND, logits_NE, controls)
         scores_NE = self._scores(noisy_NE)
         weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, controls, owned)
         if recall is not None:
-            # Gathered the first time too: both passes must keep the same tensors for backward.
+            # Gathered the first time too, because both passes must keep the same tensors for
+            # backward.
             if recall.expert_NK is not None:
                 expert_NK = self._tokens.own(recall.expert_NK)
             weight_NK = scores_NE.gather(-1, expert_NK)
@@ -134,7 +135,7 @@ class Router(nn.Module):
         controls: RoutingControls | None,
         owned: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """The scores of each token's best experts, and these; biases count in the choice alone."""
+        """Scores and indices of each token's best experts. Biases affect the choice alone."""
         own_E = controls.own_bias(owned, logits_NE) if controls else None
         if own_E is None and self.e_score_correction_bias is None:
             weight_NK, expert_NK = scores_NE.topk(self.top_k, dim=-1)
@@ -148,7 +149,10 @@ class Router(nn.Module):
         return scores_NE.gather(-1, expert_NK), expert_NK
 
     def _dropping(self, routing: Routing, controls: RoutingControls) -> Routing:
-        """Drops choices above the capacity; those left are not weighted up (as in GShard)."""
+        """Drops choices above the capacity.
+
+        The weights of the others do not change (as in GShard).
+        """
         if controls.capacity_factor is None:
             return routing
         num_tokens, num_experts = len(routing.expert_NK), routing.logits_NE.shape[1]
@@ -158,7 +162,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def shift(self, update_E: Tensor) -> None:
-        """Moves the selection bias; the next token is chosen by it."""
+        """Moves the selection bias, which the next choice uses."""
         assert self.e_score_correction_bias is not None, "only a sigmoid router has the bias"
         self.e_score_correction_bias.add_(update_E)
 
@@ -166,21 +170,21 @@ class Router(nn.Module):
 class ExpertBank(nn.Module):
     """The experts of one layer.
 
-    Owned experts are fp32 parameters `owned.gate_proj` and so on, one [owned, out, in] tensor
-    per projection whose row k is the expert `owned_here[k]`. Frozen experts are the stacks
-    `frozen["gate_proj"]` and so on, in ascending order. All start uninitialised.
+    Owned experts are fp32 parameters `owned.gate_proj` and so on: one [owned, out, in] tensor per
+    projection. Its row k is the expert `owned_here[k]`. Frozen experts are the stacks
+    `frozen["gate_proj"]` and so on, in ascending order. All start uninitialized.
 
     Attributes:
-        owned_experts: those that this peer trains.
-        owned_here: of these the ones that this bank holds; all, where no other process computes
-            for the peer.
-        row_of: the row of each expert that it holds, among the owned or the frozen ones.
+        owned_experts: the experts that this peer trains.
+        owned_here: the owned experts that this bank holds. All of them, unless other processes
+            compute for the peer.
+        row_of: the row of each held expert among the owned or the frozen ones.
     """
 
     def __init__(
         self, model: ModelConfig, storage: Storage, *, here: Sequence[int] | None = None
     ) -> None:
-        """Holds the experts `here`, all of them frozen; None for every expert."""
+        """Holds the experts `here`, all of them frozen. None for every expert."""
         super().__init__()
         self.num_experts, self.compute = model.num_experts, storage.compute
         self.form = storage.frozen
@@ -195,7 +199,7 @@ class ExpertBank(nn.Module):
         self._number((), ((), held), held)
 
     def _number(self, owned: tuple[int, ...], here: Here, order: Sequence[int]) -> None:
-        """Remembers who is where; `order` is that in which the rows of all experts are sorted."""
+        """Records the places of experts. `order` is the order of all experts' rows."""
         self.owned_experts, self.owned_here = owned, here[0]
         self.row_of = {expert: row for experts in here for row, expert in enumerate(experts)}
         group_E = torch.tensor(order).argsort()
@@ -204,13 +208,11 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def own(self, owned: tuple[int, ...]) -> None:
-        """Moves rows between the storages; experts that stay where they are keep their bits.
+        """Moves rows between the storages. Experts that stay keep their bits.
 
-        A newly owned expert's master is its frozen value in fp32; a newly frozen one is its
-        master rounded to the frozen format. Replaces the parameters, unless nothing changes, or
-        memory runs out: then all is as it was.
-
-        Cost: one layer exists twice at a time.
+        A newly owned expert's master is its frozen value in fp32. A newly frozen expert is its
+        master, rounded to the frozen format. The parameters are replaced, unless nothing changes.
+        If memory runs out, nothing changes. Cost: one layer exists twice at a time.
         """
         if owned != self.owned_experts:
             here = (owned, self._others(owned))
@@ -221,9 +223,9 @@ class ExpertBank(nn.Module):
         """Moves the rows of these experts to new storages.
 
         Args:
-            here: those that it holds from now on.
-            arriving: the matrices of a projection of those that it does not hold yet; asked for
-                before a matrix of the projection moves.
+            here: the experts that the bank holds from now on.
+            arriving: gives the matrices of a projection for experts that the bank does not hold
+                yet. Called before a matrix of the projection moves.
         """
         moved = dict[str, tuple[Tensor, FrozenStack]]()
         for projection in PROJECTIONS:
@@ -247,7 +249,7 @@ class ExpertBank(nn.Module):
         return stack.get(row)
 
     def hold(self, owned: tuple[int, ...], frozen: Mapping[str, FrozenStack]) -> None:
-        """Takes these stacks for its frozen experts; the caller sets the parameters besides."""
+        """Uses these stacks for its frozen experts. The caller sets the parameters."""
         self.frozen = dict(frozen)
         others = self._others(owned)
         self._number(owned, (owned, others), [*owned, *others])
@@ -259,17 +261,17 @@ class ExpertBank(nn.Module):
         return self.get_parameter(f"owned.{projection}")
 
     def place(self, expert: int, projection: str) -> tuple[FrozenStack, int]:
-        """Where one matrix lies: a stack, of fp32 masters or of the frozen form, and the row."""
+        """The place of one matrix: a stack of fp32 masters or of the frozen form, and the row."""
         owned = expert in self.owned_here
         masters = DenseStack(self._masters(projection).detach())
         return masters if owned else self.frozen[projection], self.row_of[expert]
 
     def inputs(self, x_ND: Tensor) -> Tensor:
-        """The tokens that it computes with: these; of several processes that share them, all."""
+        """The tokens for the experts: these, or where processes share tokens, those of all."""
         return x_ND
 
     def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
-        """Returns the mixed outputs of each token's experts, fp32 [N, D]; takes `inputs`."""
+        """Returns the mixed outputs of each token's experts, fp32 [N, D]. Takes `inputs`."""
         plan = recall.plan if recall else None
         if plan is None:
             plan = plan_rows(
@@ -289,16 +291,16 @@ class ExpertBank(nn.Module):
         return PAD_ROWS_BF16 if padded else 1
 
     def masters(self) -> list[nn.Parameter]:
-        """The gate, up and down matrices of the owned experts that it holds."""
+        """The gate, up and down matrices of the owned experts that this bank holds."""
         return [self._masters(projection) for projection in PROJECTIONS]
 
     def setting(self, plan: Plan) -> Setting:
-        """With what the rows of a plan are computed."""
+        """The setting for computing the rows of a plan."""
         gate, up, down = (self.frozen[projection] for projection in PROJECTIONS)
         return Setting(plan, (gate, up, down), self.compute)
 
     def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
-        """CKA of pairs of experts on some of its `inputs`, [pairs]; see `similarity`."""
+        """CKA of pairs of experts on some of the bank's `inputs`, [pairs]; see `similarity`."""
         return similarity(x_ND, pairs, self.one)
 
     def one(self, x_nD: Tensor, expert: int) -> Tensor:
@@ -322,12 +324,12 @@ MakeAttention = Callable[[ModelConfig, torch.dtype, torch.device], Attention]
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a model is made of; of several processes that share it, what each has of it.
+    """The modules of a model, or of a process's part of it.
 
     Attributes:
-        bank: makes what holds the experts of a layer.
+        bank: makes the bank of a layer.
         attention: makes the attention of a layer.
-        tokens: those that it has outside of both.
+        tokens: the tokens of this process outside of both.
     """
 
     bank: MakeBank = ExpertBank
@@ -340,13 +342,13 @@ WHOLE = Pieces()
 
 @dataclass(frozen=True)
 class Storage:
-    """How the weights of a model are kept.
+    """Storage of a model's weights.
 
     Attributes:
         frozen: format of the experts that are not owned.
         compute: type of all matrix products.
-        device: where they lie.
-        pieces: what holds them.
+        device: of the weights.
+        pieces: the modules that hold them.
     """
 
     frozen: FrozenFormat
@@ -362,7 +364,7 @@ def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 class SparseMLP(nn.Module):
-    """Router and experts, in the place of a dense transformer's feed-forward net."""
+    """Router and experts, which replace a dense transformer's feed-forward net."""
 
     def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
@@ -381,7 +383,7 @@ class SparseMLP(nn.Module):
         x_ND = self.experts.inputs(x_ND)
         if controls and (controls.probe or controls.draw_apart):
             pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
-            # Without its loss no copy of a matrix may live until backward.
+            # Without the similarity loss no copy of a matrix may live until backward.
             with torch.set_grad_enabled(torch.is_grad_enabled() and controls.draw_apart):
                 found = self.experts.alike(x_ND, pairs)
             experts = torch.tensor([pair.experts for pair in pairs], dtype=torch.int64)

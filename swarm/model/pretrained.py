@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint folder, each read when it is asked for.
+"""The tensors of a checkpoint folder, each read on look-up.
 
-A model of any size is founded from one without being in memory as a whole.
+So a run can start from a model that does not fit in memory as a whole.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from swarm.model.initial_weights import initial_tensors
 
 TYPES = ("bf16", "f16", "f32")
 _IGNORED = "rotary_emb.inv_freq"
-"""Follows from `rope_theta`; some older checkpoints hold it."""
+"""Buffers that follow from `rope_theta`. Some older checkpoints hold them."""
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Tensors of the safetensors files in a folder, as they are stored there.
+    """Tensors of the safetensors files in a folder, in their stored form.
 
-    The files stay mapped, so files that replace them later are not mixed with them.
+    The files stay mapped, so later replacements of the files are not mixed in.
 
     Attributes:
         shapes: name -> shape of each, from the files' headers.
@@ -63,7 +63,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return self.read(Stored(name, self.shapes[name]))
 
     def read(self, stored: Stored) -> Tensor:
-        """Copies a tensor, or the part of one and nothing else of it, out of its mapped file.
+        """Copies a tensor, or only a part of it, out of its mapped file.
 
         Raises:
             CorruptState: the file cannot be read.
@@ -86,12 +86,12 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._paths)
 
     def require(self, wanted: Mapping[str, Shape], folder: Path, *, optional: set[str]) -> None:
-        """Refuses a folder that has not exactly these tensors.
+        """Refuses a folder with other tensors than these.
 
         Args:
             wanted: name -> shape.
             folder: named in errors.
-            optional: names that may be there or not.
+            optional: names that may be missing.
 
         Raises:
             ConfigError: names the first tensor that is missing, extra, or of another shape or type.
@@ -110,7 +110,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
     """A tensor in fp32.
 
     Raises:
-        CorruptState: it has an infinite value or none at all somewhere.
+        CorruptState: it contains an infinite value or a NaN.
     """
     if not bool(tensor.isfinite().all()):
         raise CorruptState(f"{name} has values that are not finite", hint="download it again")
@@ -118,9 +118,9 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Every tensor of a run's model, fp32, by Hugging Face name; each is read when asked for.
+    """Every tensor of a run's model, fp32, by Hugging Face name. Each is read on look-up.
 
-    A tensor of training alone, which is in no checkpoint, has its initial value.
+    A tensor of training alone is in no checkpoint, and has its initial value.
     """
 
     def __init__(self, run: RunConfig, files: TensorFiles, places: Mapping[str, Stored]) -> None:
@@ -129,11 +129,11 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def is_bf16(self) -> bool:
-        """Whether bf16 holds all of its values as they are."""
+        """Whether bf16 holds all of its values exactly."""
         return set(self._files.types.values()) == {"bf16"}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Reads a tensor; raises CorruptState if the file was damaged or has a non-finite value."""
+        """Reads a tensor. Raises CorruptState if the file is damaged or has a non-finite value."""
         if name not in self._shapes:
             raise KeyError(name)
         if not exported(name):
@@ -153,16 +153,16 @@ class Checkpoint(Mapping[str, Tensor]):
 def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
     """The start of a run from a folder that Transformers or this software has written.
 
-    Reads config.json and the headers of the safetensors files, no tensor.
+    Reads config.json and the headers of the safetensors files, but no tensor.
 
     Args:
         folder: a Qwen3-MoE, OLMoE, Mixtral or dots.llm1 without shared experts, in fp32, fp16 or
-            bf16; whole or in shards with an index; in any of `LAYOUTS`.
-        run: whose model it must be.
+            bf16. It may be whole or in shards with an index, in any of `LAYOUTS`.
+        run: the run whose model it must be.
 
     Raises:
-        ConfigError: there is no config.json, our decoder does not compute that model, or it is not
-            the run's; names the key or the tensor.
+        ConfigError: there is no config.json, our decoder cannot compute that model, or it is not
+            the run's. The error names the key or the tensor.
         CorruptState: a file of tensors is missing or damaged.
     """
     folder = folder.expanduser()
@@ -170,14 +170,14 @@ def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
     files = TensorFiles(folder)
     places = _places(run, files)
     wanted = {place.name: place.shape for place in places.values()}
-    # A tied head that is stored all the same is never read, in Transformers neither.
+    # A tied head that is stored nevertheless is never read. Transformers does not read it either.
     optional = {"lm_head.weight"} if run.model.tie_word_embeddings else set()
     files.require(wanted, folder, optional=optional | unused_shapes(run).keys())
     return Checkpoint(run, files, places)
 
 
 def _places(run: RunConfig, files: TensorFiles) -> dict[str, Stored]:
-    """Where the files have each tensor of the model, by the layout that fits them best."""
+    """The place of each tensor of the model in the files, by the layout that fits them best."""
     shapes = {name: shape for name, shape in all_shapes(run.model).items() if exported(name)}
     layout = max(LAYOUTS, key=lambda each: len({each.name(n) for n in shapes} & files.keys()))
     return {n: layout.stored(n, shape, run.model.num_experts) for n, shape in shapes.items()}

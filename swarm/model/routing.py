@@ -1,4 +1,4 @@
-"""The influence of a training step on routing, and the arithmetic of it. No weights here.
+"""The influences of a training step on routing, and their arithmetic. No weights here.
 
 Shapes: N tokens, E experts, K experts of a token, L layers.
 """
@@ -18,14 +18,14 @@ _SEED_STEP = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class RoutingControls:
-    """The influences on the tokens of one training step besides the weights; evaluation has none.
+    """Influences on the routing of one training step other than weights. Evaluation has none.
 
     Attributes:
-        noise_seed: of the noise of routers that have some. Explicit, so that a step that is
-            computed twice (resumed, or for checkpointed activations) routes the same both times.
+        noise_seed: of the noise of noisy routers. It is explicit, so that a step that is computed
+            twice (after resuming, or for checkpointed activations) routes the same both times.
         own_expert_bias: added to the logits of owned experts, in the choice alone.
-        balance_factor: on the owned experts' token counts in the balancing loss.
-        capacity_factor: see `expert_capacity`; None drops nothing.
+        balance_factor: factor of the owned experts' token counts in the balancing loss.
+        capacity_factor: see `expert_capacity`. None drops nothing.
         probe: whether the similarity of experts is measured.
         draw_apart: whether it is measured with gradients, for its loss.
     """
@@ -38,12 +38,12 @@ class RoutingControls:
     draw_apart: bool = False
 
     def part(self, index: int) -> RoutingControls:
-        """The controls of one micro-batch of the step, or of one layer: other noise."""
+        """The controls of one micro-batch of the step, or of one layer, with its own noise."""
         seed = (self.noise_seed * _SEED_STEP + index + 1) % 2**63
         return dataclasses.replace(self, noise_seed=seed)
 
     def own_bias(self, owned: Sequence[int], logits_NE: Tensor) -> Tensor | None:
-        """An addition to each expert's logit in the choice, [E], or None for nothing."""
+        """An addition to each expert's logit in the choice, [E]. None for no addition."""
         if not self.own_expert_bias:
             return None
         bias_E = logits_NE.new_zeros(logits_NE.shape[1])
@@ -51,7 +51,7 @@ class RoutingControls:
         return bias_E
 
     def count_weights(self, owned: Sequence[int], like_NE: Tensor) -> Tensor | None:
-        """Weight of each expert's tokens in the balancing loss, [E], or None for 1.
+        """Weight of each expert's tokens in the balancing loss, [E]. None for 1.
 
         Source: zjr2000/SPES at 2cbcd96, `decayed_load_balance_loss`.
         """
@@ -63,27 +63,27 @@ class RoutingControls:
 
 
 def gaussian(seed: int, num_tokens: int, num_experts: int) -> Tensor:
-    """Standard normal noise, fp32 [N, E] on the CPU; a function of the seed.
+    """Standard normal noise, fp32 [N, E] on the CPU, as a function of the seed.
 
-    Drawn there, so that a run's noise does not depend on where it trains.
+    Drawn on the CPU, so that a run's noise does not depend on the device.
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_tokens, num_experts, generator=generator)
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Tokens that an expert takes of a micro-batch: its even share times the factor, rounded up.
+    """The most tokens of an expert in a micro-batch: the even share times the factor, rounded up.
 
-    Source: Switch Transformer (arXiv 2101.03961, eq. 3) for K = 1; times K as in Megatron-Core,
-    so that a factor of 1 is exactly enough for even routing whatever K is.
+    Source: Switch Transformer (arXiv 2101.03961, eq. 3) for K = 1; times K as in Megatron-Core, so
+    that a factor of 1 is exactly enough for even routing with every K.
     """
     return max(1, math.ceil(num_tokens * top_k / num_experts * factor))
 
 
 def within_capacity(expert_NK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Which (token, expert) pairs find a place, bool [N, K].
+    """The (token, expert) pairs within capacity, bool [N, K].
 
-    All first choices come before all second ones, each in the order of the tokens.
+    All first choices come before all second ones. Within these, the order is that of the tokens.
     Source: GShard (arXiv 2006.16668, algorithm 1).
     """
     num_tokens, top_k = expert_NK.shape
@@ -100,7 +100,7 @@ def within_capacity(expert_NK: Tensor, num_experts: int, capacity: int) -> Tenso
 def bias_update(tokens_LE: Tensor, rate: float) -> Tensor:
     """The step of loss-free balancing on the selection biases, fp32 [L, E].
 
-    rate * sign(mean load - own load), per layer, from the tokens that chose each expert.
+    It is rate * sign(mean load - own load), per layer, from the tokens that chose each expert.
     Source: Wang et al. (arXiv 2408.15664, algorithm 1).
     """
     load_LE = tokens_LE.float()

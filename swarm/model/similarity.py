@@ -1,4 +1,4 @@
-"""How alike experts are that get the same tokens: centred kernel alignment (CKA).
+"""Similarity of experts that get the same tokens: centered kernel alignment (CKA).
 
 Shapes: N tokens of a micro-batch, n tokens that two experts share, D hidden size, K experts of a
 token, E experts.
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_PAIRS = 4
-"""Pairs of experts that are compared per layer: those that share most tokens."""
+"""Most compared pairs of experts per layer: those that share most tokens."""
 MAX_TOKENS = 128
-"""Tokens of a pair that are compared. MAX_PAIRS * 2 * MAX_TOKENS rows bound the cost."""
+"""Most compared tokens of a pair. MAX_PAIRS * 2 * MAX_TOKENS rows bound the cost."""
 MIN_TOKENS = 16
-"""With fewer the estimate says nothing; it needs 4."""
+"""With fewer tokens the estimate is meaningless. It needs at least 4."""
 _LEAST_VARIANCE = 1e-5
-"""Of outputs scaled to a sum of squares of 1; what fp32 rounds them by is below it."""
+"""For outputs scaled to a sum of squares of 1. The rounding of fp32 is below it."""
 
 
 class Pair(NamedTuple):
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
     Attributes:
         experts: their indices, ascending.
-        tokens: int64 [n], the first that they share.
+        tokens: int64 [n], the first tokens that they share.
     """
 
     experts: tuple[int, int]
@@ -36,12 +36,12 @@ class Pair(NamedTuple):
 
 
 def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
-    """Similarity of two representations of the same tokens: 1 for equal ones, about 0 for unlike.
+    """Similarity of two representations of the same tokens: 1 if equal, about 0 if unrelated.
 
-    From -1 to 1, since the estimate may go beyond; 0 where one side is the same for all tokens.
-    Unchanged by rotation, scaling and shifts of either side. Linear kernel, and the unbiased
-    estimate of HSIC: the biased one, which SimSMoE uses, reads D / (D + n) for independent
-    outputs, far above 0 where there are fewer tokens than dimensions.
+    Clamped to -1 to 1, because the estimate may exceed these. It is 0 if one side is the same for
+    all tokens. Rotation, scaling and shifts of either side do not change it. The kernel is linear,
+    and the estimate of HSIC is unbiased. The biased estimate, which SimSMoE uses, gives D / (D + n)
+    for independent outputs. That is far above 0 for fewer tokens than dimensions.
 
     Source: Kornblith et al. (arXiv 1905.00414, eq. 3-4); Nguyen et al. (arXiv 2010.15327, eq. 3)
     for the unbiased HSIC.
@@ -49,17 +49,18 @@ def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
     x_nn, y_nn = _gram(x_nD), _gram(y_nD)
     both, x_alone, y_alone = _hsic(x_nn, y_nn), _hsic(x_nn, x_nn), _hsic(y_nn, y_nn)
     n = len(x_nD)
-    # Estimates of variances; about 0, or below it, when outputs are (nearly) alike for all tokens:
-    # then there is nothing to compare, and the ratio would be noise divided by almost nothing.
+    # Estimates of variances. They are about 0 or negative when outputs are (nearly) equal for all
+    # tokens. Then there is nothing to compare, and the ratio would be noise divided by almost 0.
     varies = torch.minimum(x_alone, y_alone) > _LEAST_VARIANCE / (n * (n - 3))
     scale = torch.where(varies, x_alone * y_alone, 1.0).sqrt()
     return torch.where(varies, both / scale, 0.0).clamp(-1, 1)
 
 
 def _gram(x_nD: Tensor) -> Tensor:
-    """Products of the tokens' representations without those of a token with itself.
+    """Products of the tokens' representations, except those of a token with itself.
 
-    Centred and scaled first: neither changes the result, both keep fp32 accurate.
+    Representations are first centered and scaled. Neither changes the result, and both keep fp32
+    accurate.
     """
     x_nD = x_nD - x_nD.mean(0)
     x_nD = F.normalize(x_nD.flatten(), dim=0).view_as(x_nD)
@@ -75,7 +76,7 @@ def _hsic(x_nn: Tensor, y_nn: Tensor) -> Tensor:
 
 
 def shared_tokens(expert_NK: Tensor, num_experts: int) -> list[Pair]:
-    """The pairs of experts that most tokens were routed to together.
+    """The pairs of experts with the most common tokens.
 
     Cost: [N, E] and [E, E] products; one wait for the device.
     """
@@ -94,9 +95,9 @@ def shared_tokens(expert_NK: Tensor, num_experts: int) -> list[Pair]:
 
 
 def similarity(x_ND: Tensor, pairs: list[Pair], expert: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """CKA of each pair of experts on the tokens they share, [pairs].
+    """CKA of each pair of experts on their common tokens, [pairs].
 
-    The tokens are detached: only experts can be drawn apart, not the layers before them.
+    The tokens are detached, so the loss changes only experts, not the layers before them.
 
     Args:
         x_ND: the layer's input.

@@ -11,13 +11,13 @@ from swarm.experts import EMBEDDING, layer_of
 
 @dataclass(frozen=True)
 class Stage:
-    """What one process of a pipeline holds of a model: layers, and the ends that they touch.
+    """The part of a model in one process of a pipeline: layers, and the ends next to them.
 
-    The first layer comes with the embedding, the last one with the last norm and the head. A tied
-    embedding is held at both ends.
+    The first layer comes with the embedding. The last layer comes with the last norm and the head.
+    Both ends hold a tied embedding.
 
     Attributes:
-        layers: ascending, at least one; consecutive, but for a stage of several chunks.
+        layers: ascending, at least one. They are consecutive, except in a stage of several chunks.
         num_layers: of the model.
     """
 
@@ -25,35 +25,35 @@ class Stage:
     num_layers: int
 
     def __post_init__(self) -> None:
-        """Holds the rule."""
+        """Checks the layers."""
         assert self.layers and list(self.layers) == sorted(set(self.layers)), self
         assert self.layers[0] >= 0 and self.layers[-1] < self.num_layers, self
 
     @classmethod
     def whole(cls, model: ModelConfig) -> Stage:
-        """All of a model."""
+        """The stage of a whole model."""
         return cls(range(model.num_hidden_layers), model.num_hidden_layers)
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens come in here."""
+        """Whether tokens enter here."""
         return self.layers[0] == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is formed here."""
+        """Whether the loss is computed here."""
         return self.layers[-1] == self.num_layers - 1
 
     @property
     def chunks(self) -> tuple[Stage, ...]:
-        """Its runs of consecutive layers, each as a stage of its own."""
+        """Its runs of consecutive layers, each as a separate stage."""
         starts = [layer for layer in self.layers if layer - 1 not in self.layers]
         stops = [layer + 1 for layer in self.layers if layer + 1 not in self.layers]
         runs = zip(starts, stops, strict=True)
         return tuple(Stage(range(start, stop), self.num_layers) for start, stop in runs)
 
     def holds(self, name: str, *, tied: bool) -> bool:
-        """Whether a tensor of the model belongs to it.
+        """Whether a tensor of the model belongs to this stage.
 
         Args:
             name: its Hugging Face name, or that of a stack of owned experts.

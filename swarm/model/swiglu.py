@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUPED_ROWS = 2**17
-"""Rows of one grouped product, at most, unless one expert has more: enough to fill a GPU, while
-their seven buffers stay a few GB however long a sequence is."""
+"""The most rows of one grouped product, unless one expert has more. They are enough to fill a GPU,
+and limit their seven buffers to a few GB for every sequence length."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each (token, expert) pair lies once the rows are sorted by expert.
+    """The places of (token, expert) pairs in rows sorted by expert.
 
     Attributes:
-        token_M: the token of each row; 0 for padding.
-        pair_M: the flat pair of each row; P for padding.
-        row_NK: the row of each pair; any row for a pair that is not computed.
-        starts: first row of each expert's group, and last their total; owned experts come first.
-        ends_E: int32, last row of each group plus one, on the device: reading `starts` from the
-            host again would wait for everything that the device has been given.
-        num_owned: how many of the groups belong to owned experts.
-        kept_NK: which pairs are computed; None for all.
+        token_M: the token of each row, 0 for padding.
+        pair_M: the flat pair of each row, P for padding.
+        row_NK: the row of each pair. Any row for a pair that is not computed.
+        starts: first row of each expert's group, and finally the total. Owned experts come first.
+        ends_E: int32, last row of each group plus one, on the device. Copying `starts` from the
+            host again would wait for all queued work of the device.
+        num_owned: number of groups of owned experts.
+        kept_NK: the computed pairs. None for all.
     """
 
     token_M: Tensor
@@ -61,14 +61,14 @@ def plan_rows(
     """Sorts the pairs by group, stably, and pads every group to a multiple of rows.
 
     Args:
-        group_NK: the group of each (token, expert) pair; owned experts have the low ones.
+        group_NK: the group of each (token, expert) pair. Owned experts have the lowest numbers.
         num_groups: number of experts.
-        num_owned: how many of them are owned.
-        multiple: rows of a group are padded to a multiple of this; 1 does not pad.
-        kept_NK: which pairs get a row, at least one of them; None for all.
+        num_owned: number of owned experts.
+        multiple: rows of a group are padded to a multiple of this. 1 does not pad.
+        kept_NK: the pairs that get a row, at least one. None for all.
 
-    Cost: one wait for the device, since the group sizes are needed as integers; a second one to
-    leave pairs out.
+    Cost: one wait for the device, because the group sizes are needed as integers. Leaving pairs out
+    takes a second one.
     """
     group_P = group_NK.flatten()
     sorted_P = torch.argsort(group_P, stable=True)
@@ -97,10 +97,10 @@ class Block:
     """Rows that are computed together: those of one expert, or of a whole stack.
 
     Attributes:
-        rows: where they lie among the sorted rows.
-        owned: whether `matrices` counts within the owned stack, else within the frozen one.
+        rows: their range in the sorted rows.
+        owned: whether `matrices` refers to the owned stack or to the frozen one.
         matrices: the experts of the block.
-        ends: int32 ends of the groups within a grouped product; None for one expert.
+        ends: int32 ends of the groups in a grouped product. None for one expert.
     """
 
     rows: slice
@@ -114,9 +114,9 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
     Args:
         plan: the sorted rows.
-        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU in 16 bits. Otherwise
-            one expert at a time: on a CPU `grouped_mm` is a loop too, and the rows then stay in the
-            cache from one product to the next.
+        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU in 16 bits. Otherwise one
+            expert at a time. On a CPU `grouped_mm` is a loop too, and with single experts the rows
+            stay in the cache between products.
     """
     num_groups = len(plan.starts) - 1
     for owned, low, high in ((True, 0, plan.num_owned), (False, plan.num_owned, num_groups)):
@@ -129,7 +129,7 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
 
 def _runs(plan: Plan, low: int, high: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Cuts groups into runs of so many rows at most, but of one group at least."""
+    """Cuts groups into runs with a limit of rows, but at least one group."""
     first = low
     for group in range(low, high):
         if group > first and plan.starts[group + 1] - plan.starts[first] > most_rows:
@@ -181,7 +181,7 @@ def write_outer(left_m: Tensor, right_m: Tensor, block: Block, gradient_E: Tenso
 def sum_pairs(rows_M: Tensor, row_NK: Tensor, weight_NK: Tensor | None = None) -> Tensor:
     """Sums the (weighted) rows of each token in fp32, in the order of k: [N, ...].
 
-    A gather, so that the order of the sum depends neither on ownership nor on threads.
+    It gathers, so that the order of the sum depends neither on ownership nor on threads.
     """
     total = torch.zeros((), device=rows_M.device)
     for k in range(row_NK.shape[1]):
@@ -193,12 +193,13 @@ def sum_pairs(rows_M: Tensor, row_NK: Tensor, weight_NK: Tensor | None = None) -
 
 
 PAD_ROWS_BF16 = 32
-"""On a CPU every new number of rows costs a bf16 product its primitive, some 0.7 ms once. Padding
-to 64 costs more than that: 3 % of a step of the same tokens, 6 % with others each step."""
+"""On a CPU a bf16 product makes a new primitive for every new number of rows, which takes some 0.7
+ms once. Padding to 64 rows costs more: 3 % of a step with the same tokens, 6 % with new tokens in
+each step."""
 
 
 class Stack(Protocol):
-    """One matrix of each of several experts, in whatever form it is stored."""
+    """One matrix of each of several experts, in any stored form."""
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, out, in] tensor of `dtype`."""
@@ -206,7 +207,7 @@ class Stack(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """All that an expert layer computes with besides its inputs and owned matrices.
+    """The inputs of an expert layer other than its tokens and owned matrices.
 
     Attributes:
         plan: rows sorted by expert.
@@ -219,10 +220,10 @@ class Setting:
     compute: torch.dtype
 
     def grouped(self, x_ND: Tensor, inner: int) -> bool:
-        """Whether `grouped_mm` is used; it wants rows that are multiples of 16 bytes.
+        """Whether `grouped_mm` is used, which needs rows of multiples of 16 bytes.
 
-        In fp32 it is a loop over experts on a GPU too, for which a stack that is frozen in another
-        type would be converted as a whole.
+        In fp32 it is a loop over experts on a GPU too, and would convert a whole frozen stack of
+        another type.
         """
         sizes = (x_ND.shape[-1] * self.compute.itemsize, inner * self.compute.itemsize)
         return x_ND.is_cuda and self.compute.itemsize < 4 and all(size % 16 == 0 for size in sizes)
@@ -242,9 +243,9 @@ def mix_experts(
     Args:
         x_ND: the tokens.
         weight_NK: fp32 weight of each of a token's experts. Pairs that the plan leaves out must
-            have a constant 0: the gradient that comes back for it means nothing.
+            have a constant 0, because the returned gradient of their weight is meaningless.
         owned: matrices of the owned experts, fp32 or in the compute type, gate and up [E, I, D],
-            down [E, D, I]. Only these, in fp32, and the two arguments before get gradients; an
+            down [E, D, I]. Only these, in fp32, and the two arguments before get gradients. An
             expert without tokens gets zeros.
         setting: the plan, the frozen experts and the compute type.
 
@@ -270,7 +271,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.setting.plan
         backward = rows_back(gradients[0], ctx.saved_tensors, ctx.setting)
-        # A pair without a row reads row 0: its weight is a constant 0, and here it counts nothing.
+        # A pair without a row reads row 0. Its weight is a constant 0, so it adds nothing here.
         kept_NK = None if plan.kept_NK is None else plan.kept_NK.float()
         dx_ND = sum_pairs(backward.x_MD, plan.row_NK, kept_NK)
         return dx_ND, backward.weight_M[plan.row_NK], None, *backward.matrices
@@ -281,11 +282,11 @@ def rows_through(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes the rows of a plan through their experts.
 
-    The tokens are in the compute type; all else is as in `mix_experts`.
+    The tokens are in the compute type. All other arguments are as in `mix_experts`.
 
     Returns:
-        What backward needs, gate(x) and up(x), both [M, I], and the experts' outputs [M, D], not
-        weighted, all in the compute type and the order of the plan's rows.
+        The inputs of backward, gate(x) and up(x), both [M, I], and the unweighted outputs of the
+        experts, [M, D]. All are in the compute type and in the order of the plan's rows.
     """
     plan, inner = setting.plan, owned[0].shape[1]
     gate_MI = x_ND.new_empty(plan.num_rows, inner)
@@ -301,11 +302,11 @@ def rows_through(
 
 
 def rows_back(dout_ND: Tensor, kept: Sequence[Tensor], setting: Setting) -> RowGradients:
-    """Goes back through the rows of a plan.
+    """Backward pass of the rows of a plan.
 
     Args:
         dout_ND: gradient of the mixed outputs.
-        kept: the tokens and their routing weights, of `rows_through` gate(x) and up(x), and the
+        kept: the tokens and their routing weights, gate(x) and up(x) from `rows_through`, and the
             owned masters.
         setting: as in forward.
     """
@@ -323,7 +324,7 @@ class RowGradients:
 
     Attributes:
         x_MD: of the rows, in the compute type.
-        weight_M: of the routing weight of each row, fp32; nothing where a row is padding.
+        weight_M: of the routing weight of each row, fp32. Undefined for padding.
         matrices: of the owned gate, up and down matrices, fp32.
     """
 
@@ -345,15 +346,15 @@ class RowGradients:
         self.matrices = [torch.empty_like(stack, dtype=torch.float32) for stack in owned]
 
     def add(self, block: Block, gate_mI: Tensor, up_mI: Tensor) -> None:
-        """Goes back through the rows of one block."""
+        """Adds the backward pass of the rows of one block."""
         gate, up, down = self.setting.matrices(self.owned, block)
         token_m = self.setting.plan.token_M[block.rows]
         scale_m = self.scale_M[block.rows, None]
         dout_mD = self.dout_ND.index_select(0, token_m)
         silu_mI = F.silu(gate_mI)
         inner_mI = silu_mI * up_mI
-        # The routing weight is applied here, at I columns, and not at the output: its own
-        # gradient, out . dout, is then inner . (dout @ down), and the output need not be kept.
+        # The routing weight is applied here, at I columns, and not at the output. Its own gradient,
+        # out . dout, is then inner . (dout @ down), so the output need not be kept.
         dinner_mI = times(dout_mD, down, block)
         self.weight_M[block.rows] = (dinner_mI * inner_mI).sum(-1, dtype=self.weight_M.dtype)
         dinner_mI.mul_(scale_m)

@@ -27,12 +27,12 @@ from swarm.model.stage import Stage
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
-"""Backward computes again: nothing; each layer; each layer except its routing."""
+"""What backward recomputes: nothing, each layer, or each layer except its routing."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DecoderLayer(nn.Module):
-    """Attention and experts, each behind a norm and around a residual."""
+    """Attention and experts, each after a norm and with a residual connection."""
 
     def __init__(self, model: ModelConfig, storage: moe.Storage) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, moe.Routing]:
         """Returns the next residual stream, fp32 [B, T, D], and the router's decision.
 
-        With `recall` the routing is kept there the first time and taken from there afterwards.
-        `controls` are those of the layer in a training step.
+        With `recall` the first pass stores the routing there, and later passes reuse it.
+        `controls` are the layer's controls in a training step.
         """
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), positions)
         mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, controls)
@@ -60,13 +60,13 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm, or what belongs to one stage of a pipeline.
+    """Embedding, layers and the last norm, or the part of these in one stage of a pipeline.
 
-    Where processes share a micro-batch, its residual stream is [1, n, D], of n tokens of each.
+    Where processes share a micro-batch, the residual stream of each is [1, n, D] for its n tokens.
 
     Attributes:
-        stage: its part of the model; in the place of other layers is nothing.
-        tokens: those whose residual stream it has.
+        stage: its part of the model. Other layers are missing.
+        tokens: the tokens of its residual stream.
     """
 
     def __init__(self, model: ModelConfig, storage: moe.Storage, stage: Stage) -> None:
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[moe.Routing]]:
-        """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
+        """Returns the normalized last residual stream, fp32 [B, T, D], and each layer's routing."""
         x_BTD = self.embedded(input_ids_BT)
         length = input_ids_BT.shape[1]
         x_BTD, routings = self.through(x_BTD, length, controls, documents)
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, list[moe.Routing]]:
-        """Takes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
+        """Passes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
 
         `length` is T, also where processes share the tokens.
         """
@@ -128,10 +128,10 @@ class Decoder(nn.Module):
     def without_tokens(
         self, controls: RoutingControls | None = None, among: Sequence[int] | None = None
     ) -> Tensor:
-        """Goes through the experts of the stage or some of its layers; others may have tokens.
+        """Passes no tokens through the experts of the stage or some of its layers.
 
         Returns:
-            0, from which backward goes through them again.
+            A 0 whose backward passes through the experts again, for other processes with tokens.
         """
         indices = among or self.stage.layers
         layers = [(index, self.get_submodule(f"layers.{index}")) for index in indices]
@@ -165,23 +165,23 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """The full model of a run as one peer holds it.
 
-    Shared tensors and owned experts are fp32 parameters; the other experts are frozen: used in
-    forward, passed through in backward, without gradients. Weights are uninitialised until they
-    are written.
+    Shared tensors and owned experts are fp32 parameters. The other experts are frozen: forward uses
+    them, and backward passes through them, but they get no gradients. Weights are uninitialized
+    until they are written.
 
     Args:
         model: sizes and variants.
         owned: the experts that this peer trains, in every layer.
         frozen: storage of the others.
-        compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
-        recompute: layers that are not kept for backward but computed again.
-        device: where everything lies.
+        compute: type of all matrix products. Norms, router, softmaxes and losses stay fp32.
+        recompute: layers that backward computes again.
+        device: of all tensors.
         pieces: its components.
-        stage: the layers, and with them the ends, that it has; None for all.
+        stage: its layers, with the ends next to them. None for all.
 
     Attributes:
-        stage: these.
-        banks: what holds the experts, by layer.
+        stage: its part of the model.
+        banks: the holders of experts, by layer.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class Transformer(nn.Module):
 
     @property
     def owned_here(self) -> tuple[int, ...]:
-        """Of these the ones whose masters are in this model; all, unless processes share them."""
+        """The owned experts whose masters are in this model. All, unless processes share them."""
         return self._bank.owned_here
 
     def own(self, experts: Sequence[int]) -> None:
-        """Makes exactly these experts owned; see `ExpertBank.own` for what happens to the rows.
+        """Makes exactly these experts owned. `ExpertBank.own` describes the changes of rows.
 
         The parameters of the experts are new objects afterwards, unless nothing changed.
         """
@@ -235,8 +235,8 @@ class Transformer(nn.Module):
         """Stable name -> parameter that gets gradients, in the order of the layers.
 
         Shared tensors have their Hugging Face name. Owned experts are stacked per layer and
-        projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], row k
-        being the expert `owned_here[k]`; they are left out when there is none.
+        projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], with expert
+        `owned_here[k]` in row k. Without owned experts there are none.
         """
         return {
             name: value
@@ -245,23 +245,23 @@ class Transformer(nn.Module):
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by Hugging Face name, as they are stored.
+        """Tensors by Hugging Face name, in their stored form.
 
         Returns:
             Detached views of the live storage: shared tensors and owned experts in fp32, frozen
-            experts in their own type; int8 ones as fp32 copies.
+                experts in their own type. int8 experts are fp32 copies.
 
         Raises:
-            BadBlob: a name that the model has not.
+            BadBlob: a name that the model does not have.
         """
         return {name: stack.get(row) for name, (stack, row) in self._places(names).items()}
 
     @torch.no_grad()
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """Copies tensors into the model by Hugging Face name, rounded as their storage is.
+        """Copies tensors into the model by Hugging Face name, rounded to their storage.
 
         Raises:
-            BadBlob: an unknown name or a wrong shape; nothing has been written then.
+            BadBlob: an unknown name or a wrong shape. Nothing is written then.
         """
         places = self._places(named)
         for name, tensor in named.items():
@@ -272,13 +272,13 @@ class Transformer(nn.Module):
             stack.put(row, tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in which it has a tensor, by Hugging Face name; raises BadBlob as `read`."""
+        """The shape of its tensor with a Hugging Face name. Raises BadBlob as `read`."""
         if name not in self._shapes:
             raise BadBlob("name", unknown(name))
         return self._shapes[name]
 
     def forward(self, input_ids_BT: Tensor) -> Tensor:
-        """Returns the logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
+        """Returns the logits, fp32 [B, T, V]. For inspection only: training uses `losses`."""
         hidden_BTD, _ = self.model(input_ids_BT)
         hidden_BTD = hidden_BTD.to(self.compute)
         return F.linear(hidden_BTD, self._head().to(self.compute)).float()
@@ -293,11 +293,11 @@ class Transformer(nn.Module):
         """Losses of one micro-batch.
 
         Args:
-            tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
+            tokens_BT1: B sequences of T + 1 token ids. Each id predicts the next one.
             loss: weights of the terms.
-            controls: of a training step; None in evaluation.
-            masked: what is not attended to and not predicted; the router's terms are means over
-                all tokens in any case, since it has sent all of them somewhere.
+            controls: of a training step. None in evaluation.
+            masked: masks of attention and predictions. The router's terms are always means over all
+                tokens, because the router handles all of them.
         """
         hidden_BTD, routings = self.model(tokens_BT1[:, :-1], controls, masked.documents)
         terms = [LayerTerms.of(routing) for routing in routings]
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
         controls: RoutingControls | None = None,
         masked: Masked = UNMASKED,
     ) -> Losses:
-        """The same from the normalised last residual stream and the terms of all routers."""
+        """The same from the normalized last residual stream and the terms of all routers."""
         tokens = self.model.tokens
         hidden_ND, labels_N, mean_over = masked.scored(hidden_BTD, tokens_BT1[:, 1:], tokens)
         hidden_ND = hidden_ND.to(self.compute)
@@ -331,7 +331,7 @@ class Transformer(nn.Module):
 
     @property
     def _bank(self) -> moe.ExpertBank:
-        """Any of them: all own the same experts."""
+        """Any bank. All own the same experts."""
         return self.banks[self.stage.layers[0]]
 
     def _head(self) -> Tensor:
@@ -339,7 +339,7 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
     def _places(self, names: Iterable[str]) -> dict[str, tuple[FrozenStack, int]]:
-        """Where tensors lie: a stack and the row in it."""
+        """The places of tensors: a stack and the row in it."""
         banks = self.banks
         places: dict[str, tuple[FrozenStack, int]] = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""A mixture of experts out of a dense checkpoint: every MLP is copied to all experts.
+"""A mixture of experts from a dense checkpoint: every MLP is copied to all experts.
 
 Source: Komatsuzaki et al., arXiv 2212.05055; noise and router of zeros as in the 9B of SPES
 (arXiv 2602.11543). E experts, K experts of a token.
@@ -41,19 +41,18 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How experts and router are made.
+    """Options for making experts and router.
 
     Attributes:
         num_experts: copies of each MLP, E.
         top_k: experts of a token, K.
-        router: "normal" is N(0, 1e-4), which spreads tokens at once and changes next to nothing;
-            "zeros" is SPES's, under which all tokens go to the same experts at first.
-        noise: standard deviation of what is added to each element of an expert with a probability
-            of one half; 0 adds nothing.
-        norm_topk_prob: whether the weights of the chosen experts are divided by their sum. If not
+        router: "normal" is N(0, 1e-4), which spreads tokens at once and hardly changes the output.
+            "zeros" is SPES's, with which all tokens go to the same experts at first.
+        noise: standard deviation of noise that is added to each element of an expert with a
+            probability of one half. 0 adds nothing.
+        norm_topk_prob: whether the weights of the chosen experts are divided by their sum. If not,
             they add up to about K / E, so `down_proj` is multiplied by E / K.
-        exact_spes: leaves `down_proj` as it is in any case, and gives a tied head a copy of its
-            own, as SPES does.
+        exact_spes: never changes `down_proj`, and gives a tied head its own copy, as SPES does.
         seed: of router and noise.
     """
 
@@ -67,24 +66,25 @@ class Recipe:
 
     @property
     def down_scale(self) -> float:
-        """What every `down_proj` is multiplied by."""
+        """The factor of every `down_proj`."""
         as_it_is = self.norm_topk_prob or self.exact_spes
         return 1.0 if as_it_is else self.num_experts / self.top_k
 
 
 class Upcycling:
-    """One dense checkpoint on its way to a mixture.
+    """The conversion of one dense checkpoint to a mixture.
 
     Args:
         folder: of a dense Qwen3 (which becomes a Qwen3-MoE) or Llama (a Mixtral).
-        recipe: how.
+        recipe: options.
 
     Attributes:
         run: the mixture's model, with a sequence as long as the checkpoint's.
         num_tensors: of the mixture.
 
     Raises:
-        ConfigError: the checkpoint cannot be expressed; names the key or the tensor.
+        ConfigError: our decoder cannot compute the checkpoint. The error names the key or the
+            tensor.
         CorruptState: a file of tensors is missing or damaged.
     """
 
@@ -113,7 +113,7 @@ class Upcycling:
         return shared | self._dense
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the mixture by Hugging Face name, fp32; reads each dense one once.
+        """Every tensor of the mixture by Hugging Face name, fp32. Reads each dense tensor once.
 
         Raises:
             CorruptState: a file was damaged, or a value is not finite.
@@ -158,11 +158,11 @@ class Upcycling:
     ) -> list[Path]:
         """Writes the mixture as an export, with the tokenizer's files of the checkpoint.
 
-        Holds one shard, twice while it is written, and one dense matrix. `named` is `tensors()`,
-        where somebody counts them.
+        Memory holds one shard, twice while it is written, and one dense matrix. `named` is
+        `tensors()`, perhaps wrapped by a counter.
 
         Raises:
-            ConfigError: it is the checkpoint's own folder.
+            ConfigError: `out` is the checkpoint's own folder.
             CorruptState: as `tensors`.
         """
         if out.exists() and out.samefile(self.folder):
@@ -181,7 +181,7 @@ class Upcycling:
 
 
 def _dense_name(name: str) -> str:
-    """The name in a dense model of what became a matrix of an expert."""
+    """The dense model's name of the matrix that became an expert's."""
     place = place_of(name)
     assert place is not None, name
     layer, _, projection = place

@@ -1,1 +1,1 @@
-"""Local steps on one peer: it trains what it owns, everything else is frozen. No network."""
+"""Local steps of one peer, which trains its owned tensors and freezes all others. No network."""

@@ -1,6 +1,6 @@
-"""An engine that steps down to one that needs less when memory runs out, and trains on."""
+"""An engine that steps down to a level with less memory when memory runs out, and trains on."""
 
-# What the methods do is said in `Engine`.
+# `Engine` documents the methods.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Fits = Callable[[EngineOptions, int], bool]
-"""Whether an engine that owns so many experts is predicted to fit."""
+"""Whether an engine with this number of owned experts is predicted to fit."""
 
 
 def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
-    """The engine that options ask for; it owns nothing and its tensors hold nothing."""
+    """The engine of these options. It owns no experts, and its tensors are uninitialized."""
     if options.kind is EngineKind.STREAMING:
         return StreamingEngine(run, options)
     return ResidentEngine(run, options)
@@ -44,16 +44,16 @@ def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
 def next_below(
     now: EngineOptions, below: list[EngineOptions], run: RunConfig, found: str
 ) -> EngineOptions:
-    """Takes the next level from those that need less, and says so.
+    """Takes the next level from those that need less memory, and logs the change.
 
     Args:
         now: the level that did not fit.
-        below: what is left, the fastest first; its first one is taken out.
-        run: which model.
-        found: what showed that memory ran out.
+        below: the levels that are left, the fastest first. The first one is removed.
+        run: the model.
+        found: the text of the memory error.
 
     Raises:
-        OutOfMemory: nothing is left.
+        OutOfMemory: no level is left.
     """
     if not below:
         raise OutOfMemory(
@@ -68,11 +68,11 @@ def next_below(
 
 
 class SteppingEngine:
-    """An engine that is exchanged for the next one below when memory runs out; see `Engine`.
+    """An `Engine` that replaces its inner engine by the next level below when memory runs out.
 
-    The question is then asked again: a step that did not fit has changed nothing, and the next
-    engine makes it from the same values. The ways down lead over a file and lose no bit of
-    masters; moments are rounded where the next engine keeps them in a smaller format.
+    The failed call is then repeated. A step that did not fit has changed nothing, so the next
+    engine makes it from the same values. The state moves to the next engine through a file, and
+    masters lose no bit. Moments are rounded if the next engine keeps them in a smaller format.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class SteppingEngine:
         Args:
             run: the model.
             options: of the first engine.
-            below: of those that may follow, in order.
-            folder: its disk has room for a state on its way down; None for the system's
-                folder for temporary files.
-            fits: what is predicted; asked before more experts are owned.
+            below: of the engines that may follow, in order.
+            folder: on a disk with room for a state that moves to the next engine. None for the
+                system's folder for temporary files.
+            fits: predicts whether an engine fits. Called before more experts are owned.
 
         Raises:
-            OutOfMemory: not even the last one fits.
+            OutOfMemory: not even the last engine fits.
         """
         self._run, self._below, self._folder = run, list(below), folder
         self.options, self._fits = options, fits
@@ -114,7 +114,7 @@ class SteppingEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level and those below that are left."""
+        """The present level, and the remaining ones below."""
         return (self.options, *self._below)
 
     # ------------------------------------------------ as `Engine`
@@ -175,7 +175,7 @@ class SteppingEngine:
         return self._now.borrows
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`; after a step down there are copies until the next ones are lent."""
+        """See `Engine`. After a step down the tensors are copies until the next call."""
         self._now.lend(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class SteppingEngine:
         self._ask(lambda engine: engine.load_state_dict(state))
 
     def close(self) -> None:
-        """See `Engine`; also after none was left."""
+        """See `Engine`. Also works after no level was left."""
         if self._engine is not None:
             self._engine.close()
 
@@ -215,7 +215,7 @@ class SteppingEngine:
         return self._engine
 
     def _make_room(self, num_owned: int) -> None:
-        """Steps down before experts move where more of them are predicted not to fit."""
+        """Steps down before experts move, if the new number is predicted not to fit."""
         if num_owned <= len(self.owned) or not self._below or self._fits(self.options, num_owned):
             return
         while len(self._below) > 1 and not self._fits(self._below[0], num_owned):
@@ -228,12 +228,12 @@ class SteppingEngine:
                 return question(self._now)
             except (MemoryError, RuntimeError) as error:
                 found = _memory_error(error)
-                # Its frames hold tensors of the engine that has to go.
+                # The frames of the error hold tensors of the engine that is to be freed.
                 error.__traceback__ = None
             self._step_down(found)
 
     def _step_down(self, found: str) -> None:
-        self._wait()  # for who reads the engine that has to go
+        self._wait()  # until readers of the old engine are done
         if not self._now.intact:
             raise OutOfMemory(
                 f"memory ran out in the middle of an update or of a change of experts: {found}",
@@ -264,23 +264,22 @@ class SteppingEngine:
         return engine
 
     def _carry(self) -> tuple[EngineState, TensorFile]:
-        """Writes everything of the engine that goes to files, a tensor at a time.
+        """Writes the state of the old engine to files, a tensor at a time.
 
-        So there are never two engines' states in memory: at the peak it is the larger engine and
-        one tensor, in fp32 and as it is stored.
+        So memory never holds the states of two engines. The peak is the larger engine and one
+        tensor, in fp32 and as stored.
 
         Returns:
-            The state, whose tensors are read from a file as they are asked for, and the frozen
-            tensors likewise.
+            The state and the frozen tensors. Each tensor is read from a file when it is looked up.
 
         Raises:
-            StateError: the disk has no room for it; the engine is as it was.
+            StateError: the disk has no room for the state. The engine is unchanged.
         """
         engine, options = self._now, self.options
         state, trained = engine.state_dict(), TensorFile.temporary(self._folder)
         for name, tensor in state.tensors.items():
             trained.append(name, tensor)
-        # Stored values: bf16 ones lose nothing as bf16; int8 ones give the same codes again.
+        # Stored values: bf16 values stay exact in bf16, and int8 values give the same codes again.
         dtype = torch.bfloat16 if options.frozen == "bf16" else torch.float32
         frozen = TensorFile.temporary(self._folder)
         for expert in range(self._run.model.num_experts):
@@ -292,7 +291,7 @@ class SteppingEngine:
 
 
 def _memory_error(error: BaseException) -> str:
-    """The text of a memory error in one line; raises any other error again."""
+    """The text of a memory error in one line. Raises any other error again."""
     if not lacks_memory(error):
         raise error
     return str(error).partition("\n")[0] or type(error).__name__

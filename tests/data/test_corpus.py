@@ -36,7 +36,7 @@ def test_the_default_corpus_is_the_standard_library_without_tests_and_packages()
     assert {"argparse.py", "asyncio/locks.py", "json/decoder.py"} <= set(corpus.files)
     assert folders.isdisjoint({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
     assert not any("_sysconfigdata" in file for file in corpus.files)
-    # 11.9 MB with Python 3.11; far less would mean that folders were left out by mistake.
+    # 11.9 MB with Python 3.11. Far less would mean that folders were left out by mistake.
     assert sum((corpus.root / file).stat().st_size for file in corpus.files) > 8_000_000
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
     assert list(folder_corpus(tmp_path).documents(skipped)) == [b"text"]
     assert skipped.count == 5
     assert sorted(skipped.named) == [
-        "binary.txt: binary, since it has NUL bytes",
+        "binary.txt: binary, because it has NUL bytes",
         "latin1.txt: not UTF-8",
         "link: a link to a folder, which is not followed",
         "loop.txt: cannot be read: Too many levels of symbolic links",
@@ -132,7 +132,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
 
 
 def test_links_that_leave_the_folder_are_named_and_followed_only_when_asked_for(tmp_path):
-    """What lies outside could be published as held-out text."""
+    """Files outside of the folder could be published as held-out text."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key.txt").write_text("secret")
     (tmp_path / "secret" / "back").symlink_to(tmp_path)
@@ -153,8 +153,8 @@ def test_links_that_leave_the_folder_are_named_and_followed_only_when_asked_for(
     assert followed.files == ("a.txt", "inside.txt", "leaves.txt", "more/key.txt")
     assert list(followed.documents(tally))[2:] == [b"secret"] * 2
     assert tally.named == [
-        "more/back/secret: read already by another path",
-        "more/back/text: read already by another path",
+        "more/back/secret: already read by another path",
+        "more/back/text: already read by another path",
     ]
 
 
@@ -256,7 +256,7 @@ def test_a_name_has_no_control_characters(tmp_path):
 
 
 def test_what_an_installation_writes_is_no_part_of_the_standard_library():
-    """Its own paths are in there, so two machines with one Python would never agree."""
+    """Such files have the installation's paths, so two machines with one Python would not agree."""
     prefix = sysconfig.get_config_var("prefix").encode()
     corpus = standard_library_corpus()
     assert platform.python_version() in corpus.name
@@ -315,8 +315,8 @@ def test_every_stretch_has_the_shares_and_nothing_comes_twice(folder: Path) -> N
     assert len(set(found)) == len(found) and not any(d.startswith(b"other") for d in found)
     for start in range(0, len(found) - 100, 100):
         assert from_web(found[start : start + 100]) == pytest.approx(0.75, abs=0.04)
-    assert sum(d.startswith(b"web") for d in found) == 400, "it ends with the first that ends"
-    assert tally.named == ["code: not read to its end, since web ended first"]
+    assert sum(d.startswith(b"web") for d in found) == 400, "it ends when the first folder ends"
+    assert tally.named == ["code: not read to its end, because web ended first"]
     assert tally.files < 600
     for name in (b"web", b"code"):
         of_it = [d for d in found if d.startswith(name)]
@@ -367,7 +367,7 @@ def test_shards_are_mixed_as_the_run_file_says_or_refused(folder: Path, tmp_path
 
 
 def test_what_cannot_be_mixed_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"web, code, and none was named.*--corpus DIR"):
+    with pytest.raises(DataError, match=r"web, code, and no folder with these .*--corpus DIR"):
         RunText(None, tmp_path / "cache", print).found(run_of(SETTING), BYTE)
     with pytest.raises(DataError, match=r"nowhere: no such folder"):
         open_mixture(str(folder), [("nowhere", 1.0)])

@@ -1,4 +1,4 @@
-"""Where texts are cut: at most 64 KiB, at the best place there is, by their bytes alone."""
+"""Cuts of texts: at most 64 KiB, at the best place, by their bytes alone."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""The held-out text: which it is, and that it is measured as lm-evaluation-harness measures."""
+"""The held-out text: its choice, and its measurement like lm-evaluation-harness's."""
 
 import math
 from random import Random
@@ -69,8 +69,11 @@ def test_a_corpus_without_document_has_no_held_out_text():
 
 
 def rolling_windows(tokens, prefix, max_seq_len):
-    """Context and what is scored of each window: lm_eval 0.4, `get_rolling_token_windows` with
-    `context_len=1` and `make_disjoint_window`, written down from its source."""
+    """Context and scored tokens of each window.
+
+    Written after the source of lm_eval 0.4: `get_rolling_token_windows` with `context_len=1`, and
+    `make_disjoint_window`.
+    """
     first = min(max_seq_len, len(tokens))
     pairs = [([prefix, *tokens[: first - 1]], tokens[:first])]
     predicted = first
@@ -92,7 +95,7 @@ def test_windows_are_those_of_lm_evaluation_harness(length):
         assert tokens_BT1.shape[1] == scored_BT.shape[1] + 1 <= length + 1
         for row, scored in zip(tokens_BT1.tolist(), scored_BT.tolist(), strict=True):
             first, after = scored.index(True), len(scored) - scored[::-1].index(True)
-            assert all(scored[first:after]), "what counts is in one piece"
+            assert all(scored[first:after]), "the scored tokens are consecutive"
             found.append((row[: first + 1], row[first + 1 : after + 1]))
     wanted = [pair for each in documents for pair in rolling_windows(each, END, length)]
     assert sorted(found) == sorted(wanted)

@@ -1,4 +1,4 @@
-"""Texts in packed files and tables: as in plain ones, or an error that says what to do."""
+"""Texts in packed files and tables: as in plain ones, or an error with a remedy."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 def zstd() -> Any:
     if sys.version_info >= (3, 14):
-        from compression import zstd as found  # part of the language since then
+        from compression import zstd as found  # in the standard library since then
     else:
         found = pytest.importorskip("backports.zstd", reason="the extra data is not installed")
     return found
@@ -99,7 +99,7 @@ def test_texts_may_lie_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     assert read(tmp_path, "content") == TEXTS[:5]
     one, other = (folder_corpus(tmp_path, column) for column in ("content", "text"))
-    assert one.fingerprint() != other.fingerprint(), "a cache of one is none of the other"
+    assert one.fingerprint() != other.fingerprint(), "their caches differ"
 
 
 def test_a_table_without_the_column_says_which_it_has(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 
 def test_memory_does_not_grow_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are taken as documents are: the first is there before the second group is read."""
+    """Rows are read on demand: the first is there before the second group is read."""
     write_table(tmp_path / "a.parquet", text=TEXTS)
     taken: list[str | None] = []
 

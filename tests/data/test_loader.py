@@ -50,7 +50,7 @@ def run_of(*, seed=0, batch_tokens=4 * LENGTH, phases=()):
 
 
 def numbered_shards(*sizes):
-    """Shards whose tokens count up, so that a row says where it was cut."""
+    """Shards whose tokens count up, so that a row shows its place."""
     edges = np.cumsum([0, *sizes])
     return Shards(tuple(np.arange(a, b) for a, b in itertools.pairwise(edges)))
 
@@ -133,7 +133,7 @@ def test_another_text_than_the_runs_is_an_error_with_both_sizes():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_peers_that_come_and_go_read_a_text_exactly_once(seed):
-    """Of a lap, all was read once but what is still dealt or open.
+    """In a lap, all samples are read once, except those that are still dealt or open.
 
     Streams that begin at a hash of each peer's id covered 69 % of it on average, with four peers
     that never left.
@@ -163,7 +163,7 @@ def test_peers_that_come_and_go_read_a_text_exactly_once(seed):
 
 
 def test_reading_ahead_changes_nothing(loader):
-    # In order, repeated, backwards and with another batch: right or wrong guesses of the thread.
+    # In order, repeated, backwards and with another batch: the thread guesses right or wrong.
     for step, rows in ((0, 4), (1, 4), (2, 4), (2, 4), (7, 4), (6, 4), (7, 2), (8, 2), (9, 4)):
         ahead = loader.batch(TEXT, step, rows * LENGTH)
         assert torch.equal(ahead, loader.read(TEXT, step, rows * LENGTH))
@@ -204,7 +204,7 @@ def test_an_error_in_the_thread_reaches_the_caller(monkeypatch):
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(monkeypatch, caplog):
-    """The deadline had raised, and leaving had joined the very thread that hangs."""
+    """The deadline raised, but leaving then joined the hanging thread."""
     began, answers = threading.Event(), threading.Event()
     hanging = Loader(numbered_shards(1000, 500), run_of())
     monkeypatch.setattr(loader_module, "_READ_DEADLINE_S", 0.05)
@@ -252,7 +252,7 @@ def test_no_training_batch_ever_shows_a_held_out_document(tmp_path):
     with Loader(open_shards(corpus, tmp_path / "cache", BYTE), run) as loader:
         steps = -(-loader.num_windows // 4)
         rows = torch.cat([loader.batch(TEXT, step, 4 * LENGTH) for step in range(steps)])
-    # Rows overlap by one token only, so whole ones are looked at; 17 tokens hold a name.
+    # Rows overlap by one token only, so whole rows are compared. A name fits 17 tokens.
     shown = {bytes(t for t in row if t < 256).decode() for row in rows.tolist()}
     assert not any(name in row for row in shown for name in held_out)
     trained = {f"[{number:04}]" for number in range(300)} - held_out
@@ -275,7 +275,7 @@ def test_permute_depends_on_its_key_and_mixes_well():
     assert np.count_nonzero(first == second) < 10
     # Correlation of a random permutation with its places: 0 with a deviation of 0.01.
     assert abs(np.corrcoef(places, first)[0, 1]) < 0.05
-    # Neighbours must not stay together: a step of 1 happens twice on average, either way.
+    # Neighbors must not stay together: a step of 1 happens twice on average, in either direction.
     assert np.count_nonzero(np.abs(np.diff(first)) == 1) < 12
 
 

@@ -1,4 +1,4 @@
-"""What a run's settings mask of a batch."""
+"""The masks of a batch by a run's settings."""
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ def test_a_document_begins_with_the_end_of_the_one_before() -> None:
     tokens_BT1 = torch.tensor([[1, 2, END, 3, END, 9, 4, 5, END], [END, 1, 2, 3, 4, 5, 6, 7, 8]])
     found = masks_of(tokens_BT1, tiny_run(data={"attention": "document"}), END)
     assert found is not None and found.scored_BT is None
-    # As the last label it begins nothing here, but the next window.
+    # As the last label it begins a document only in the next window.
     assert found.starts_BT.int().tolist() == [[0, 0, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
-    with pytest.raises(AssertionError, match="how documents end"):
+    with pytest.raises(AssertionError, match="has an end-of-text id"):
         masks_of(tokens_BT1, tiny_run(data={"attention": "document"}), None)
 
 
@@ -40,7 +40,7 @@ def test_padding_is_not_predicted_and_is_no_repetition() -> None:
     both = {"attention": "document", "mask_repetition": True}
     found = masks_of(tokens_BT1, tiny_run(data=both), END)
     assert found is not None and found.scored_BT is not None
-    # The first of them is predicted: that the document ends.
+    # The first of them is scored, because it predicts the document's end.
     assert found.scored_BT[0].int().tolist() == [1] * 5 + [0] * 59
     assert not found.scored_BT[1].any()
 

@@ -1,4 +1,4 @@
-"""Shards that are made beforehand: alike whoever makes them, and after any kill."""
+"""Prepared shards: their bytes depend neither on the machine that writes them nor on kills."""
 
 import json
 import os
@@ -186,7 +186,7 @@ def test_ended_and_run_again_it_leaves_the_same_out(
 
 
 def key_of(corpus: Corpus) -> str:
-    """What a half-made folder says it is made of."""
+    """The source that a half-made folder names."""
     named = [FORMAT, BYTE.name, SHARD_TOKENS, True, False, corpus.fingerprint()]
     return blake3(json.dumps(named).encode()).hexdigest()
 
@@ -220,7 +220,7 @@ def test_another_text_or_other_options_do_not_go_on_with_it(corpus: Corpus, tmp_
     (out / PROGRESS).write_text(json.dumps({"key": "0" * 64, "shards": []}))
     with pytest.raises(DataError, match=r"another text, tokenizer or other options.*remove"):
         made(corpus, out)
-    with pytest.raises(DataError, match=r"not finished.*it goes on"):
+    with pytest.raises(DataError, match=r"not finished.*it resumes"):
         open_prepared(out)
     (out / PROGRESS).write_text("{")
     with pytest.raises(DataError, match="damaged"):

@@ -76,7 +76,7 @@ def test_a_changed_corpus_gets_a_cache_in_place_of_the_one_before(corpus, tmp_pa
 def test_a_text_with_another_mode_owner_or_place_is_not_tokenised_again(
     corpus, tmp_path, monkeypatch
 ):
-    """A container and a copy change what stat tells of each file, and of the folder."""
+    """A container and a copy change the stat of each file, and of the folder."""
     open_shards(corpus, tmp_path / "cache", BYTE)
     for path in corpus.root.iterdir():
         path.chmod(0o600)
@@ -134,13 +134,13 @@ def test_a_line_says_what_was_read_and_what_was_not(corpus, tmp_path):
         assert shards.summary() == (
             f"{shards.num_tokens:,} tokens; 121 files of {shards.contents.file_bytes:,} bytes "
             'read; not read by suffix: 1 .pdf; skipped: 3 no object with a string under "text", '
-            "1 binary, since it has NUL bytes (--list-skipped names them); "
+            "1 binary, because it has NUL bytes (--list-skipped names them); "
             f"documents to train on: {120 - len(held_out)}, "
             f"held out: {len(held_out)} of {sum(held_out)} bytes"
         )
         assert shards.contents.tally.names() == [
             *(f'bad.jsonl:{n}: no object with a string under "text"' for n in (1, 2, 3)),
-            "bad.txt: binary, since it has NUL bytes",
+            "bad.txt: binary, because it has NUL bytes",
             "paper.pdf: not read, .pdf",
         ]
 
@@ -259,7 +259,7 @@ def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_pa
 
 
 class Killed(BaseException):
-    """Nothing of ours tidies up behind it."""
+    """No code of ours cleans up after it."""
 
 
 class Fatal(ByteTokenizer):

@@ -1,4 +1,4 @@
-"""Tables are read in bounded memory, however large their rows are."""
+"""Tables are read in bounded memory, for rows of any size."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def most_bytes(path: Path, rows: list[str | None]) -> int:
-    """What pyarrow holds at most while these texts are read."""
+    """The peak of pyarrow's memory while these texts are read."""
     pool = pa.default_memory_pool()
     before, most = pool.bytes_allocated(), 0
     for number, text in enumerate(table_texts(path, "text")):
@@ -40,7 +40,7 @@ def test_a_small_file_of_one_large_text_many_times_takes_the_memory_of_a_few(
 
 
 def test_rows_are_read_by_bytes(tmp_path: Path) -> None:
-    """Small rows first, so that the mean row says nothing of the large ones behind them."""
+    """Small rows come first, so that the mean row is no hint at the later large ones."""
     rows = [f"{n} " for n in range(5000)] + [f"{n} {'large row ' * 200_000}" for n in range(60)]
     write(tmp_path / "a.parquet", rows, use_dictionary=False, write_batch_size=1)
     assert most_bytes(tmp_path / "a.parquet", list(rows)) < 2**26, "the large rows have 120 MB"

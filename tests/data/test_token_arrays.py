@@ -1,4 +1,4 @@
-"""Tokens that others made are taken over as they are, or refused with a remedy."""
+"""Tokens of other tools are used without change, or refused with a remedy."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ def test_a_document_is_its_bytes_and_an_end():
 
 
 def test_the_name_of_the_tokenizer_binds_its_ids():
-    """A run's manifest 0 has it: whoever changes an id makes another tokenizer."""
+    """Manifest 0 of a run contains this name. A changed id makes another tokenizer."""
     assert BYTE.name == "byte-0a07252260757e91"
 
 

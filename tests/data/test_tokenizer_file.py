@@ -1,4 +1,4 @@
-"""A tokenizer that came as a file, perhaps from a stranger: bounded, refused, or run elsewhere."""
+"""A tokenizer from a file, perhaps a stranger's: bounded, refused, or run in another process."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def test_a_file_says_its_ids_and_its_end_of_text(content: bytes) -> None:
     assert (found.num_ids, found.end_of_text, found.end_of_text_token) == (600, 0, END)
     by_id, by_name = FileTokenizer.of(content, 1), FileTokenizer.of(content, "<|im_start|>")
     assert by_id == by_name and by_id.end_of_text == 1
-    assert by_id.name != found.name, "what closes a document is a part of what it does"
+    assert by_id.name != found.name, "the closing id is part of its behavior"
     assert found.name == FileTokenizer.of(content).name
     assert found.name != FileTokenizer.of(content + b"\n").name
 
@@ -171,7 +171,7 @@ def test_a_normaliser_that_multiplies_its_text_cannot_take_the_machines_memory(
 
 def test_a_text_that_makes_the_end_of_text_id_is_an_error(content: bytes) -> None:
     letter = json.loads(content)["model"]["vocab"]["a"]
-    with pytest.raises(TokenizerError, match=f"its end-of-text id {letter} of ordinary text"):
+    with pytest.raises(TokenizerError, match=f"ordinary text as its end-of-text id {letter}"):
         list(encoders.encode(content, letter, [b"banana"]))
 
 

@@ -1,6 +1,6 @@
-"""Digests of what deltas of awkward bits make of awkward values, on this processor.
+"""Digests of the results of awkward deltas on awkward values, on this processor.
 
-Made of random bits by numpy's integers alone, so inputs are the same everywhere. Run by itself it
+Inputs are random bits from numpy's integers alone, so they are the same everywhere. As a program it
 prints the digests as JSON: `ATEN_CPU_CAPABILITY=default python -m tests.deltas.hostile_deltas`.
 """
 
@@ -24,7 +24,7 @@ Bits = NDArray[np.uint16]
 
 
 def _within(random: np.random.Generator, low: int, high: int, size: int) -> Bits:
-    """bf16 numbers from 2^low to 2^(high + 1), and zeros; most of them small."""
+    """bf16 numbers from 2^low to 2^(high + 1), most of them small, and zeros."""
     exponents = 127 + random.integers(low, high + 1, size)
     close = random.random(size) < 0.7
     exponents[close] = 127 + random.integers(low, low + 12, int(close.sum()))
@@ -35,7 +35,7 @@ def _within(random: np.random.Generator, low: int, high: int, size: int) -> Bits
 
 @cache
 def base_bits(codec: Codec) -> bytes:
-    """Values of all signs and magnitudes; a few are not canonical: subnormal, or a zero below 0."""
+    """Values of all signs and magnitudes. A few are not canonical: subnormal, or negative zero."""
     random = np.random.Generator(np.random.PCG64(1))
     high = _within(random, -100, 39, SIZE).astype(np.uint32)
     odd = random.random(SIZE) < 0.03
@@ -52,7 +52,7 @@ def base_bits(codec: Codec) -> bytes:
 def delta_bits(coding: Coding) -> bytes:
     random = np.random.Generator(np.random.PCG64(2))
     if coding == "bf16":
-        # A third takes its base away exactly.
+        # A third subtracts its base exactly.
         bits = np.frombuffer(base_bits("bf16"), "<u2") ^ 0x8000
         other = _within(random, -100, 39, SIZE)
         is_canonical = (bits & 0x7FFF) >= 27 << 7

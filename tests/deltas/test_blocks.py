@@ -1,4 +1,4 @@
-"""The codings of blocks: what the bits say, how far they are off, what is refused."""
+"""The codings of blocks: meaning of the bits, errors, refusals."""
 
 import struct
 
@@ -25,12 +25,12 @@ def decoded(values: torch.Tensor, coding: Coding) -> tuple[torch.Tensor, torch.T
 
 
 def one(coding: Coding, scale: float, codes: list[int]) -> torch.Tensor:
-    """What one block of these bytes decodes to."""
+    """The decoded values of one block of these bytes."""
     packed = torch.tensor([codes], dtype=torch.uint8)
     return decode_blocks(torch.tensor([scale], dtype=torch.bfloat16), packed, BLOCK, coding)
 
 
-# ------------------------------------------------ what the bits say
+# ------------------------------------------------ meaning of the bits
 
 
 @pytest.mark.parametrize("bits", [1, 2])
@@ -60,7 +60,7 @@ def test_bytes_are_scales_then_codes_as_the_page_says():
     assert codes[0, :9].tolist() == [255, *[0] * 7, 255]
 
 
-# ------------------------------------------------ how far they are off
+# ------------------------------------------------ errors of values
 
 
 EXPONENTS = st.integers(-110, 60)
@@ -134,7 +134,7 @@ def test_a_difference_that_is_not_finite_is_refused(coding, bad):
     assert refusal.value.reason == "non_finite"
 
 
-# ------------------------------------------------ what is refused
+# ------------------------------------------------ refusals
 
 
 def raw(bits: int) -> torch.Tensor:

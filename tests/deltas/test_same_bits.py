@@ -1,4 +1,4 @@
-"""Every machine makes the same value of a delta: other kernels, threads and alignments."""
+"""Every machine computes the same value from a delta, for all kernels, threads and alignments."""
 
 import json
 import os

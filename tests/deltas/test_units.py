@@ -1,4 +1,4 @@
-"""Deltas of units: sizes, what is exact, what closes the loop, what is refused."""
+"""Deltas of units: sizes, exact cases, the feedback of errors, refusals."""
 
 import struct
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def test_scales_of_a_group_stand_before_its_codes():
     one, two = struct.pack("<f", 1.0)[2:], struct.pack("<f", 2.0)[2:]
     group, last = blob[: 256 * 34], blob[256 * 34 :]
     assert group == one * 256 + bytes([255]) * (GROUP_ELEMENTS // 8)
-    # The last block has 44 elements of 256: its mean magnitude is 88 / 256. What fills it up is 0.
+    # The last block has 44 elements of 256. Its mean magnitude is 88 / 256, and its padding is 0.
     scale = struct.pack("<f", 88 / 256)[2:]
     assert last[:4] == two + scale and last[4:36] == bytes(32)
 
@@ -141,7 +141,7 @@ def test_what_rounding_leaves_out_is_sent_later(coding, codec):
         before = values_in(blob, codec).float()
         blob = applied(layout, blob, encoded(layout, master - before))
         errors.append((master - values_in(blob, codec).float()).norm().item())
-    # Without new progress the error falls to what the agreed type rounds, or nearly.
+    # Without new progress the error falls to about the rounding of the agreed type.
     rounding = (master - master.to(values_in(blob, codec).dtype).float()).norm().item()
     assert errors[-1] < 0.6 * max(errors[:12]) or errors[-1] < 1.1 * rounding
     assert max(errors) < 12 * (1e-2 * 30)
@@ -202,7 +202,7 @@ def test_the_mean_of_one_delta_is_that_delta():
     base = base_of(layout, gaussian(3000, seed=1))
     delta, value, left = whole(reduced(layout, reading(base), [delta_of(blob)]))
     assert delta == blob and value == applied(layout, base, blob)
-    assert left.abs().max() > 0  # what rounding to bf16 took
+    assert left.abs().max() > 0  # the rounding to bf16
     carried = reading(bytes_of(left))
     assert whole(reduced(layout, reading(base), [delta_of(blob)], carried))[0] != blob
 
@@ -222,7 +222,7 @@ def test_any_bytes_of_the_right_size_are_applied_or_refused(seed, size, coding):
         assert values_in(after, "bf16").isfinite().all()
 
 
-# ------------------------------------------------ what is refused
+# ------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("coding", CODINGS)

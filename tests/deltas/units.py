@@ -14,7 +14,7 @@ CODINGS: tuple[Coding, ...] = ("bf16", *BLOCKED)
 
 
 def unit(coding: Coding, codec: Codec, *sizes: int) -> UnitLayout:
-    """A unit of one slice for each size, in tensors a, b, ..., none at its tensor's beginning."""
+    """A unit with one slice per size, in tensors a, b, ..., never at a tensor's beginning."""
     slices = tuple(Slice("abcdefgh"[i], 3, 3 + size) for i, size in enumerate(sizes))
     total = sum(sizes)
     return UnitLayout("expert.0", codec, slices, total, total * DTYPES[codec].itemsize, coding)

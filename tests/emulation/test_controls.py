@@ -1,4 +1,4 @@
-"""Traps and controls: files through which a drill reaches into a peer."""
+"""Traps and controls: files by which a drill controls a peer."""
 
 from pathlib import Path
 

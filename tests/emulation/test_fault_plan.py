@@ -1,4 +1,4 @@
-"""Reading of fault plans: what they may say, what errors name, and when faults are due."""
+"""Reading fault plans: valid plans, errors, and due times of faults."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""When a plan's faults are carried out, on peers that are no processes."""
+"""The times of a plan's faults, with peers that are no processes."""
 
 import itertools
 import signal
@@ -33,7 +33,7 @@ NOW = At(after_s=0.0)
 
 @dataclass
 class Peer:
-    """What a runner needs of a process."""
+    """The methods of a process that a runner calls."""
 
     index: int
     alive: bool = True
@@ -99,7 +99,7 @@ def runner_of(folder: Path, *faults: Fault, **settings: Any) -> tuple[FaultRunne
 
 
 def come_to(runner: FaultRunner, trap: str, peer: Peer) -> None:
-    """A peer comes to the place of a trap and stops itself."""
+    """Lets a peer reach a trap and stop itself."""
     (armed,) = (t for t in runner.folder.armed() if t.name == trap)
     peer.stands_still = True
     assert runner.folder.take(armed, Caught(trap, peer.index, 1, time.time()))
@@ -251,7 +251,7 @@ def test_a_peer_that_dies_of_a_signal_in_its_next_life_is_reported(tmp_path: Pat
 
 
 def turns(number: int) -> Callable[[], bool]:
-    """A condition that holds after it was asked so often."""
+    """A condition that holds after a number of calls."""
     asked = itertools.count(1)
     return lambda: next(asked) > number
 

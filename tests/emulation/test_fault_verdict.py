@@ -1,4 +1,4 @@
-"""What faults cost, by histories: rounds hit, seconds lost, time lived, goodput."""
+"""The cost of faults, from histories: affected rounds, lost seconds, time lived, goodput."""
 
 import pytest
 
@@ -42,7 +42,7 @@ KILLED = [
     applied(8, 86.0),
     applied(9, 96.0),
 ]
-"""The one in which q died takes 16 s; it is back in the eighth."""
+"""The round in which q died takes 16 s. q is back in the eighth round."""
 KILL = Happened("kill", (1,), at_s=53.0, until_s=70.0)
 
 
@@ -84,7 +84,7 @@ def test_who_is_cut_off_is_expected_to_train() -> None:
 def test_goodput_is_one_without_faults_and_counts_what_a_fault_cost() -> None:
     assert goodput([], histories(STEADY), 2).share == pytest.approx(1.0)
     found = goodput([KILL], histories(), 4)
-    # Two peers make 10 tokens a second; p lives 46 s after the fifth round, q 3 + 24.
+    # Two peers make 10 tokens a second. After the fifth round p lives for 46 s, and q for 3 + 24 s.
     assert found.tokens_per_s == pytest.approx(5.0)
     assert found.committed_tokens == 400
     assert found.possible_tokens == pytest.approx(5.0 * (46.0 + 3.0 + 24.0))
@@ -120,7 +120,7 @@ def unowned(p: list[Event], q: list[Event]) -> int:
 
 
 def test_experts_of_the_dead_are_without_owner_until_somebody_else_has_them() -> None:
-    """q had the expert; p has it with the eighth round, or q is back in the seventh."""
+    """q had the expert. p gets it with the eighth round, or q is back in the seventh."""
     before = owned_by("q", STEADY)
     assert unowned([*owned_by("q", KILLED[:7]), *owned_by("p", KILLED[7:])], before) == 2
     back = owned_by("q", [applied(7, 76.0)])
@@ -133,7 +133,7 @@ def test_who_comes_back_to_the_merge_after_a_round_is_there() -> None:
 
 
 def test_an_adopter_that_is_killed_itself_is_not_held_against_the_first_fault() -> None:
-    """r was given the expert with the seventh round, and never applies that."""
+    """r is given the expert with the seventh round, and never applies this round."""
     p = [*owned_by("q", KILLED[:6]), *owned_by("r", KILLED[6:])]
     assert unowned(p, owned_by("q", STEADY)) == 1
 

@@ -1,4 +1,4 @@
-"""Which packets a router lets nobody in with."""
+"""Packets that a router lets in for nobody."""
 
 import struct
 
@@ -10,7 +10,7 @@ FIN, UDP = 0x01, 17
 
 
 def packet(protocol: int, flags: int, options: int = 0) -> bytes:
-    """An IPv4 packet with so many words of options, and the begin of a TCP header."""
+    """An IPv4 packet with a number of option words, and the beginning of a TCP header."""
     words = 5 + options
     header = struct.pack(">BB7xB10x", 0x40 | words, 0, protocol) + bytes(4 * options)
     return header + bytes(13) + bytes([flags]) + bytes(6)

@@ -1,4 +1,4 @@
-"""Emulated links: when packets arrive, which are lost, and namespaces that really shape."""
+"""Emulated links: arrival times, losses, and real shaping in namespaces."""
 
 import math
 import random
@@ -20,22 +20,22 @@ PACKET_BYTES = 1000
 
 
 class Timed:
-    """A shaper that a test sends through; says when packets arrive, as it had to be asked."""
+    """A shaper that a test sends through, with the arrival times of packets."""
 
     def __init__(self, shaper: Shaper) -> None:
         self.shaper, self.num_sent = shaper, 0
         self.arrivals: dict[int, float] = {}
-        """Number of a packet, by the order of sending -> when it arrived, seconds."""
+        """Number of a packet in the order of sending -> arrival time in seconds."""
 
     def send(self, now_s: float, source: int, target: int, num_bytes: int = PACKET_BYTES) -> int:
-        """Sends one more packet, after all that is due before; returns its number."""
+        """Sends one more packet, after all earlier due ones. Returns its number."""
         self.run(now_s)
         number, self.num_sent = self.num_sent, self.num_sent + 1
         self.shaper.send(now_s, source, target, number.to_bytes(4, "big").ljust(num_bytes))
         return number
 
     def run(self, until_s: float = math.inf) -> dict[int, float]:
-        """Lets arrive what does until a moment; returns all arrivals so far."""
+        """Delivers packets until a moment. Returns all arrivals so far."""
         while (at_s := self.shaper.next_s) is not None and at_s <= until_s:
             for _, packet in self.shaper.arrived(at_s):
                 self.arrivals[int.from_bytes(packet[:4], "big")] = at_s
@@ -64,7 +64,7 @@ def test_a_full_queue_drops() -> None:
     for _ in range(400):
         timed.send(0.0, 0, 1)
     kept = len(timed.run())
-    # What passes in MOST_QUEUED_S, and the one that is on the line.
+    # The packets that pass in MOST_QUEUED_S, and the one on the line.
     assert kept == pytest.approx(MOST_QUEUED_S * 8e6 / 8 / PACKET_BYTES, abs=2)
     assert timed.shaper.packets == {"delivered": kept, "queue up is full": 400 - kept}
 
@@ -75,7 +75,7 @@ def test_a_full_queue_before_the_line_down_drops() -> None:
         for source in (0, 1):
             timed.send(i * 0.001, source, 2)
     kept = len(timed.run())
-    # Both lines up carry all; that down carries half, and what still queues at the end.
+    # Both uplinks carry all. The downlink carries half, and the packets still queued at the end.
     assert kept == pytest.approx(1000 + MOST_QUEUED_S * 1000, abs=2)
     assert timed.shaper.packets == {"delivered": kept, "queue down is full": 2000 - kept}
 
@@ -92,7 +92,7 @@ def test_what_queues_in_a_peers_line_up_is_in_no_others_way() -> None:
     idle.send(0.0, 1, 2)
     (idle_s,) = idle.run().values()
     timed = Timed(Shaper(HOME))
-    for _ in range(300):  # more than its line up queues
+    for _ in range(300):  # more than its uplink queues
         timed.send(0.0, 0, 2)
     other = timed.send(0.0, 1, 2)
     arrivals = timed.run()
@@ -114,7 +114,7 @@ def test_a_peer_that_sends_twice_what_its_line_carries_costs_others_no_packet() 
 
 
 def lost_by(shaper: Shaper, source: int, num_packets: int) -> int:
-    """How many of so many packets of a peer are lost."""
+    """The lost packets of a peer, out of a number of packets."""
     before = shaper.packets.get("lost", 0)
     for _ in range(num_packets):
         shaper.send(0.0, source, 1 - source, b"packet")
@@ -133,7 +133,7 @@ def lost_of(link: Link, num_packets: int, seed: int = 1) -> list[bool]:
 
 
 def stretches_of(lost: Sequence[bool]) -> list[int]:
-    """Lengths of the losses in a row."""
+    """Lengths of consecutive losses."""
     text = "".join("x" if each else "." for each in lost)
     return [len(stretch) for stretch in text.split(".") if stretch]
 
@@ -142,7 +142,7 @@ def test_losses_in_bursts_are_as_many_and_as_long_as_the_chain_says() -> None:
     bursts = Bursts(p_pct=1.0, r_pct=25.0)
     assert bursts.loss_pct == pytest.approx(100 * 1 / 26)
     lost = lost_of(Link(1, 1, 1, bursts=bursts), 100_000)
-    # Bursts are 4 packets long, so the deviation is that of some 25,000 independent ones.
+    # Bursts are 4 packets long, so the deviation is that of some 25,000 independent packets.
     assert 100 * sum(lost) / len(lost) == pytest.approx(bursts.loss_pct, abs=0.5)
     stretches = stretches_of(lost)
     assert sum(stretches) / len(stretches) == pytest.approx(4.0, rel=0.1)
@@ -193,7 +193,7 @@ def test_derived_losses_are_what_their_sources_say() -> None:
     assert LINKS["home-100-20-bursty"].mean_loss_pct == pytest.approx(0.1, rel=0.01)
     satellite = LINKS["satellite"].bursts
     assert satellite and satellite.loss_pct == pytest.approx(1.0, rel=0.02)
-    # 0.3 of every 15 s are bad, of which packets of 12,000 bits at 10 Mbit/s are 250.
+    # 0.3 of every 15 s are bad. That is 250 packets of 12,000 bits at 10 Mbit/s.
     assert 100 / satellite.r_pct == pytest.approx(250, rel=0.01)
     in_flight = LINKS["in-flight"].bursts
     assert in_flight and 1 <= in_flight.p_pct <= 8 and 8 <= in_flight.r_pct <= 50
@@ -211,7 +211,7 @@ def test_a_cut_has_a_direction_and_a_partition_none() -> None:
     assert cuts.loses(0, 1) and not cuts.loses(1, 0)
     cuts.partition([[0, 1], [2]])
     assert cuts.loses(1, 2) and cuts.loses(2, 1) and not cuts.loses(1, 0)
-    assert cuts.loses(3, 4), "who is in no group reaches nobody"
+    assert cuts.loses(3, 4), "a peer in no group reaches nobody"
     cuts.heal()
     assert not cuts.loses(0, 1) and not cuts.loses(1, 2)
 

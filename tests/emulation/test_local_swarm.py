@@ -1,4 +1,4 @@
-"""What a local swarm sums up from the histories of its peers, and how it sees that they end."""
+"""A local swarm's summary of its peers' histories, and its detection of their end."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def test_what_a_peer_loses_as_it_leaves_is_counted() -> None:
 
 
 def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) -> None:
-    """As scripts/benchmarks/soak does with its swarm: nobody says that it has ended."""
+    """As in scripts/benchmarks/soak, where no event reports the end."""
     peers = []
     for index in range(2):
         folder = tmp_path / f"peer-{index}"
@@ -59,7 +59,7 @@ def test_a_swarm_that_is_killed_at_its_end_has_sent_something(tmp_path: Path) ->
 
 @contextmanager
 def swarm_of(folder: Path, program: str) -> Iterator[LocalSwarm]:
-    """A swarm of one process that runs a program of a line."""
+    """A swarm of one process that runs a one-line program."""
     peer = LocalPeer(0, folder / "peer-0", [], {})
     with LocalSwarm(folder, Path("run.toml"), 1, peers=[peer]) as swarm:
         with peer.log_path.open("wb") as log:

@@ -1,4 +1,4 @@
-"""Whether a machine can have an emulated network is found out without a traceback."""
+"""A machine that cannot have an emulated network is detected without a traceback."""
 
 import asyncio
 import fcntl
@@ -68,7 +68,7 @@ def clients() -> Iterator[Clients]:
 def send(
     links: ProxyLinks, ends: tuple[int, int], num_bytes: int, clients: Clients
 ) -> threading.Event:
-    """Lets a process of one peer send to another; the event is set when all is there."""
+    """Lets a process of one peer send to another. The event is set when all bytes are there."""
     source, target = ends
     _, listen = links.place(target)
     server = socket.create_server(("127.0.0.1", port_in(listen, "--host-maddrs")))
@@ -92,7 +92,7 @@ def send(
 def test_a_stream_gets_the_rate_of_the_link(links: ProxyLinks, clients: Clients) -> None:
     began_s = time.monotonic()
     assert send(links, (0, 1), SENT_BYTES, clients).wait(20.0)
-    # 0.2 s on the line; a process must start as well, and the machine may be busy.
+    # 0.2 s on the line. A process must start as well, and the machine may be busy.
     assert time.monotonic() - began_s >= SENT_BYTES * 8 / (RATE_MBIT * 1e6) * 0.95
 
 
@@ -147,7 +147,7 @@ def test_what_a_reader_held_back_takes_the_line_down_when_it_reads_again() -> No
     chunk_s = CHUNK_BYTES * 8 / (FAST_MBIT * 1e6)
     climbing, flying = Chunks(), Chunks()
     began_s = time.monotonic()
-    for index in range(MOST_CHUNKS):  # they left the line up one after another, long ago
+    for index in range(MOST_CHUNKS):  # they left the uplink one after another, long ago
         climbing.put_nowait((began_s - 60 + index * chunk_s, bytes(CHUNK_BYTES)))
     climbing.put_nowait((began_s, b""))
     try:
@@ -168,7 +168,7 @@ def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) ->
         port = port_in(listen, "--announce-maddrs")
         with (
             socket.create_server((HOST, port_in(listen, "--host-maddrs"))) as server,
-            # This process is no peer, and has lines of its own.
+            # This process is no peer, and has its own lines.
             socket.create_connection((HOST, port), WAIT_S) as mine,
             accepted(server) as near,
         ):
@@ -178,7 +178,7 @@ def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) ->
             with accepted(server) as full:
                 left = SENT_BYTES - len(full.recv(1))
                 delay_s = min(ping_s(mine, near) for _ in range(3))
-                while left:  # it sent all the time: for 1 s, and had the pings waited, 0.75
+                while left:  # it sent all the time: for 1 s, or 0.75 s if the pings had waited
                     left -= len(full.recv(left))
         assert delay_s < 0.6 * MOST_QUEUED_S
     finally:
@@ -194,7 +194,7 @@ def accepted(server: socket.socket) -> socket.socket:
 
 
 def ping_s(sender: socket.socket, receiver: socket.socket) -> float:
-    """How long a byte is on its way."""
+    """Transit time of a byte."""
     began_s = time.monotonic()
     sender.sendall(b"-")
     receiver.recv(1)
@@ -215,7 +215,7 @@ def asked_anew() -> Iterator[None]:
 
 
 class Machine:
-    """Where this user is root, TUN a file, and `ip` does nothing, or fails at one command."""
+    """This user is root, TUN is a file, and `ip` does nothing or fails at one command."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch

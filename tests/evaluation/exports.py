@@ -21,7 +21,7 @@ TOKENIZERS: dict[str, Tokenizer] = {"byte": BYTE, "bpe": BPE}
 
 
 def make_export(folder: Path, tokenizer: Tokenizer, *, std: float = 0.1) -> RunConfig:
-    """An export of a tiny model of random weights, whose logits are far from even."""
+    """An export of a tiny model with random weights and very uneven logits."""
     run = tiny_run(vocab_size=320)
     save_model(
         folder, run, random_weights(run, std=std).items(), eos_token_id=tokenizer.end_of_text

@@ -60,7 +60,7 @@ def test_the_command_survives_a_shell_and_has_the_windows_of_the_run() -> None:
 
 
 def pairs(found: HeldOut) -> Iterator[tuple[list[int], list[int]]]:
-    """The context of each window, and what it predicts."""
+    """The context of each window, and the tokens that the window predicts."""
     for tokens_BT1, scored_BT in found.windows:
         for tokens, scored in zip(tokens_BT1.tolist(), scored_BT.tolist(), strict=True):
             first, after = scored.index(True), len(scored) - scored[::-1].index(True)

@@ -1,4 +1,4 @@
-"""Scores: lines of a file that a crash may cut, and what fits into a record."""
+"""Scores: lines of a file that a crash may cut, and values that fit into a record."""
 
 import json
 import math
@@ -113,7 +113,7 @@ def test_figures_come_from_what_the_harness_writes() -> None:
 
 
 def test_a_group_of_groups_has_the_samples_of_all_of_its_tasks() -> None:
-    """MMLU is one, and was published as of one sample; a task may be in two of its groups."""
+    """MMLU is one, and was published with one sample. A task may be in two of its groups."""
     found: dict[str, Any] = {
         "results": {"mmlu": {"acc,none": 0.3}},
         "group_subtasks": {

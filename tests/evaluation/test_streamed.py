@@ -1,4 +1,4 @@
-"""An exported model that is read layer by layer computes what the whole model does."""
+"""An exported model that is read layer by layer computes the same as the whole model."""
 
 import shutil
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_its_loss_is_that_of_the_whole_model(
                 whole.losses(tokens, run.loss, masked=Masked(scored_BT=scored)).cross_entropy
             )
         )
-    # Small enough that windows and logits go in several parts.
+    # Small, so that windows and logits are split into several parts.
     monkeypatch.setattr(measure, "BATCH_TOKENS", 96)
     monkeypatch.setattr(measure, "LOGITS_BYTES", 4 * 260 * 7)
     found = StreamedModel(tmp_path, run)
@@ -68,7 +68,7 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_an_export_that_is_removed_while_it_is_measured_is_read_to_its_end(tmp_path: Path) -> None:
-    """Of a run that is followed the oldest exports go, and `latest` leads elsewhere."""
+    """While a run is followed, the oldest exports are removed, and `latest` changes."""
     run = make_export(tmp_path / "out", BYTE)
     found = StreamedModel(tmp_path / "out", run)
     wanted = found.continued([1, 2], count=2, end_of_text=-1)

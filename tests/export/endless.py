@@ -1,6 +1,7 @@
 """For each line on stdin a process that exports round after round until it is killed.
 
-Usage: python -m tests.export.endless FOLDER; writes each process's id, and the signal of its end.
+Usage: python -m tests.export.endless FOLDER. It writes each process's id, and the signal of its
+end.
 """
 
 import os
@@ -13,7 +14,7 @@ from tests.export.models import after, facts_of, found, toy_run
 
 
 def export_endlessly(folder: Path) -> None:
-    """Of a model whose blobs are here, after the newest export that is there."""
+    """Exports a model whose blobs are here, after the newest existing export."""
     run, store, manager = toy_run(), BlobStore(), ExportManager(folder, 2)
     newest = max((one.round for one in manager.exports), default=0)
     manifest = after(store, run, found(store, run), newest + 1)

@@ -1,4 +1,4 @@
-"""Agreed models of a toy run, round after round, as a local store has them."""
+"""Agreed models of a toy run, round after round, in a local store."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def found(store: BlobStore, run: RunConfig, held_out: bytes = b"held") -> Manife
 
 
 def after(store: BlobStore, run: RunConfig, manifest: Manifest, rounds: int = 1) -> Manifest:
-    """So many rounds later: expert 0 is new, everything else as it was."""
+    """A later manifest: expert 0 is new, everything else is unchanged."""
     layout, number = layout_of(run), manifest.round + rounds
     unit = layout.by_unit["expert.0"]
     values = {s.name: torch.full(layout.shapes[s.name], float(number)) for s in unit.slices}
@@ -57,7 +57,7 @@ def after(store: BlobStore, run: RunConfig, manifest: Manifest, rounds: int = 1)
 
 
 def facts_of(run: RunConfig, manifest: Manifest, store: BlobStore) -> ExportFacts:
-    """Of a model that is here, with a loss."""
+    """Facts of a model that is here, with a loss."""
     by_round = {number: 5.0 - number / 10 for number in range(manifest.round + 1)}
     told = Losses(by_round, {manifest.digest: by_round[manifest.round]}, 2.0)
     return ExportFacts(AgreedModel(run, manifest, store), told=told)
@@ -68,11 +68,11 @@ class Chain:
     """A `Source` whose swarm agrees on one manifest more at each look.
 
     Attributes:
-        run: of all of it.
-        manifests: that are agreed, in order.
-        gone: rounds whose blobs nobody has any more.
+        run: of the chain.
+        manifests: the agreed ones, in order.
+        gone: rounds whose blobs no peer has any more.
         brought: rounds that `bring` was called for.
-        fetched: what `bring` had to fetch, a set of digests per call.
+        fetched: a set of fetched digests for each call of `bring`.
     """
 
     run: RunConfig

@@ -1,4 +1,4 @@
-"""What an exporter asks of peers: a proof where there is one to show, values of idle peers."""
+"""An exporter's requests to peers: a proof only of something new, values from idle peers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ RUN = toy_run()
 
 
 class Swarm:
-    """An `Observer` of two peers, of which one sends what it is asked for when it is `willing`."""
+    """An `Observer` of two peers. One of them sends requested blobs while it is `willing`."""
 
     def __init__(self, held_out: bytes = b"held") -> None:
         self.remote = BlobStore()
@@ -143,7 +143,7 @@ def test_busy_peers_are_asked_where_idle_ones_send_nothing_and_in_the_end_it_giv
 
 
 class Thin(Swarm):
-    """Of a large blob one piece comes in each turn, and all the rest behind it."""
+    """One piece of a large blob comes in each turn, and all other blobs after it."""
 
     def fetch_model(self, manifest: Manifest, *args: Any, **kwargs: Any) -> None:
         digest, size = manifest.founding.validation, manifest.founding.validation_bytes
@@ -166,11 +166,11 @@ def test_a_blob_that_comes_piece_by_piece_is_not_given_up() -> None:
 
 
 class Killed(BaseException):
-    """Nothing of ours tidies up behind it."""
+    """No code of ours cleans up after it."""
 
 
 class Dying(Swarm):
-    """One value comes in the first turn; the second is the last."""
+    """One value comes in the first turn. The second turn ends the process."""
 
     def fetch_model(self, manifest: Manifest, *args: Any, **kwargs: Any) -> None:
         digest = manifest.founding.validation
@@ -214,7 +214,7 @@ def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_lon
 
 
 def test_of_its_own_round_a_model_has_only_its_own_loss(swarm: Swarm) -> None:
-    """A round with a merge has two states, which are measured apart."""
+    """A round with a merge has two states, which are measured separately."""
     peers = source(swarm)
     peers.bring(swarm.manifest, Form())
     merged = dataclasses.replace(swarm.manifest, height=3, merged=1)

@@ -1,4 +1,4 @@
-"""Exports on the hub: what is sent, by a client that sends nothing."""
+"""Exports on the hub: the uploaded files, with a client that sends nothing."""
 
 import inspect
 from pathlib import Path
@@ -19,7 +19,7 @@ utils = pytest.importorskip("huggingface_hub.utils", reason="of the extra hf")
 
 
 class Client:
-    """Notes what would be sent."""
+    """Records the uploads."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""A folder of exports: whatever happens while one is written, those that were there are whole."""
+"""A folder of exports: existing ones stay whole, whatever happens during a write."""
 
 import contextlib
 import dataclasses
@@ -99,14 +99,14 @@ def test_a_folder_has_one_writer_and_one_run(tmp_path: Path) -> None:
 def test_what_has_an_exports_name_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "round-000004").mkdir(parents=True)
     manager = ExportManager(tmp_path, 1)
-    with pytest.raises(StateError, match=r"round-000004 is there already \(move it away"):
+    with pytest.raises(StateError, match=r"round-000004 already exists \(move it away"):
         manager.add(4, small(4))
     manager.close()
     assert list((tmp_path / "round-000004").iterdir()) == []
 
 
 class Breaking:
-    """The disk fails at the n-th of all that changes it or makes it durable."""
+    """The disk fails at the n-th call that changes it or makes it durable."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.left = at
@@ -169,7 +169,7 @@ def check_whole(path: Path) -> None:
 
 
 class Writers:
-    """Starts processes that export without end, one after the other, and kills them."""
+    """Starts processes that export endlessly, one after the other, and kills them."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.export.endless", str(folder)]

@@ -1,4 +1,4 @@
-"""Following a run: which rounds are exported, what is fetched for them, and when it gives up."""
+"""Following a run: exported rounds, fetched blobs, and giving up."""
 
 import dataclasses
 import os
@@ -154,11 +154,11 @@ def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) 
     chain.gone = frozenset({2})
     said = follow(chain, tmp_path)
     assert rounds_in(tmp_path) == [3, 4]
-    assert said[0].startswith("round 2 does not come: round 2 is nowhere; it is tried again")
+    assert said[0].startswith("round 2 cannot be fetched: round 2 is nowhere; retrying until")
 
 
 class Losing(Chain):
-    """Manifests come at their times; an attempt for a lost one takes five minutes."""
+    """Manifests come at their times. An attempt for a lost one takes five minutes."""
 
     time: Time
     at_s: dict[int, float]
@@ -186,7 +186,7 @@ def losing(folder: Path, at_h: dict[int, float], gone: set[int]) -> tuple[Losing
 def test_a_model_that_nobody_has_any_more_is_given_up_once_and_the_next_one_is_exported(
     tmp_path: Path,
 ) -> None:
-    """Each attempt has its own time limits; that no attempt is the last is decided here."""
+    """Each attempt has its own time limits. Whether another attempt follows is decided here."""
     at_h = {1: 0.0, 2: 0.0, 3: 20.0, 4: 20.5}
     chain, follower, said = losing(tmp_path, at_h, {2})
     follower.follow()

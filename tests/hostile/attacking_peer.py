@@ -1,4 +1,4 @@
-"""swarm-peer of a member that lies while a file is there; the file says how."""
+"""swarm-peer of a member that lies while a file exists. The file names the lie."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ GARBAGE = 1e18
 
 
 def attack() -> str:
-    """What to do now; empty for nothing."""
+    """The present attack. Empty for none."""
     path = Path(os.environ[ATTACK_VARIABLE])
     return path.read_text() if path.exists() else ""
 
@@ -26,7 +26,7 @@ honest_post, honest_store = Outbox.post, Offering.store
 
 
 def post(self: Outbox, destination: PeerId, message: Message) -> None:
-    """M1: with every message the last attempt that there is."""
+    """M1: names the last possible attempt in every message."""
     honest_post(self, destination, message)
     if attack() == "M1" and destination != self.me:
         honest_post(self, destination, Prepare(Ballot(MAX_ATTEMPT, self.me)))
@@ -35,7 +35,7 @@ def post(self: Outbox, destination: PeerId, message: Message) -> None:
 def store(
     self: Offering, tip: Manifest, unit: Unit, value: Content, tokens: int
 ) -> tuple[Digest, int]:
-    """M3: finite garbage instead of what was trained."""
+    """M3: finite garbage instead of trained values."""
     if attack() != "M3":
         return honest_store(self, tip, unit, value, tokens)
     layout = self.model.agreed.layout.by_unit[unit]

@@ -1,4 +1,4 @@
-"""Three honest peers with timed steps, and a fourth at the founding that runs another program."""
+"""Three honest peers with timed steps, and a fourth founder that runs another program."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,9 @@ from swarm.emulation.local_swarm import LocalSwarm
 from tests.scenarios.swarms import write_run
 
 LINE = ["--max-upload", "100mbit"]
-"""Lines of a kind: on loopback some Gbit/s are measured, and the peer with the most averages what
-others would [D3]. A peer that averages nothing does not see that values are withheld [C8]."""
+"""Equal lines. On loopback the measured rates are some Gbit/s, and the peer with the highest rate
+averages other peers' units too [D3]. A peer that averages nothing does not notice withheld values
+[C8]."""
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def crew_with(
         program: module that the fourth peer runs.
         folder: a new one.
         settings: of the run.
-        step_s: what each local step takes.
+        step_s: duration of each local step.
     """
     run_file = write_run(folder, settings)
     controls = ControlFolder(folder / "controls")

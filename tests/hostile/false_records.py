@@ -22,10 +22,10 @@ IN_ONE_CALL = 16
 
 @dataclass
 class Stranger:
-    """One identity; all of them send through one node.
+    """One identity. All identities send through one node.
 
     Attributes:
-        peer_id: whose records these are.
+        peer_id: owner of the records.
     """
 
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
@@ -39,7 +39,7 @@ class Stranger:
         self._signer = SignedRecords(identity, lambda _: None)
 
     def signed(self, key: str, value: bytes, expiration: float) -> bytes:
-        """The value as a holder gets it."""
+        """The value as a storing peer receives it."""
         place = DHTID.generate(source=key).to_bytes()
         packed = MSGPackSerializer.dumps(value)
         record = DHTRecord(place, MSGPackSerializer.dumps(self.subkey), packed, expiration)
@@ -47,7 +47,7 @@ class Stranger:
 
 
 def strangers(count: int) -> list[Stranger]:
-    """So many identities, by peer id: the first come before most others in any sorted list."""
+    """A number of identities, sorted by peer id. The first ones come early in any sorted list."""
     return sorted((Stranger() for _ in range(count)), key=lambda one: one.peer_id)
 
 
@@ -60,7 +60,7 @@ def store(
     life_s: float = 600.0,
     in_cache: bool = False,
 ) -> int:
-    """Sends records of strangers to a holder; how many it says that it keeps."""
+    """Sends records of strangers to a storing peer. Returns the number that it accepts."""
     kept = 0
     expiration = get_dht_time() + life_s
     for first in range(0, len(values), IN_ONE_CALL):

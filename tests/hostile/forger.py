@@ -1,4 +1,4 @@
-"""A forger: a node with a key of its own that is in no run, but says and serves what it likes."""
+"""A forger: a node with its own key, outside of any run, that sends and serves invented data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Forger:
-    """See the module; what it says is made with the project's own functions."""
+    """See the module. Its messages are made with the project's own functions."""
 
     node: Node
     store: BlobStore
@@ -48,7 +48,7 @@ class Forger:
     members: list[PeerId] = field(init=False)
 
     def look(self) -> Manifest:
-        """Finds the run, its members and its newest tip, as anybody may."""
+        """Finds the run, its members and its newest tip, as any guest can."""
         runs = self.node.run(announced_runs(self.node), WAIT_S)
         self.run = runs[0].record
         present = self.node.run(present_peers(self.node, self.run.run), WAIT_S)
@@ -62,13 +62,13 @@ class Forger:
         return self._patiently(ask)
 
     def sign(self, manifest: Manifest) -> Certificate:
-        """A certificate with the only signature that it can make."""
+        """A certificate with the forger's own signature, the only one that it can make."""
         ballot, identity = Ballot(0, self.node.peer_id), self.node.identity
         signed = identity.sign(accept_statement(self.run.run, ballot, manifest.digest))
         return Certificate(ballot, {self.node.peer_id: signed})
 
     def say(self, header: Header, message: Message) -> int:
-        """Sends a message to all members; returns how many took it."""
+        """Sends a message to all members. Returns the number that accepted it."""
         payload, attachments = encode(header, message)
         for digest, blob in attachments.items():
             self.store.put(blob, digest)
@@ -81,7 +81,7 @@ class Forger:
         return True
 
     def _patiently(self, call: Callable[[], Result]) -> Result:
-        """Calls again while the answer is that it asks too often, as strangers soon do."""
+        """Repeats a call that is refused for too many requests, as strangers' calls soon are."""
         end_s = time.monotonic() + WAIT_S
         while True:
             try:
@@ -110,7 +110,7 @@ class Forger:
         )
 
     def commit(self, manifest: Manifest, parent: Manifest, path: tuple[Link, ...] = ()) -> Commit:
-        """A COMMIT that says that the manifest was decided."""
+        """A COMMIT that claims that the manifest was decided."""
         return Commit(manifest, self.sign(manifest), parent, path)
 
 

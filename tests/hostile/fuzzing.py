@@ -1,4 +1,4 @@
-"""What the fuzzer feeds: sound bytes of each kind, and how they are spoilt."""
+"""Inputs of the fuzzer: sound bytes of each kind, and ways to spoil them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ VALUES: tuple[Json, ...] = (
     "x" * 5000, "NaN", "run-1", "expert.0", "expert.999999", "shared.0", "quorum", "reform",
     [], {}, [[]], [0, 0], [5, 1], [[0, 2**63]], {"": 0}, {"A": {}}, ["A", "A"],
 )  # fmt: skip
-"""Put in place of parts of a sound JSON document."""
+"""Replacements for parts of a sound JSON document."""
 TEXTS = (
     b"", b"\x00", b"\xff", b"\x80", b"\xed\xa0\x80", b"{", b"}", b"[", b"\"", b",", b":", b"-",
     b"9" * 400, b"1e999", b"NaN", b"Infinity", b"null", b"[" * 3000, b'{"a":' * 1000, b"\\ud800",
     b"\xc1", b"\xd4\x40", b"\xdd\xff\xff\xff\xff", b"\xc7\xff\x50", b"\xdf\xff\xff\xff\xff",
     b"\xc4\x20", b"12D3KooW", b"swarm record ", b"= 1\n", b"[[phases]]\n", b"1979-05-27",
 )  # fmt: skip
-"""Put anywhere into sound bytes."""
+"""Insertions anywhere into sound bytes."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Something that reads foreign bytes.
+    """A function that reads foreign bytes.
 
     Attributes:
-        read: the decoder, and what is asked of its result before anybody believes it.
-        allowed: errors that it may raise; any other is a finding.
+        read: the decoder, followed by the checks of its result.
+        allowed: errors that it may raise. Any other is a finding.
         samples: sound bytes.
     """
 
@@ -81,7 +81,7 @@ def _changed(sample: bytes, changes: list[tuple[int, int, Json]]) -> bytes:
     except ValueError:
         return sample
     for position, kind, put in changes:
-        value = copy.deepcopy(put)  # else a later change could put it into itself
+        value = copy.deepcopy(put)  # otherwise a later change could insert it into itself
         path = _way(document, position)
         if not path:
             document = value
@@ -105,7 +105,7 @@ def _change(parent: Json, key: Any, kind: int, value: Json) -> None:
 
 
 def _way(document: Json, position: int) -> tuple[Any, ...]:
-    """The way to a part of a JSON document: goes down by what is left of `position`."""
+    """The path to a part of a JSON document, from the digits of `position`."""
     path: list[Any] = []
     while isinstance(document, dict | list) and document and position:
         position, number = divmod(position, len(document) + 1)

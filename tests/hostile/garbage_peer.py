@@ -1,4 +1,4 @@
-"""swarm-peer that offers finite garbage from its second round on, and judges none of it itself."""
+"""swarm-peer that offers finite garbage from its second round on, without its own check."""
 
 import torch
 

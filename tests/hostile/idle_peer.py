@@ -1,4 +1,4 @@
-"""swarm-peer that joins, says that it is at work, and never ends a step."""
+"""swarm-peer that joins, reports work, and never ends a step."""
 
 import time
 from collections.abc import Callable

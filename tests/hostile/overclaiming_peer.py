@@ -1,4 +1,4 @@
-"""swarm-peer in a drill that says its steps took 1 ms, and counts all that it is dealt."""
+"""swarm-peer in a drill that claims steps of 1 ms, and counts its whole deal."""
 
 import os
 from dataclasses import replace

@@ -1,9 +1,8 @@
-"""Every decoder of foreign bytes, fed with spoilt ones, raises the project's errors and no other.
+"""Every decoder of foreign bytes raises only the project's errors for spoilt ones.
 
-What is decoded is judged as far as a peer judges it before it believes anything, and messages are
-handed to a round machine, which must not raise on them at all. The files of `corpus/` are inputs
-that once did harm; each is named DECODER-WHAT and is replayed first. The exhaustive run is a
-million inputs in all.
+Decoded values go through a peer's checks of unverified data. Messages go to a round machine, which
+must not raise on them at all. The files of `corpus/` are inputs that once did harm. Each is named
+DECODER-WHAT and is replayed first. The exhaustive run tries a million inputs in all.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def identity() -> Identity:
 
 
 def judge_delta(encoded: bytes) -> None:
-    """In each coding; what is accepted makes a value that is accepted too."""
+    """Checks a delta in each coding. An accepted delta must give an accepted value."""
     for layout in DELTA_UNITS:
         if coded_bytes(layout) == len(encoded):
             delta, base = delta_of(encoded), base_of(layout, gaussian(layout.num_elements))
@@ -142,7 +141,7 @@ def judge_manifest(encoded: bytes) -> None:
 
 
 def judge_evidence(encoded: bytes) -> None:
-    """For the very manifest that the sound evidence is of, and with what signatures leave of it."""
+    """Checks it for the manifest of the sound evidence, and the part with valid signatures."""
     evidence = decode_evidence(encoded)
     proposed = Propose(Ballot(0, "A"), SHOWN.manifest(), (), evidence)
     left = verified(Header(((2, ()),), SHOWN.tip.digest, "0"), proposed, "A", "run-1")
@@ -159,7 +158,7 @@ def judge_shown_manifest(encoded: bytes) -> None:
 
 
 def started() -> RoundMachine:
-    """A member of the run that has nothing but the tip."""
+    """A member of the run that has only the tip."""
     peer = LocalPeer("A", 1.0, RULES, Timers(), now=0.0, random=random.Random(1))
     machine = RoundMachine(peer, Record(TIP, None, None), stored=[])
     machine.start(0.0)
@@ -167,7 +166,7 @@ def started() -> RoundMachine:
 
 
 def hear_message(encoded: bytes) -> None:
-    """Decodes a message with what may be beside it, and hands it to a member of the run."""
+    """Decodes a message and its attachments, and hands them to a member of the run."""
     bare = BareMessage(encoded)
     bare.attachments_within(BLOBS)
     bare.holders(BLOBS)
@@ -179,7 +178,7 @@ def hear_message(encoded: bytes) -> None:
 
 
 def hear_content(encoded: bytes) -> None:
-    """Manifest, offer or evidence beside a message: sound digests, spoilt content."""
+    """Attachments of a message (manifest, offer, evidence): sound digests, spoilt content."""
     for message in MESSAGES[2], MESSAGES[-2]:
         payload, blobs = encode(HEADER, message)
         for digest, blob in blobs.items():
@@ -198,12 +197,12 @@ def hear_content(encoded: bytes) -> None:
 
 
 def ask_for_heads(encoded: bytes) -> None:
-    """Of a peer that has them."""
+    """Asks a peer that has them."""
     decode_page(encode_page(between(HEADS, decode_heads_question(encoded))))
 
 
 def show_heads(encoded: bytes) -> None:
-    """To a peer that lacks them: what it takes was there."""
+    """Shows heads to a peer that lacks them. It accepts only heads of the real chain."""
     page = decode_page(encoded)
     gap = GAP.extended(page, lambda certificate, _: certificate)
     chain, problem = filled(GAPPED, gap.path)
@@ -268,7 +267,7 @@ def open_letter(encoded: bytes) -> None:
 
 
 def read_stamp(encoded: bytes) -> None:
-    """Of a letter that its sender has signed, whatever it says."""
+    """Reads the stamp of a correctly signed letter with any content."""
     known, (stamp, content) = RelayedMessages(), split(encoded)
     assert encoded[16:] == content
     known.take("QmA", stamp, SEALED_S)
@@ -390,18 +389,18 @@ def test_what_once_did_harm_does_none(path: Path) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_sound_bytes_are_read(name: str) -> None:
-    """Else the fuzzer would try nothing but the first check."""
+    """Otherwise the fuzzer would only try the first check."""
     decoder = DECODERS[name]
     for sample in decoder.samples:
         try:
             decoder.read(sample)
         except decoder.allowed as error:
-            # A sample of an announcement contradicts its id, and manifests are of another layout.
+            # A sample of an announcement contradicts its id, and manifests have another layout.
             assert isinstance(error, RunMismatch) or "units are not those" in str(error), name
 
 
 def fuzz(name: str, inputs: int) -> None:
-    # A finding is kept as it is: to make it smaller takes minutes.
+    # A finding is kept without shrinking, which takes minutes.
     @settings(
         max_examples=inputs,
         suppress_health_check=list(HealthCheck),

@@ -1,13 +1,14 @@
-"""Attacks on a whole swarm that goes on training: what they cost it, beside the same time without.
+"""The cost of attacks on a training swarm, compared with equal times without them.
 
-Three honest peers, in M1 and M3 a lying fourth member; phases without and with the attack take
-turns in one swarm, and at the end of each a newcomer joins. Prints a line of figures.
+There are three honest peers and, in M1 and M3, a lying fourth member. Phases without and with the
+attack alternate in one swarm, and at the end of each a newcomer joins. The test prints a line of
+figures.
 
-Two things are emulated, because peers and attackers have machines of their own and here all share
+Two things are emulated, because real peers and attackers have separate machines and here all share
 one. A local step is a timed wait (`peers/emulated.py`), so that rounds last about two seconds and
-the honest peers leave the processor free. The attacker has a low priority, so that what *it*
-computes is not billed to them. What an attack makes an honest peer and its daemon compute is
-therefore not hidden in the length of a round, and has a limit of its own.
+the honest peers leave the processor free. The attacker has a low priority, so that its own
+computing does not slow the honest peers. Computing that an attack causes at an honest peer and its
+daemon hardly shows in the length of a round, and so has a limit of its own.
 """
 
 from __future__ import annotations
@@ -66,27 +67,27 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 MIB = 2**20
 PAIRS = 2
-"""Of a phase without and one with the attack: the machine is noisy."""
+"""Pairs of phases without and with the attack, because the machine is noisy."""
 ROUNDS = 8
-"""Of one phase."""
+"""Rounds of one phase."""
 STEP_S = 0.25
-"""Of a local step; a round has six, so it takes 1.5 s at least."""
+"""Seconds of a local step. A round has six, so it takes at least 1.5 s."""
 MOST_SLOWER, MOST_BYTES, MOST_JOINING = 1.25, 64 * MIB, 2.0
 MOST_PROCESSOR = 0.25
-"""Seconds of one processor in a second, that an attack may cost an honest peer and its daemon: what
-strangers have of everything (`ledger.STRANGERS_SHARE`). The ledger gives them 0.1 for what is
-parsed and decoded; the rest is for opening, decrypting and refusing, which nobody can avoid."""
+"""Limit of the processor seconds per second that an attack costs an honest peer and its daemon: the
+strangers' share of everything (`ledger.STRANGERS_SHARE`). The ledger allows 0.1 for parsing and
+decoding. The rest is for opening, decrypting and refusing, which a peer cannot avoid."""
 WAIT_S = 60.0
 LOW_PRIORITY = 15
 EMULATED = "peers.emulated"
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Of an attacker in one phase: turns, what landed, seconds."""
+    """An attacker's work in one phase: turns, successes, seconds."""
 
     turns: int
     landed: int
@@ -95,11 +96,11 @@ class Effort:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one phase; the most of any honest peer."""
+    """The figures of one phase: the largest of any honest peer."""
 
     round_s: float
     processor: float
-    """Seconds of a processor in a second: what the attacker itself takes is not in it."""
+    """Processor seconds per second, without the attacker's own."""
     memory_bytes: int
     disk_bytes: int
     joining_s: float
@@ -138,7 +139,7 @@ def disk_of(peer: LocalPeer) -> int:
 
 
 def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
-    """So many rounds, and then a newcomer that joins and leaves."""
+    """Measures a number of rounds, and then a newcomer that joins and leaves."""
     first, began_s = newest(honest), time.monotonic()
     memory, disk, ends = [], [], [began_s]
     watched_from_s, spent_s = began_s, [processor_s_of(peer) for peer in honest]
@@ -166,7 +167,10 @@ def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
 
 
 def leave(peer: LocalPeer) -> None:
-    """Ends a peer well; not all of a swarm at once, who would wait for each other."""
+    """Ends a peer in order.
+
+    Do not end all of a swarm at once, because they would wait for each other.
+    """
     if peer.alive:
         peer.send(signal.SIGINT)
         assert peer.wait(2 * ROUND_S) == 0
@@ -182,24 +186,24 @@ def newest(peers: Sequence[LocalPeer]) -> int:
 
 @dataclass
 class Attack:
-    """What a stranger has to attack with."""
+    """A stranger's means of attack."""
 
     liar: Forger
     tip: Manifest
     crowd: list[Stranger]
     number: int = 0
     landed: int = 0
-    """Messages that were answered, if only with a refusal, records kept, streams opened."""
+    """Answered messages (also with a refusal), stored records, opened streams."""
 
     def look(self) -> None:
-        """Finds the newest tip, but stays with the members that are attacked."""
+        """Finds the newest tip, but keeps the attacked members."""
         members = self.liar.members
-        with suppress(SwarmError):  # it asks too often
+        with suppress(SwarmError):  # refused for too many requests
             self.tip = self.liar.look()
         self.liar.members = members
 
     def at_each(self, act: Callable[[Any, PeerId], int]) -> None:
-        """Does something to each member and counts what landed; that it is refused is no news."""
+        """Attacks each member and counts successes. Refusals are expected."""
         for peer in self.liar.members:
             holder = SimpleNamespace(peer_id=peer)
             try:
@@ -337,14 +341,14 @@ STRANGERS: dict[str, Callable[[Attack], None]] = {
     "S11": sizes,
 }
 MEMBERS = {"M1": "bad_prepare", "M3": IMPLAUSIBLE}
-"""What a member does, and as what honest peers count it."""
+"""A member's attack, and the counter of honest peers that shows it."""
 
 
 @contextmanager
 def attacked(name: str, honest: Sequence[LocalPeer], switch: Path) -> Iterator[list[Effort]]:
-    """The attack goes on while this is open; it fails if the attack itself does.
+    """Runs the attack while the context is open, and fails if the attack itself fails.
 
-    Yields what is known of it at the end.
+    Yields the efforts of the attack, which are complete at the end.
     """
     efforts: list[Effort] = []
     if name in MEMBERS:
@@ -357,7 +361,7 @@ def attacked(name: str, honest: Sequence[LocalPeer], switch: Path) -> Iterator[l
     ready, over = threading.Event(), threading.Event()
 
     def go_on() -> int:
-        # Threads and processes that are started from here on inherit it.
+        # Threads and processes that are started after this inherit the priority.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
         with forger([honest[0].join_address()]) as liar:
             attack = Attack(liar, liar.look(), strangers(FLOOD))

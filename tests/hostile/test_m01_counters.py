@@ -1,8 +1,8 @@
-"""M1: one message of a member with the last attempt there is stops every round for ever.
+"""M1: one message of a member with the last possible attempt stops every round forever.
 
-It was within the bound of the wire, the ballots after it were not, and the record that it was
-promised in could not be read again. The rules run in real round machines under a fake clock; the
-messages go through the real codec, and records through real files.
+The attempt was within the bound of the wire, but the ballots after it were not, and a record that
+promised it could not be read again. The rules run in real round machines under a fake clock.
+Messages go through the real codec, and records through real files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tell(pump: Pump, liar: str, honest: str, message: Message) -> None:
 
 
 def lies(pump: Pump, liar: str) -> list[Message]:
-    """Each message by which a member can name an attempt."""
+    """All messages by which a member can name an attempt."""
     machine = pump.nodes[liar].machine
     first, mine = machine.tip.order[0], Ballot(LAST, liar)
     return [
@@ -96,7 +96,7 @@ def test_the_same_every_second_stops_nobody_either() -> None:
 
 
 def test_two_members_that_fail_after_each_other_are_followed_wherever_they_are() -> None:
-    """A peer that was away during thousands of attempts believes the second that says so."""
+    """A peer that was away during thousands of attempts believes the second member's report."""
     pump = start_swarm("ABCD")
     pump.run_to_height(2)
     order = pump.nodes["A"].machine.tip.order
@@ -119,10 +119,10 @@ def test_what_is_plausible() -> None:
     assert "limit 1024" in str(problem(LEAP + 1, {}))
     assert problem(LEAP + 1, {}, passed_s=1.5) is None, "time makes room for takeovers"
     assert problem(LEAP + 7, {"A": 7, "L": LAST}) is None
-    assert problem(LEAP + 8, {"A": 7, "L": LAST}) is not None, "its own word counts for nothing"
+    assert problem(LEAP + 8, {"A": 7, "L": LAST}) is not None, "its own claim does not count"
     assert problem(LAST, {"A": LAST - 1}) is None
     assert problem(LAST + 1, {"A": LAST}) is not None
-    # At one height, a leap with each takeover of the others, the last attempt is months away.
+    # With a leap at each takeover at one height, the last attempt is months away.
     assert LAST / (LEAP + 1) * 1.5 > 30 * 86_400
 
 
@@ -154,7 +154,7 @@ def test_a_record_beyond_the_bound_is_repaired_and_its_peer_abstains(
     assert read == Record(tip, None, None, None, None, abstain_until_height=tip.height + 1)
     assert "beyond the bound" in caplog.text
     file.write(read)
-    assert file.read() == read, "and is in order from then on"
+    assert file.read() == read, "and is valid from then on"
 
 
 def test_an_abstention_that_goes_further_is_kept(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""M2: a convener that proposes members, owners or leavers of its own making gets no vote.
+"""M2: a convener that proposes invented members, owners or leavers gets no vote.
 
-Nor does one that invents who contributed, how much, or what reducers found.
+Nor does one that invents contributors, their work, or reducers' results.
 """
 
 from base64 import b64encode
@@ -36,13 +36,13 @@ from swarm.protocol.values.manifest import Manifest, Wish, leave_statement
 from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
 
 RULES = replace(make_rules(experts=6), round_seconds=3.2)
-"""With a time instead of a number of steps, tokens are a matter of what a peer says."""
+"""With a time instead of a number of steps, tokens depend on a peer's claim."""
 Forge = Callable[[Manifest, Manifest, str], Manifest]
-"""A manifest, its parent and the forger -> what the forger proposes instead."""
+"""A manifest, its parent and the forger -> the forger's proposal."""
 
 
 def dealt_anew(manifest: Manifest, parent: Manifest) -> Manifest:
-    """The manifest with the deals that follow from its members, as everybody checks."""
+    """The manifest with the deals that follow from its members, as all peers check."""
     book = book_after(parent, manifest.work, manifest.members, manifest.tokens, RULES)
     return replace(manifest, cursor=book.cursor, holes=book.holes, dealt=book.dealt)
 
@@ -54,7 +54,7 @@ def alone(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def without_one(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """Another goes, and what it owned is the forger's."""
+    """Another member leaves, and the forger gets its experts."""
     victim = next(peer for peer in manifest.members if peer != me)
     members = {peer: member for peer, member in manifest.members.items() if peer != victim}
     owners = {e: (me,) if victim in names else names for e, names in manifest.owners.items()}
@@ -66,7 +66,7 @@ def all_experts(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def long_silent(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """Everybody else has been silent for three rounds, and goes with the next."""
+    """All others have been silent for three rounds, and leave with the next."""
     members = {
         peer: member if peer == me else replace(member, silent=3)
         for peer, member in manifest.members.items()
@@ -75,7 +75,7 @@ def long_silent(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def strong(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """A member gets another capacity than it was heard to have."""
+    """A member gets another capacity than it has declared."""
     silent = {p: replace(m, silent=1, capacity=1e-9) for p, m in manifest.members.items()}
     return replace(manifest, members={**silent, me: manifest.members[me]})
 
@@ -90,13 +90,13 @@ def outvoted(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def settled(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """A stranger comes that is on no trial."""
+    """A stranger joins without a trial."""
     stranger = replace(manifest.members[me], silent=1)
     return dealt_anew(replace(manifest, members={**manifest.members, "Z": stranger}), parent)
 
 
 def invented(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """One more has contributed, with values of the forger's making and the weight of a round."""
+    """One more peer has contributed, with values of the forger and the weight of a round."""
     ghosts = [peer for peer in parent.members if peer not in manifest.contributors]
     if not ghosts:
         return heavier(manifest, parent, me)
@@ -106,14 +106,14 @@ def invented(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def heavier(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """The forger has done twice the work, so that its values weigh twice."""
+    """The forger claims twice the work, so that its values weigh twice."""
     offers = offers_of(manifest, parent)
     mine = replace(offers[me], tokens=2 * offers[me].tokens, steps=2 * offers[me].steps)
     return composed(manifest, parent, {**offers, me: mine})
 
 
 def other_means(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
-    """What others averaged is something else."""
+    """The means of other reducers are replaced."""
     entries = {
         unit: replace(entry, digest=name("forged", unit)) if entry.source != me else entry
         for unit, entry in manifest.entries.items()
@@ -123,12 +123,12 @@ def other_means(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 
 def offers_of(manifest: Manifest, parent: Manifest) -> dict[str, Offer]:
-    """What was offered, as the pump's peers do."""
+    """The offers, as of the pump's peers."""
     return {peer: make_offer(RULES, peer, parent) for peer in manifest.contributors}
 
 
 def composed(manifest: Manifest, parent: Manifest, offers: dict[str, Offer]) -> Manifest:
-    """The round of these offers, all else as it was, so that everything fits together."""
+    """A consistent round of these offers, with all other fields unchanged."""
     plan = plan_roster(parent, offers, RULES)
     means = {unit: ReducedUnit(name("any", unit), RULES.unit_bytes[unit]) for unit in plan.reducers}
     members = manifest.members
@@ -139,13 +139,13 @@ def composed(manifest: Manifest, parent: Manifest, offers: dict[str, Offer]) -> 
 
 FORGERIES = [alone, without_one, all_experts, long_silent, strong, outvoted, settled]
 INVENTIONS = [invented, heavier, other_means]
-"""Nothing in parent and manifest shows these; before evidence was asked for, all voted for them."""
+"""Parent and manifest do not show these. Before evidence was required, all voted for them."""
 
 
 def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list[Message]]:
-    """Four peers, the first convener of the third round a forger; and the votes that it got.
+    """Four peers, with a forger as the first convener of the third round, and its votes.
 
-    One of them may be away, so that it does not contribute.
+    One peer may be away, so that it does not contribute.
     """
     votes: list[Message] = []
 
@@ -206,7 +206,7 @@ def test_nobody_votes_for_members_and_owners_that_do_not_follow(forge: Forge) ->
 
 
 def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
-    """A wish is of one peer, run and tip; shells drop messages with any other."""
+    """A wish belongs to one peer, run and tip. Shells drop messages with other ones."""
     run, tip = "run-1", name("tip")
     leaver, other = (load_or_create_identity(tmp_path / each) for each in ("a", "b"))
     wrong = {
@@ -257,7 +257,7 @@ def test_a_wish_of_somebody_that_stays_is_refused() -> None:
 
 
 def test_a_convener_that_takes_votes_and_announces_nothing_is_replaced() -> None:
-    """It came back before its successors each time, so there was no round for minutes."""
+    """It returned before its successors each time, so there was no round for minutes."""
 
     class Silent(Proposer):
         def is_chosen(self, campaign: Campaign) -> bool:

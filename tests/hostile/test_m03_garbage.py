@@ -1,4 +1,7 @@
-"""M3: finite garbage enters no manifest; who made it by mistake is told, and goes on."""
+"""M3: finite garbage enters no manifest.
+
+A peer that made it by mistake learns so, and continues.
+"""
 
 import asyncio
 import re
@@ -98,7 +101,7 @@ GARBAGE = "garbage"
 
 
 class Judging(Pump):
-    """A pump in which values are garbage or not, and what has a bound is judged."""
+    """A pump with sound and garbage values, in which values with a bound are checked."""
 
     def __init__(self, rules: Rules, **options: float) -> None:
         super().__init__(rules, **options)  # type: ignore[arg-type]
@@ -153,7 +156,7 @@ def test_garbage_is_left_out_of_every_round_at_once() -> None:
     assert (pump.now - start) / 6 < 15.0, "even where the liar convenes"
     waits = [float(wait) for wait in re.findall(r"peer D left out after ([\d.]+) s", said)]
     assert waits
-    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster anew"
+    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster again"
 
 
 # ---------------------------------------------------------------- real nodes

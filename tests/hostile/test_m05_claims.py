@@ -1,4 +1,4 @@
-"""M5: a member that says its steps took 1 ms, and counts all that it is dealt, gains little."""
+"""M5: a member that claims steps of 1 ms, and counts its whole deal, gains little."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 ROUNDS = 6
 SECONDS, STEP_S = 4.0, 0.2
-"""Of the steps of a round, and of one of them."""
+"""Seconds of the steps of a round, and of one step."""
 SETTINGS = [
     f"round.seconds={SECONDS}",
     "optimizer.schedule_steps=600",
@@ -39,12 +39,12 @@ def test_false_seconds_and_tokens_move_neither_means_nor_schedule(tmp_path: Path
     mine = weighed[tip.contributors.index(liar)]
     assert mine <= 1.5 * usual[1], figures
     assert 3 * mine <= sum(weighed), figures
-    # The schedule: by what was trained, the liar's own steps among it.
+    # The schedule: by trained samples, including the liar's own.
     ends = [seen[0][number]["tokens"] for number in range(1, ROUNDS + 1)]
     for number, (before, after) in enumerate(pairwise(ends), 2):
         done = sum(each[number]["trained_tokens"] for each in seen)
         assert after - before == pytest.approx(done, rel=0.05), (number, done, ends, figures)
     assert tip.step == tip.tokens // (4 * 128)
-    # The text: no more of it than 4 times what another reads.
+    # The text: at most 4 times as much as another peer reads.
     dealt = {peer: num_samples(tip.dealt[peer]) for peer in tip.members}
     assert dealt[liar] * 32 <= 4.5 * SECONDS / STEP_S * 128, dealt

@@ -1,4 +1,4 @@
-"""M5: one record of a member makes nobody's loss curve, and no model card.
+"""M5: one record of a member determines no loss curve and no model card.
 
 The records are real ones in a real DHT, read as monitors and exporters read them.
 """
@@ -38,7 +38,7 @@ def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
 
 @pytest.fixture(scope="module")
 def crowd() -> list[Stranger]:
-    """Keys of four members, and of one that is none."""
+    """Keys of four members and of one stranger."""
     return strangers(5)
 
 

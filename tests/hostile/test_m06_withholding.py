@@ -1,4 +1,4 @@
-"""M6: a member that offers and serves nobody holds one round up, and not those after it."""
+"""M6: a member that offers but serves nobody delays one round, and no later ones."""
 
 import json
 import sys
@@ -15,17 +15,17 @@ from tests.scenarios.swarms import finish, has_rounds, peer_id, rounds
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 HONEST, ROUNDS = 3, 10
-"""Rounds before the attack, and in all; the one that was under way when it began is judged as the
+"""Rounds before the attack, and in all. The round in progress when the attack began counts as the
 attack's."""
 SETTINGS = [
     "round.local_steps=8",
     f"run.rounds={ROUNDS}",
     "run.peers=4",
     "merging.alpha=0.0",
-    "wire.part_bytes=4096",  # so that each of the four averages something, as in runs of any size
+    "wire.part_bytes=4096",  # so that each of the four averages a part, as in runs of any size
 ]
 MOST_LONGER = 1.25
-"""Times a usual round, of those after the first without the peer."""
+"""Limit, in usual rounds, of the rounds after the first one without the peer."""
 
 
 def test_a_member_that_serves_nobody_is_left_out(tmp_path: Path) -> None:

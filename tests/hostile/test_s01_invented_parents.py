@@ -1,8 +1,8 @@
-"""S1 and S3: a stranger says that something was decided whose parents it has invented.
+"""S1 and S3: a stranger claims a decision whose parents it has invented.
 
 Before proofs, one such message made three honest peers adopt an all-zero model within a second,
 and `swarm-export` write one. Limits: nothing forged is applied, fetched for export or made durable,
-in 100 tries; every round goes on with the same digest everywhere.
+in 100 tries; every round continues with the same digest everywhere.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.scenario
 
 ROUNDS = 12
 TRIES = 20
-"""Of each of the five kinds."""
+"""Tries of each of the five kinds."""
 
 
 def forgeries(liar: Forger, tip: Manifest, number: int) -> list[Commit]:
@@ -62,7 +62,7 @@ def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) ->
                     manifest = commit.manifest
                     header = Header(manifest.code, manifest.digest, manifest.generation)
                     heard += liar.say(header, commit)
-            assert heard > 100, "hardly anybody listened"
+            assert heard > 100, "few members accepted it"
             assert len(forged) > 40
         finish(swarm, ROUNDS * ROUND_S)
         histories = [peer.events() for peer in swarm.peers]
@@ -71,7 +71,7 @@ def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) ->
     told = [[event["round"] for event in applied(events, "quorum")] for events in histories]
     assert set().union(*told) == set(range(1, ROUNDS + 1)), "each was decided"
     for events, rounds in zip(histories, told, strict=True):
-        # A peer that hears of the next height while it fetches one goes on to that [X1].
+        # A peer that hears of the next height during a fetch fetches that height instead [X1].
         assert rounds == sorted(set(rounds)) and rounds[-1] == ROUNDS
         assert not {event["digest"] for event in events if "digest" in event} & forged
     assert sum(events[-1]["refused"].get("false_proof", 0) for events in histories) > 0

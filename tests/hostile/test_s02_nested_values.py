@@ -1,8 +1,8 @@
-"""S2: msgpack that is nested deep, in one store of the DHT, ends the process.
+"""S2: deeply nested msgpack in one store of the DHT ends the process.
 
-hivemind's decoder calls itself for each extension type. The attack sends 936 bytes to a node that
-has never heard of the sender, in each place from which hivemind decodes them: a dictionary that is
-stored as a whole, one that is found, the subkey, and a value that its owner has signed.
+hivemind's decoder recurses for each extension type. The attack sends 936 bytes to a node that does
+not know the sender, in each place that hivemind decodes: a dictionary that is stored as a whole,
+one that is found, the subkey, and a value signed by its owner.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def stranger(nodes) -> Node:
 
 
 def store(stranger: Node, victim: PeerId, subkey: bytes, value: bytes) -> list[bool]:
-    """One raw `rpc_store` under `KEY`, past all that the sender's own side would check."""
+    """One raw `rpc_store` under `KEY`, without the sender's own checks."""
     request = dht_pb2.StoreRequest(
         keys=[DHTID.generate(source=KEY).to_bytes()],
         subkeys=[subkey],
@@ -151,7 +151,7 @@ def test_a_value_that_is_no_byte_string_is_refused_though_its_owner_signed_it(
 
 
 def test_a_nested_answer_blinds_nobody(victim, stranger, monkeypatch) -> None:
-    """The asked peer answers with the bomb; the one that asks refuses it and finds the rest."""
+    """The asked peer answers with the bomb. The asking peer refuses it and finds the rest."""
     assert stranger.run(publish(stranger, KEY, HONEST), WAIT_S)
     monkeypatch.setattr(DictionaryDHTValue, "packb", lambda self: BOMB)
     find = victim._substrate.dht._node.protocol.call_find
@@ -197,7 +197,7 @@ def test_what_hivemind_writes_itself_passes() -> None:
 
 @pytest.mark.parametrize(("num_records", "passes"), [(1024, True), (1100, False)])
 def test_an_answer_has_no_more_records_than_a_holder_hands_out(num_records, passes) -> None:
-    """Each costs its reader a signature, and whoever answers is charged nothing."""
+    """Each record costs its reader a signature check, and the answering peer pays nothing."""
     dictionary = DictionaryDHTValue()
     for number in range(num_records):
         dictionary.store(number.to_bytes(32), b"", get_dht_time() + 60)

@@ -1,6 +1,6 @@
-"""S3, the records' half: whatever height strangers claim, nobody is asked, or shown, because of it.
+"""S3, for records: a height that strangers claim causes no request and is not shown.
 
-What a tip must prove before it is believed is another matter, and not that of records.
+The proof of a tip is not a matter of records, and is tested elsewhere.
 """
 
 from __future__ import annotations

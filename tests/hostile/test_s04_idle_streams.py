@@ -21,7 +21,7 @@ from tests.hostile.victim import WAIT_S, Victim, wait_until
 from tests.network.conftest import Peers
 
 ATTEMPTS = 24
-"""By each of two keys, through one relay."""
+"""Streams of each of two keys, through one relay."""
 STREAMS = LIMITS[Cost.STREAMS]
 
 
@@ -33,7 +33,7 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
 
 
 async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[socket.socket]:
-    """As many streams as the attacker is given, none of which asks for anything."""
+    """As many streams as the attacker can get. None of them asks for anything."""
     opened = []
     for _ in range(ATTEMPTS):
         try:
@@ -48,7 +48,7 @@ async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[so
 
 
 async def ended(connection: socket.socket) -> None:
-    """Returns when the other side has ended the stream; what it says before is dropped."""
+    """Returns when the other side has ended the stream. Its earlier bytes are dropped."""
     loop = asyncio.get_running_loop()
     try:
         while await loop.sock_recv(connection, 65_536):
@@ -76,7 +76,7 @@ def test_a_relay_is_served_while_strangers_hold_all_the_streams_they_get_through
     assert victim.node.traffic.refused == {}, "none of it was refused first"
     assert len(held) <= 2 * LIMITS[Cost.RELAYED].stranger.most
     wait_until(lambda: victim.ledger.left(relay.peer_id, Cost.STREAMS, 0) == STREAMS.member.most)
-    for attacker in (first, second):  # what is idle costs nobody anything
+    for attacker in (first, second):  # idle streams cost nobody anything
         most = STREAMS.stranger.most
         assert victim.ledger.left(attacker.peer_id, Cost.STREAMS, 0) == most
     for attacker, connection in held:

@@ -1,4 +1,4 @@
-"""S5: nothing is fetched for a stranger that may not send it; what may be fetched is bounded."""
+"""S5: a stranger's unexpected attachments are not fetched, and allowed ones are bounded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def header_of(tip: Manifest) -> Header:
 
 
 def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -> bytes:
-    """A message in which each attachment is other bytes of this size, which the store has."""
+    """A message whose attachments are different blobs of this size in the store."""
     frame = json.loads(encode(header, message)[0])
     body = frame["message"]
     for named in [body.get("list"), body.get("proof")]:

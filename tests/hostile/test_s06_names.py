@@ -1,7 +1,7 @@
-"""S6: a stranger's record names a run so that a joiner writes files outside its state directory.
+"""S6: the name of a run in a stranger's record makes a joiner write outside its state directory.
 
-A peer that waits while a run gathers takes the first record that says it runs now, and makes the
-folder of that run. A run id binds the name in it, so a false name gives a false id that fits.
+A peer that waits for a gathering run takes the first record that announces it as running, and makes
+the folder of that run. A run id contains the name, so a false name gives a matching false id.
 """
 
 from __future__ import annotations

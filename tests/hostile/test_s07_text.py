@@ -1,7 +1,7 @@
 """S7: text of a peer that acts on a terminal, or forges a line of the log.
 
-Each way by which such text reaches a person is tried with all kinds of it: logs in each format, a
-program's last error, hivemind's own log, the terminal monitor.
+Each path of such text to a person is tried with all kinds of text: logs in each format, a program's
+last error, hivemind's own log, the terminal monitor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ formatters = pytest.mark.parametrize(
 
 
 def assert_harmless(shown: str, lines: int = 1) -> None:
-    """Whether nothing but ends of lines acts, and there are as many lines as there should be."""
+    """Checks that only line ends act, and that the number of lines is right."""
     assert shown.replace("\n", "").isprintable(), repr(shown)
     assert len(shown.splitlines()) == lines, repr(shown)
 
@@ -101,7 +101,7 @@ def key_named(key: str) -> bytes:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a program logs, off a terminal."""
+    """A program's log outside of a terminal."""
     root, theirs = logging.getLogger(), logging.getLogger("hivemind")
     before = root.handlers[:], root.level, theirs.handlers[:], theirs.propagate, theirs.level
     stderr = io.StringIO()
@@ -122,7 +122,7 @@ def test_an_unknown_key_in_a_message_shows_as_escapes(log: io.StringIO) -> None:
 
 
 def test_what_libp2ps_daemon_says_goes_the_same_way(log: io.StringIO) -> None:
-    # Without half a character: pytest sends what a test logs from process to process in UTF-8.
+    # Without half a character, because pytest sends logs between processes in UTF-8.
     text = EVERYTHING.encode("utf-8", "ignore").decode()
     said = {"logger": "swarm2", "level": "error", "ts": "no time", "caller": "x", "msg": text}
     hivemind_p2p.P2P._log_p2pd_message('{"logger" ' + text[:-1])

@@ -1,4 +1,4 @@
-"""S8: a stranger floods the DHT's keys; runs and peers are found all the same."""
+"""S8: a stranger floods the DHT's keys, but runs and peers are found nevertheless."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 
 FLOOD = 165
-"""Of records of 32 kB, they were more than the 4 MiB in which all of a key come back."""
+"""So many records of 32 kB exceeded the 4 MiB of an answer with all records of a key."""
 LARGEST = 20_400
-"""With its signature as large as a holder takes any record; 32 kB before."""
+"""With its signature, the largest record that a peer stores. Formerly 32 kB."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def honest(lasting_peers: Peers, lonely: Lonely) -> Node:
 
 @pytest.fixture(scope="module")
 def attacker(lasting_peers: Peers, honest: Node) -> Node:
-    """Holds nothing itself, so what it reads comes from the two that are flooded."""
+    """Stores nothing itself, so all records that it reads come from the two flooded peers."""
     return lasting_peers.node(network=NetworkSection(client_mode=True))
 
 
@@ -91,7 +91,7 @@ def test_however_large_the_records_are_the_run_and_its_peers_are_seen(
 def test_whoever_stores_is_known_and_pays(
     lonely: Lonely, lasting_peers: Peers, crowd: list[Stranger]
 ) -> None:
-    """Over real nodes: however many keys it has made, one sender has a bound."""
+    """With real nodes: one sender has a bound, for any number of keys."""
     sender = lasting_peers.node(network=NetworkSection(client_mode=True))
     storage = lonely.node._substrate.dht._node.protocol.storage
     before = lonely.node.traffic.refused["records_of_stranger"]
@@ -101,7 +101,7 @@ def test_whoever_stores_is_known_and_pays(
     assert lonely.node.traffic.refused["records_of_stranger"] > before
     assert storage.num_bytes <= MAX_HELD_BYTES
 
-    def is_located() -> bool:  # networks are looked up every few seconds, when somebody stores
+    def is_located() -> bool:  # networks are looked up every few seconds, on a store
         store(sender, lonely.node, peers_key(lonely.id, 0), flood[:1])
         return lonely.node.ledger.is_located(sender.peer_id)
 

@@ -1,4 +1,4 @@
-"""S9: false announcements cost a joiner a moment: each is looked at, and the true run is joined."""
+"""S9: false announcements cost a joiner a moment. It checks each, and joins the true run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
 
 @pytest.fixture(autouse=True)
 def announced(lonely: Lonely, joiner: Node) -> None:
-    """The true run is in the DHT, and nobody tells of it directly."""
+    """The true run is in the DHT, and no peer announces it directly."""
     for node in (lonely.node, joiner):
         node.traffic.refused.clear()
     lonely.told = b""
@@ -43,7 +43,7 @@ def announced(lonely: Lonely, joiner: Node) -> None:
 
 
 def say(joiner: Node, lonely: Lonely, records: list[tuple[Stranger, RunRecord]]) -> None:
-    """Strangers announce; the joiner's own holder believes as much as any."""
+    """Strangers announce runs. The joiner's own storage accepts the records like any other."""
     for who, record in records:
         value = encode_record(record)
         assert store(joiner, lonely.node, runs_key(who.peer_id), [(who, value)], life_s=15.0)
@@ -92,7 +92,7 @@ def test_a_false_configuration_under_the_right_run_id_is_passed_over(
 def test_without_a_name_what_cannot_be_opened_is_no_second_run(
     joiner: Node, lonely: Lonely, crowd: list[Stranger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm.network.runs.run_search.OPEN_S", 3.0)  # all are looked at to the end
+    monkeypatch.setattr("swarm.network.runs.run_search.OPEN_S", 3.0)  # all are checked to the end
     say(joiner, lonely, [(who, elsewhere(lonely, FALSE)) for who in crowd[:3]])
     assert is_true(find(joiner), lonely)
 
@@ -143,4 +143,4 @@ def test_only_the_founder_says_that_its_run_has_begun(
         return begun.record, begun.publishers
 
     assert joiner.run(scene(), WAIT_S) == (lonely.record(), (founder.peer_id,))
-    assert joiner.traffic.refused["record_founder"] > 0, "who gathers signs it"
+    assert joiner.traffic.refused["record_founder"] > 0, "the gathering founder signs it"

@@ -1,4 +1,4 @@
-"""S10: greedy streams and floods of messages of a stranger take from strangers only."""
+"""S10: a stranger's greedy streams and floods of messages harm only strangers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 2**20
 GREEDY = 8
 HELLOS = 600
 UPLINK_MBIT = 50.0
-"""What they compete for; any machine that runs the tests is faster."""
+"""The contended rate. Any machine that runs the tests is faster."""
 TIP = found(make_rules(), ["A", "B"])
 HELLO, _ = encode(Header(TIP.code, TIP.digest, TIP.generation), Hello(ask=False))
 
@@ -48,7 +48,7 @@ def test_a_flood_of_messages_is_dropped_unread_and_members_are_heard(
     taken = post(attacker, victim, *[HELLO] * HELLOS)
     limit = LIMITS[Cost.MESSAGES].stranger
     most = limit.most + limit.per_s * (time.monotonic() - began_s)
-    assert limit.most <= taken == victim.heard <= most, "nobody looks at the rest"
+    assert limit.most <= taken == victim.heard <= most, "the rest is not examined"
     assert victim.node.traffic.refused == {"messages_of_stranger": HELLOS - taken}
     assert post(member, victim, *[HELLO] * 20) == 20
     victim.settle()
@@ -57,7 +57,7 @@ def test_a_flood_of_messages_is_dropped_unread_and_members_are_heard(
 
 
 async def be_greedy(attacker: Node, victim: Node, digest: str, busy: list[bytes]) -> None:
-    """Asks for the same blob again and again, as fast as it comes."""
+    """Requests the same blob repeatedly, as fast as it comes."""
     connection = await attacker.open_stream(victim.peer_id, PROTOCOL, 10.0)
     loop = asyncio.get_running_loop()
     buffer = memoryview(bytearray(4 * MIB))

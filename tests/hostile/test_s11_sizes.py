@@ -1,7 +1,7 @@
-"""S11: a configuration of a stranger from which billions of parts, layers or experts follow.
+"""S11: a stranger's configuration implies billions of parts, layers or experts.
 
-Whoever reads it computes the layout of its model. So every number is bounded, alone and in the
-products that the layout is made of, before anything is computed.
+Each reader computes the layout of its model. So every number is bounded, alone and in the products
+that make up the layout, before anything is computed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_error_names_the_key_and_the_bound(overrides: list[str], says: str) 
 
 
 def test_no_whole_number_of_a_run_is_without_a_bound() -> None:
-    """A key that somebody adds is bounded too."""
+    """A new key must have a bound too."""
     values = RUN.model_dump(mode="json")
     values["phases"] = [{"until_tokens": 1, "local_steps": 1, "batch_tokens": 1}]
     for key in valid_keys(RunConfig):

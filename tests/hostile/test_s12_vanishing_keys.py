@@ -1,4 +1,4 @@
-"""S12: keys that join, train nothing or a little, and vanish cost no quorum; rounds go on."""
+"""S12: keys that join, train little or nothing, and vanish cost no quorum. Rounds continue."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ KEYS = "WXYZ"
 
 
 def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
-    """What they leave in the tables would grow for as long as a round lasts."""
+    """Their entries in the tables would grow for the length of a round."""
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     machines = [pump.nodes[name].machine for name in "ABC"]
@@ -35,7 +35,7 @@ def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
               "gone": contacts.gone}  # fmt: skip
     for name, table in tables.items():
         assert MAX_STRANGERS <= len(table) <= MAX_STRANGERS + len(tip.members), name
-        assert key in table, f"{name} forgets those first that came first"
+        assert key in table, f"{name} forgets the oldest first"
     assert tip.members.keys() - {machine.me} <= contacts.heard.keys(), "members are never forgotten"
 
 
@@ -74,7 +74,7 @@ def joined_by_idle_keys() -> Pump:
 
 
 def test_four_idle_keys_that_vanish_hold_three_voters_up_for_seconds() -> None:
-    """Before, three of seven members waited for T_reform."""
+    """Without the rule, three of seven members waited for T_reform."""
     pump = joined_by_idle_keys()
     for key in KEYS:
         pump.kill(key)
@@ -92,15 +92,15 @@ def test_fifty_keys_leave_no_gap_of_three_rounds(seed: int) -> None:
     assert outcome.violation is None, outcome.violation
 
 
-@pytest.mark.exhaustive  # a minute; the simulator tries it with 50 keys in every run of the tests
+@pytest.mark.exhaustive  # takes a minute; the simulator tries 50 keys in every run of the tests
 @pytest.mark.scenario
 def test_four_real_peers_that_join_idle_and_are_killed_hold_no_round_up(tmp_path: Path) -> None:
-    """T_reform is ten minutes here, so nothing but the quorum of the three can go on."""
+    """T_reform is ten minutes here, so only the quorum of the three can continue."""
     run_file = write_run(tmp_path, ["run.rounds=400", "round.reform_after_s=600.0"])
     with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
         swarm.start()
         honest = swarm.peers[:3]
-        # A peer that is there when the run is founded votes at once.
+        # A peer that is present at the founding votes at once.
         swarm.wait_until(has_rounds(1), what="a round of the three", timeout_s=2 * ROUND_S)
         swarm.program = "tests.hostile.idle_peer"
         keys = [swarm.add(["--initial-peers", honest[0].join_address()]) for _ in KEYS]

@@ -1,4 +1,4 @@
-"""S13: who holds streams and connections, and asks for little on them, keeps nobody out.
+"""S13: keys that hold streams and connections, and request little, keep nobody out.
 
 The attackers are keys without a daemon, which dial the victim's port for blobs from addresses in
 two or more networks of loopback. The victim is a real node.
@@ -40,7 +40,7 @@ from tests.network.conftest import Peers
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 MOST_SLOWER = 2.0
-"""What joining, an export and a look at the monitor may take, beside the same without strangers."""
+"""Limit of the time with strangers over that without: joining, an export, a monitor's look."""
 TIMES = 3
 NETWORKS = ("127.0.1", "127.0.2")
 KEYS_EACH = 8
@@ -64,7 +64,7 @@ def victim(peers: Peers, tmp_path: Path) -> Victim:
 
 @dataclass(frozen=True)
 class Door:
-    """A port for blobs, and whose it is."""
+    """A port for blobs, and its owner."""
 
     peer_id: PeerId
     port: int
@@ -77,7 +77,7 @@ class Door:
 
 
 async def dialled(door: Door, host: str) -> socket.socket:
-    """A connection to a port for blobs, from a host of the attacker's."""
+    """A connection to a port for blobs, from a host of the attacker."""
     connection = socket.socket()
     connection.setblocking(False)
     connection.bind((host, 0))
@@ -86,7 +86,7 @@ async def dialled(door: Door, host: str) -> socket.socket:
 
 
 async def asked_once(door: Door, key: Stranger, host: str) -> socket.socket | None:
-    """A stream of a key that has asked once, and is idle; None if it is not served."""
+    """An idle stream of a key that has asked once. None if it is not served."""
     identity = Identity(Path(), key.peer_id, key.subkey, key.key)
     connection = await dialled(door, host)
     try:
@@ -108,7 +108,7 @@ async def is_answered(connection: socket.socket) -> bool:
 
 @asynccontextmanager
 async def streams_of_16_keys(*doors: Door) -> AsyncIterator[None]:
-    """All that strangers may have, renewed as soon as one ends, each with an ask now and then."""
+    """The strangers' whole share of streams, renewed when one ends, with occasional requests."""
     keys = [(Stranger(), f"{net}.{k + 1}") for net in NETWORKS for k in range(KEYS_EACH)]
     held = asyncio.Semaphore(0)
 
@@ -145,7 +145,7 @@ async def streams_of_16_keys(*doors: Door) -> AsyncIterator[None]:
 def test_a_newcomer_is_served_while_16_keys_hold_all_idle_streams(
     peers: Peers, victim: Victim
 ) -> None:
-    """Joining, an export and a monitor are such fetches, and nothing else of a peer is scarce."""
+    """Joining, an export and a monitor are such fetches. A peer has no other scarce resource."""
     digest, joiner = victim.store.put(BLOB), peers.node()
     want = Want(digest, len(BLOB), (victim.node.peer_id,))
 
@@ -211,7 +211,7 @@ def test_connections_that_say_nothing_keep_no_member_from_direct_streams(
 
 @contextmanager
 def held_by_16_keys(doors: list[Door]) -> Iterator[None]:
-    """All that strangers may have of these peers is held while this is open."""
+    """Holds the strangers' whole share of these peers while the context is open."""
     held, over = threading.Event(), threading.Event()
 
     async def hold() -> None:
@@ -279,7 +279,7 @@ def test_16_keys_make_joining_export_and_monitor_at_most_twice_as_slow(tmp_path:
 
 
 def seconds_of(acts: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """What each takes, the median of some times."""
+    """Seconds of each, the median of some tries."""
     taken: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(TIMES):
         for name, act in acts.items():

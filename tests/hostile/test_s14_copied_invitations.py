@@ -1,4 +1,4 @@
-"""S14: an invitation that was read in a manifest, or relayed in a READY, is worth nothing."""
+"""S14: an invitation copied from a manifest or a READY is worthless."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +20,11 @@ from tests.network.conftest import Peers
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, read_record, rounds, write_run
 
 Steal = Callable[[PrivateInvitation, Node, Node], Credential]
-"""The invitation, the guest's node and the thief's -> what the thief shows."""
+"""The invitation, the guest's node and the thief's -> the thief's credential."""
 
 
 def whole(private: PrivateInvitation, guest: Node, thief: Node) -> Credential:
-    """All that a manifest or a READY has."""
+    """The whole credential from a manifest or a READY."""
     return credential_for(private, guest.identity)
 
 
@@ -104,7 +104,7 @@ def test_a_thief_gets_no_vote_and_is_no_anchor_in_a_run_of_real_peers(tmp_path: 
 
 
 def ask_to_join(liar: Forger, credential: Credential) -> None:
-    """Sends to each member a READY that is in order but for the credential."""
+    """Sends each member a READY that is right except for the credential."""
     tip = liar.look()
     ready = Ready(Ballot(0, liar.node.peer_id), None, None, 1.0, credential=credential)
     statement = ready_statement(liar.run.run, tip.digest, ready.declared.declaration)

@@ -1,4 +1,4 @@
-"""S15: strangers that are there before the friends, or that work in an open run, decide nothing."""
+"""S15: strangers that come before the friends, or that work in an open run, decide nothing."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.scenarios.swarms import ROUND_S, finish, peer_id, read_record, rounds
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]  # half a minute of real peers
 
 ROUNDS = TRIAL_ROUNDS + 6
-"""So many that each stranger has earned a vote by its work."""
+"""Enough rounds for each stranger to earn a vote by its work."""
 NUM_FRIENDS = 3
 
 

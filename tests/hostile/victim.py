@@ -1,4 +1,4 @@
-"""A real node with everything of a peer that others can reach, and strangers beside it."""
+"""A real node with every interface of a peer that others can reach, and strangers around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 
 
 class Victim:
-    """Serves a store on disk, takes messages in, and knows who its members are."""
+    """Serves a store on disk, takes messages, and knows its members."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Victim:
         is_apart: Callable[[str], bool] | None = None,
         uplink_mbit: float | None = None,
     ) -> None:
-        """Starts its node; blobs that are `apart` count as moments in its traffic."""
+        """Starts its node. Blobs in `apart` count as moments in its traffic."""
         self.ledger, self.store = Ledger(), BlobStore(folder)
         self.events: list[Event] = []
         self.heard = 0
@@ -65,7 +65,7 @@ class Victim:
         self.inbound.take(source, payload)
 
     def received_from(self, peer: Node) -> int:
-        """Messages of a peer that were in order."""
+        """Valid messages of a peer."""
         events = [event for event in self.events if isinstance(event, Received)]
         return sum(event.source == peer.peer_id for event in events)
 
@@ -75,7 +75,7 @@ class Victim:
 
 
 def post(sender: Node, to: Victim, *payloads: bytes) -> int:
-    """Posts messages, all at once; returns how many were taken."""
+    """Posts messages, all at once. Returns the number of accepted ones."""
 
     async def post_all() -> int:
         posts = (sender.post(to.node.peer_id, payload, 30.0) for payload in payloads)
@@ -86,8 +86,8 @@ def post(sender: Node, to: Victim, *payloads: bytes) -> int:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Fails after a minute."""
+    """Waits for a condition, and fails after a minute."""
     end_s = time.monotonic() + WAIT_S
     while not is_so():
-        assert time.monotonic() < end_s, "it did not come to be"
+        assert time.monotonic() < end_s, "it did not happen"
         time.sleep(0.01)

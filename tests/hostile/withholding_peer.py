@@ -1,4 +1,4 @@
-"""swarm-peer in a drill that, once a file is there, offers values and serves them to nobody."""
+"""swarm-peer in a drill that offers values but serves them to nobody, once a file exists."""
 
 import asyncio
 import os
@@ -12,13 +12,13 @@ from swarm.network.fetch.blob_server import ANSWER_S, BlobServer
 from swarm.network.fetch.bulk import Ask
 
 WITHHOLD = "withhold"
-"""In the folder of controls."""
+"""File in the folder of controls."""
 
 honest_answer = BlobServer._answer
 
 
 async def answer(self: BlobServer, ask: Ask, *given: Any) -> bool:
-    """Offers themselves are served: others must come to want what is in them."""
+    """Serves the offers themselves, so that others then want their values."""
     if not self._is_control(ask.digest) and (folder / WITHHOLD).exists():
         await asyncio.sleep(ANSWER_S)
     return await honest_answer(self, ask, *given)

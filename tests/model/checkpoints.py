@@ -45,7 +45,7 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Writes a model with weights far from their initial values, and returns it.
 
-    Fused, all experts of a layer are in two tensors, as Transformers 5 has them in memory.
+    With `fused`, all experts of a layer are in two tensors, as in Transformers 5 in memory.
     """
     values = SIZES | KINDS[kind] | settings
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""The plain way to merge, with all experts in memory: what merging by chunks must give."""
+"""Plain merging with all experts in memory: the reference for merging by chunks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swarm.experts import PROJECTIONS, expert_tensor
 COLUMNS = 2**16
 """Elements per expert that exist in fp64 at once."""
 DECIMALS = 12
-"""Similarities are rounded to these: the order of an fp64 sum (1e-15) must not choose a donor."""
+"""Decimals of similarities. The order of an fp64 sum (1e-15) must not choose a donor."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged experts, and where they moved to.
+    """Merged experts, and their donors.
 
     Attributes:
         named: fp32 tensors of all experts, by Hugging Face name.
@@ -51,7 +51,7 @@ def similarities(gates: Sequence[Tensor]) -> Tensor:
 def donors(gates: Sequence[Tensor], top_k: int) -> tuple[tuple[int, ...], ...]:
     """The `top_k` experts most similar to each expert of one layer, ascending.
 
-    An expert is no donor of its own; of equally similar ones the lower index is taken.
+    An expert is never its own donor. Of equally similar experts the lower index is chosen.
     """
     rows = similarities(gates).tolist()
     chosen = []
@@ -68,12 +68,11 @@ def merge_experts(
     """Merges all experts of all layers.
 
     The update is elementwise in fp32 with separate multiplications and additions, donors in
-    ascending order, and so carries the same bits whatever the number of threads.
-
-    Cost: besides `similarities`, about 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    ascending order, and so gives the same bits for every number of threads. Cost: `similarities`,
+    and about 19 ms for a matrix of 2048 x 2048 with 4 donors.
 
     Args:
-        named: agreed values of every expert's tensors; anything else in it is ignored.
+        named: agreed values of every expert's tensors. Other entries are ignored.
         model: names and number of experts.
         alpha: share of the way to the mean of the donors.
         top_k: donors per expert, fewer than there are experts.

@@ -1,4 +1,4 @@
-"""Tiny models and weights for the tests of this folder, and a spy on what torch computes."""
+"""Tiny models and weights for the tests of this folder, and a spy on torch's operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,13 +66,13 @@ def random_tokens(run: RunConfig, *, num_sequences: int = 4, seed: int = 1) -> T
 
 
 class OnGpu(Tensor):
-    """Says that it is on a GPU, as does what is computed from it; `x.as_subclass(OnGpu)`."""
+    """Claims to be on a GPU, as do results computed from it: `x.as_subclass(OnGpu)`."""
 
     is_cuda = True
 
 
 class Spy(TorchDispatchMode):
-    """Keeps the (operation, shape, dtype) of every tensor that torch makes."""
+    """Records the (operation, shape, dtype) of every tensor that torch makes."""
 
     def __init__(self) -> None:
         super().__init__()

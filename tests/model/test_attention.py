@@ -41,7 +41,8 @@ def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype: torch.dtype)
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
     for gradient, full in zip(gradients, expected_gradients, strict=True):
         assert gradient.dtype == full.dtype
-        # fp32 sums in another order, then at most one rounding to the input's type apart.
+        # fp32 sums in another order, so the results differ by at most one rounding to the input's
+        # type.
         tolerance = 1e-6 if dtype == torch.float32 else 2**-9
         assert (gradient - full).norm() < tolerance * full.norm()
 
@@ -104,13 +105,14 @@ def test_keys_that_a_gpu_cannot_share_are_repeated(
     assert torch.equal(out, wanted)
     found, full = (torch.autograd.grad(x, (q, k, v), upstream) for x in (out, wanted))
     for gradient, full_gradient in zip(found, full, strict=True):
-        # Those of a key are sums over its queries, in another order, of rounded ones in 16 bits.
+        # A key's gradients are sums over its queries, in another order, of values rounded to 16
+        # bits.
         tolerance = 1e-6 if dtype is torch.float32 else 2**-9
         assert (gradient - full_gradient).norm() <= tolerance * full_gradient.norm()
 
 
 class Given(TorchFunctionMode):
-    """Keeps how many keys torch's attention is given, and whether queries share them."""
+    """Records the number of keys in calls of torch's attention, and whether queries share them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -219,7 +219,7 @@ def test_a_hand_over_has_masters_where_the_wire_rounds_them() -> None:
 def test_a_step_of_a_peer_that_trains_everything_is_three_forward_passes() -> None:
     run = spes("7b")
     assert step_flops_per_token(run, 1) == pytest.approx(3 * forward_flops_per_token(run))
-    # 2 per parameter met: shared without the embedding, 4 of 32 experts; attention on top.
+    # 2 per used parameter: shared without the embedding, 4 of 32 experts, and attention.
     counted = parameters(run.model)
     met = counted.shared - 151_665 * 2048 + 4 * counted.per_expert
     attention = 16 * 2 * 2048 * 2048

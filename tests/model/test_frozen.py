@@ -21,7 +21,8 @@ def test_an_int8_element_is_within_half_a_step_of_its_row():
     exact = matrices.float()
     step = exact.abs().amax(-1, keepdim=True) / 127
     back = made.dense(slice(0, 3), torch.float32)
-    # Half a step, and what rounding the scale to bf16's eight bits adds at the far end: 127 / 512.
+    # Half a step, and the effect at the far end of rounding the scale to bf16's eight bits: 127 /
+    # 512.
     assert ((back - exact).abs() <= step * (0.5 + 127 / 512)).all()
     # Normally distributed weights are off by some 0.6 %.
     assert (back - exact).norm() < 0.009 * exact.norm()

@@ -46,7 +46,7 @@ def loaded(folder: Path) -> PreTrainedModel:
     return model
 
 
-# Said by torch of the empty shared expert of dots1.
+# torch's warning about the empty shared expert of dots1.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 200_000])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -161,7 +161,7 @@ def test_an_export_over_an_older_one_that_ends_halfway_is_none(
 
 
 def test_all_files_have_the_permissions_that_new_files_have(tmp_path: Path) -> None:
-    """A server of another user reads the weights as it reads the configuration."""
+    """A server of another user can read the weights as well as the configuration."""
     before = os.umask(0o027)
     try:
         written = exported(tmp_path, tiny_run(), max_shard_bytes=200_000)

@@ -1,4 +1,4 @@
-"""What a link makes of a run: a table for the 7B, and what the program accepts."""
+"""The plan of a run on a link: a table for the 7B, and accepted inputs of the program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from swarm.model.link_plan import (
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 STEP_S = 36.0
-"""Of the 7B in its last phase, on 8 GPUs a peer: 50 steps are half an hour."""
+"""Seconds of the 7B's last phase on 8 GPUs per peer: 50 steps are half an hour."""
 COMPUTE_S = 50 * STEP_S
 
 
@@ -64,7 +64,7 @@ def test_eight_cores_make_and_adopt_what_a_cycle_exchanges_in_some_seconds() -> 
 
 
 def test_beside_a_step_of_36_s_neither_offers_nor_private_states_take_time() -> None:
-    # 50 steps are 1,800 s; an offer takes 0.9 s, and the private state 15 s beside one of them.
+    # 50 steps are 1,800 s. An offer takes 0.9 s, and the private state 15 s during one of them.
     setting, how = Setting("b2", "b1", 5, 1, 5, overlap=True), {"compute_s": COMPUTE_S}
     assert stall_s(RUN, setting, 4, **how) == pytest.approx(1.38, rel=0.01)
     waiting = Assumptions(is_beside=False)

@@ -31,7 +31,7 @@ def random_routings(*, num_layers: int = 3, top_k: int = 2) -> list[Routing]:
 
 
 def even_routing(num_experts: int) -> Routing:
-    """One token per expert and all but all probability on it."""
+    """One token per expert, with nearly all of its probability on that expert."""
     return routing_of(torch.eye(num_experts) * 100, 1)
 
 
@@ -59,7 +59,7 @@ def test_balance_of_a_top_2_collapse_is_half_the_number_of_experts() -> None:
 
 
 def test_only_the_per_layer_balance_sees_layers_that_collapse_apart() -> None:
-    # Layer e sends everything to expert e: each layer has collapsed, their sum is even.
+    # Layer e sends all tokens to expert e: each layer has collapsed, but their sum is even.
     routings = [routing_of(torch.eye(4)[e].repeat(6, 1) * 100, 1) for e in range(4)]
     assert balance(routings, "per_layer") == pytest.approx(4.0)
     assert balance(routings, "global") == pytest.approx(1.0)
@@ -106,7 +106,7 @@ def test_sliced_output_losses_equal_the_full_ones_with_their_gradients() -> None
     logits = F.linear(hidden, head)
     cross_entropy = F.cross_entropy(logits, labels)
     z = logits.logsumexp(-1).square().mean()
-    # A factor before backward, as micro-batches bring one.
+    # A factor before backward, as with micro-batches.
     expected = torch.autograd.grad((cross_entropy + 0.3 * z) * 0.25, (hidden, head))
     total, sliced_cross_entropy, sliced_z = output_losses(hidden, head, labels, 0.3)
     gradients = torch.autograd.grad(total * 0.25, (hidden, head))
@@ -167,6 +167,6 @@ def test_without_gradients_no_gradient_is_formed() -> None:
     hidden, head, labels = output_case(64, 77)
     with torch.no_grad(), Spy() as spy:
         output_losses(hidden, head, labels, 0.0)
-    # The inputs pass through views; a new tensor of their shape would be a gradient.
+    # The inputs pass through views. A new tensor of their shape would be a gradient.
     made = [name for name, shape, _ in spy.seen if shape in ((77, 32), (64, 32))]
     assert not {"zeros_like", "empty_like", "mm", "addmm_"} & set(made), made

@@ -1,4 +1,4 @@
-"""Attention within documents: a window of several gives what each of them gives alone."""
+"""Attention within documents: a window of several documents equals each document alone."""
 
 import contextlib
 import time
@@ -22,8 +22,10 @@ RUN = tiny_run(loss={"balance_weight": 0.0})
 
 
 def window(*documents: int, seed: int = 0) -> Tensor:
-    """A window of documents of so many inputs each, [1, T + 1]: each but the first begins with
-    the end of the one before."""
+    """A window of documents with these numbers of inputs, [1, T + 1].
+
+    Each document but the first begins with the end of the one before.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(1, 99, (1, sum(documents) + 1), generator=generator)
     found[0, torch.tensor(documents)[:-1].cumsum(0)] = END
@@ -66,7 +68,7 @@ def test_documents_of_a_window_have_the_losses_and_gradients_that_they_have_alon
     wanted = gradients(made)
     assert together.cross_entropy.item() == pytest.approx(mean, rel=rtol)
     assert (found - wanted).norm() < rtol * wanted.norm()
-    # Without documents the window is another one.
+    # Without documents the result differs.
     made.losses(tokens, RUN.loss).total.backward()
     assert (gradients(made) - wanted).norm() > 2 * rtol * wanted.norm()
 
@@ -86,7 +88,7 @@ def test_nothing_of_another_document_is_seen(dtype: torch.dtype) -> None:
     assert after.shape == q.shape and after[0, :, :13].isnan().all()
     assert torch.equal(before[0, :, 13:], after[0, :, 13:])
     assert torch.equal(before[1], after[1])
-    # Sequences in which no other document begins are computed as ever.
+    # Sequences in which no other document begins are computed as usual.
     alone = attend(q[1:, :, :39], k[1:, :, :39], v[1:, :, :39])
     assert torch.allclose(alone.float(), after[1:, :, :39].float(), rtol=1e-2, atol=1e-2)
 

@@ -1,4 +1,4 @@
-"""Merging against a naive reference, and what must never decide it."""
+"""Merging against a naive reference, and influences that must not change it."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def donors(gates: list[Tensor], top_k: int) -> tuple[tuple[int, ...], ...]:
 def naive_merge(
     named: dict[str, Tensor], run: RunConfig
 ) -> tuple[dict[str, Tensor], list[list[tuple[int, ...]]]]:
-    """Equations 5 and 6 of SPES, one number of them at a time, in Python's doubles."""
+    """Equations 5 and 6 of SPES, number by number, in Python's doubles."""
     merged, all_donors = {}, []
     experts = range(run.model.num_experts)
     for layer in range(run.model.num_hidden_layers):
@@ -112,7 +112,10 @@ def test_of_equally_similar_experts_the_lower_index_is_taken() -> None:
 
 
 def test_noise_of_the_sum_does_not_decide_between_equal_experts() -> None:
-    """Copies scaled by 3 and 7 point the same way; their cosines differ in the last bits only."""
+    """Copies scaled by 3 and 7 have the same direction.
+
+    Their cosines differ only in the last bits.
+    """
     gate = torch.randn(70_001, generator=torch.Generator().manual_seed(1)).double()
     gates = [gate, gate * 7, gate * 3, gate / 3, -gate]
     for order in itertools.permutations(range(5)):

@@ -136,7 +136,7 @@ def test_a_stack_is_dense_as_a_whole_only_where_a_kernel_takes_it(
 def test_grouped_products_equal_the_loop_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, most_rows: int, num_blocks: int
 ) -> None:
-    """The path of a GPU, run on a CPU, where torch's `grouped_mm` is a loop as well."""
+    """Runs a GPU's path on a CPU, where torch's `grouped_mm` is a loop as well."""
     monkeypatch.setattr(swiglu, "GROUPED_ROWS", most_rows)
     case = mixture(num_tokens=200)
     plan = plan_rows(case["expert"], 6, 2, 1)
@@ -175,7 +175,7 @@ def test_a_grouped_layer_computes_what_the_loop_does(
         inputs = [case["x"], case["weight"], *owned]
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for loop, grouped_layer in zip(*results, strict=True):
-        # Sums over gate and up meet in another order, one rounding apart.
+        # Sums over gate and up are added in another order, which differs by one rounding.
         assert torch.allclose(loop, grouped_layer, rtol=1e-5, atol=1e-5)
 
 
@@ -191,5 +191,5 @@ def test_padded_rows_in_bf16_change_no_gradient() -> None:
         out = mix_experts(case["x"], case["weight"], owned, setting)
         results.append(torch.autograd.grad(out.square().sum(), [case["x"], *owned]))
     for plain, padded in zip(*results, strict=True):
-        # bf16 products of other shapes may round the last of 8 bits otherwise.
+        # bf16 products of other shapes may round the last of 8 bits differently.
         assert (plain - padded).norm() < 0.01 * plain.norm()

@@ -1,4 +1,4 @@
-"""A run starts from a checkpoint of Transformers, or is told by name why it cannot."""
+"""A run starts from a checkpoint of Transformers, or an error names the reason why not."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ def of_checkpoint(folder: Path) -> RunConfig:
 
 
 def agreed_model(run: RunConfig, folder: Path) -> Transformer:
-    """The model as peers have it that decoded what the founder put on the wire."""
+    """The model of peers that have decoded the founder's values from the wire."""
     layout = layout_of(run)
     flat = {name: torch.empty(shape).flatten() for name, shape in layout.shapes.items()}
     for unit, content in initial_contents(run, layout, founders_weights(run, folder)):
@@ -69,7 +69,7 @@ def test_a_run_starts_with_the_logits_of_the_checkpoint(
 
 
 def test_fused_experts_under_mixtrals_own_name_are_read(tmp_path: Path) -> None:
-    """Transformers renames the block whatever is in it."""
+    """Transformers renames the block whatever its content."""
     make_checkpoint(tmp_path, "mixtral", fused=True)
     run = of_checkpoint(tmp_path)
     expected = dict(open_checkpoint(tmp_path, run))
@@ -82,13 +82,13 @@ def test_fused_experts_under_mixtrals_own_name_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["per expert", "mixtral", "fused", "fused mixtral"])
 def test_every_layout_gives_back_what_it_holds(tmp_path: Path, layout: ExpertLayout) -> None:
-    """Each tensor of the model has a place of its own, and together they fill the files."""
+    """Each tensor of the model has its own place, and together they fill the files."""
     run = tiny_run(scoring_func="sigmoid")
     weights, files = random_weights(run), dict[str, Tensor]()
     for name, tensor in weights.items():
         place = layout.stored(name, tuple(tensor.shape), run.model.num_experts)
         whole = files.setdefault(place.name, torch.full(place.shape, torch.nan))
-        assert whole[place.part].isnan().all(), "nothing else is there"
+        assert whole[place.part].isnan().all(), "there are no other tensors"
         whole[place.part] = tensor
     assert not any(tensor.isnan().any() for tensor in files.values())
     (tmp_path / "config.json").write_text(json.dumps(config_dict(run)))
@@ -106,7 +106,7 @@ def test_tied_embeddings_and_bf16_are_read_as_they_are(tmp_path: Path, kind: str
     ours, tokens = agreed_model(run, tmp_path), tokens_of()
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
-    # What is stored beside the tie is not read, in Transformers neither.
+    # A head stored in addition to the tie is not read. Transformers does not read it either.
     stored = load_file(tmp_path / SINGLE_FILE)
     extra = {"lm_head.weight": stored["model.embed_tokens.weight"] + 1}
     save_file(stored | extra, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be trained here"),
     "post-norm": ({"model_type": "olmo2"}, "model_type 'olmo2' is post-norm"),
     "dense": ({"model_type": "llama"}, "'llama' is dense.*swarm-upcycle --from"),
-    "nothing of a size": ({"hidden_size": None}, "says nothing of hidden_size"),
+    "nothing of a size": ({"hidden_size": None}, "lacks hidden_size"),
     "a wrong type": ({"hidden_size": "32"}, "hidden_size"),
     "an odd head": ({"head_dim": 7}, "head_dim: 7 is odd"),
 }
@@ -250,7 +250,7 @@ def test_a_window_in_a_config_that_switches_it_off_is_none(copied: Path) -> None
 def test_mixtral_has_its_window_whatever_other_keys_say(
     tmp_path: Path, switch: dict[str, object]
 ) -> None:
-    """Its code in Transformers looks at no other key."""
+    """Its code in Transformers reads no other key."""
     make_checkpoint(tmp_path, "mixtral")
     with pytest.raises(ConfigError, match="sliding_window = 8 means sliding windows"):
         run_of_checkpoint(changed(tmp_path, sliding_window=8, **switch))
@@ -346,7 +346,7 @@ def test_fused_tensors_that_do_not_fit_are_named(tmp_path: Path, case: str) -> N
 
 
 def test_a_tensor_that_was_read_is_a_copy(qwen: Path) -> None:
-    """Files stay mapped: what a script does with a tensor must not change the next reading."""
+    """Files stay mapped, so a script's change of a tensor must not affect the next reading."""
     weights, name = open_checkpoint(qwen, of_checkpoint(qwen)), "model.embed_tokens.weight"
     first = weights[name].clone()
     weights[name].zero_()
@@ -392,7 +392,10 @@ def test_a_run_says_whether_its_weights_are_given(qwen: Path) -> None:
 
 
 def test_given_weights_are_those_of_the_whole_model(qwen: Path) -> None:
-    """A script may hand in any; no weights at all had founded a run of those of its seed."""
+    """A script may pass any weights.
+
+    An empty mapping once founded a run with the initial weights of its seed.
+    """
     run = of_checkpoint(qwen)
     weights = dict(founders_weights(run, qwen) or {})
     assert founders_weights(run, None, weights) is weights

@@ -1,4 +1,4 @@
-"""Every routing technique does on numbers what its paper says."""
+"""Every routing technique computes its paper's formula."""
 
 import math
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def plain_layer(
     renormalise: bool,
     kept: Callable[[int, int], bool] = lambda token, k: True,
 ) -> Tensor:
-    """Token by token and expert by expert, with nothing of the layer but its weights."""
+    """Token by token and expert by expert, using only the layer's weights."""
     rows = []
     for token, x_D in enumerate(x_ND):
         probability_E = F.softmax(layer.gate.weight @ x_D, dim=0)
@@ -74,7 +74,7 @@ def plain_layer(
 
 @pytest.mark.parametrize(
     ("top_k", "renormalise"),
-    # Switch: the probability weighs. GShard: the two weights are made to sum to 1.
+    # Switch: the probability is the weight. GShard: the two weights are scaled to sum to 1.
     [(1, False), (2, True), (2, False), (4, True)],
     ids=["switch", "gshard", "top 2", "top 4"],
 )
@@ -215,7 +215,7 @@ def test_the_selection_bias_decides_who_is_chosen_and_never_the_weight() -> None
     assert routing.expert_NK.tolist() == [[3, 1]]
     expected = torch.tensor([[-1.0, 1.0]]).sigmoid()
     assert torch.allclose(routing.weight_NK, expected)
-    # What the balancing loss sees sums to 1 (DeepSeek-V3, eq. 19).
+    # The probabilities in the balancing loss sum to 1 (DeepSeek-V3, eq. 19).
     assert routing.probabilities_NE.sum().item() == pytest.approx(1.0)
 
 

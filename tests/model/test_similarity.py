@@ -1,4 +1,4 @@
-"""Similarity of experts that get the same tokens, and the loss that draws them apart."""
+"""Similarity of experts that get the same tokens, and the loss that reduces it."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_descending_the_loss_draws_copied_experts_apart() -> None:
 def test_outputs_that_are_alike_for_all_tokens_have_a_similarity_of_none_and_no_gradient(
     scale: float,
 ) -> None:
-    """What is left of them is rounding; their ratio was 10^18 in an honest log."""
+    """Only rounding is left of them. Their ratio was 10^18 in a real log."""
     for seed in range(10):
         constant = torch.ones(32, 16) + scale * 1e-6 * normal(32, 16, seed=seed)
         constant[:, 0] += 1e-7 * normal(32, seed=seed + 50)

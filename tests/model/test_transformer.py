@@ -116,7 +116,7 @@ def test_no_weight_gradient_of_a_frozen_expert_is_ever_computed(frozen: str, com
     with Spy() as spy:
         losses = model.losses(random_tokens(run), run.loss)
         losses.total.backward()
-    # All 8 experts have tokens; a product of an expert matrix's shape is a weight gradient.
+    # All 8 experts have tokens. A product of an expert matrix's shape is a weight gradient.
     assert losses.expert_tokens.min() > 0
     products = [s for name, s, _ in spy.seen if name == "mm" and s in ((48, 64), (64, 48))]
     assert len(products) == 3 * len(owned) * run.model.num_hidden_layers

@@ -148,7 +148,7 @@ def test_at_most_a_dense_matrix_is_read_at_once(
         assert number <= work.num_tensors
     stored = load_file(tmp_path / SINGLE_FILE)
     assert live.total == sum(each.nbytes for each in stored.values()) < made, "each is read once"
-    # The one that is in use, and the next one before that is let go.
+    # The tensor in use, and the next one before the first is freed.
     assert live.peak <= 2 * max(each.nbytes for each in stored.values())
 
 

@@ -1,4 +1,4 @@
-"""A run of many peers as a monitor sees it round by round; the same figures every time."""
+"""A run of many peers as a monitor sees it round by round, with the same figures every time."""
 
 import random
 
@@ -36,7 +36,7 @@ def peer_id(number: int) -> str:
 
 
 def crowd(peers: int, experts: int, rounds: int, *, seen_rounds: int = 4) -> Snapshot:
-    """What a monitor shows that has seen the last rounds decided."""
+    """The view of a monitor that has seen the last decisions."""
     seen = None
     for round_ in range(max(rounds - seen_rounds, 0) + 1, rounds + 1):
         found = snapshot_of(sighting(peers, experts, round_))
@@ -47,7 +47,7 @@ def crowd(peers: int, experts: int, rounds: int, *, seen_rounds: int = 4) -> Sna
 
 
 def sighting(peers: int, experts: int, round_: int) -> Sighting:
-    """One look, right after a round was decided: now and then a peer is late, or one is gone."""
+    """One look, right after a round was decided. Now and then a peer is late or has left."""
     rng = random.Random(round_)
     ids = sorted(peer_id(k) for k in range(peers))
     out = ids[round_ % peers] if round_ % 3 == 0 and peers > 2 else None
@@ -86,7 +86,7 @@ def loss(round_: int) -> float:
 
 
 def donors(tip: Manifest, peer: str, experts: int) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Of the peer's experts, for 16 layers."""
+    """Donors of the peer's experts, for 16 layers."""
     return {
         expert: tuple(
             tuple((expert + d + layer // 9) % experts for d in (3, 1, 7)) for layer in range(16)
@@ -176,7 +176,7 @@ def record(
 
 
 def shares(experts: int, rng: random.Random) -> tuple[int, ...]:
-    """With one expert that is hot, and one that is dead."""
+    """Shares with one hot expert and one dead expert."""
     weights = [rng.gammavariate(6.0, 1.0) for _ in range(experts)]
     weights[experts // 3] *= 3.2
     weights[experts * 2 // 3] = 0.0

@@ -1,4 +1,4 @@
-"""A page on loopback, served as swarm-monitor serves it."""
+"""A page on loopback, served as by swarm-monitor."""
 
 import contextlib
 import http.client
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Where it is, and what it shows."""
+    """The address of a page, and its content."""
 
     feed: Feed
     port: int

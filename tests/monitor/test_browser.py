@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows what the JSON says, to everybody, and asks nobody else."""
+"""The page in a real browser: it shows the JSON's values and contacts no other host."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Open]:
-    """Opens a page; at the end there was no console message and no request to elsewhere."""
+    """Opens a page. Checks at the end that there was no console message and no foreign request."""
     contexts, said, asked = [], [], set()
 
     def open_page(served: Page, path: str = "", *, width: int = 1400, scheme: str = "dark") -> Any:
@@ -91,11 +91,11 @@ def json_of(served: Page) -> Any:
     return json.loads(served.get("/snapshot.json").body)
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- shown values
 
 
 def check_panels(shown: Any, state: Any) -> None:
-    """Every panel says what the JSON says."""
+    """Checks that every panel shows the JSON's values."""
     assert shown.text_content("#health-word") == state["health"]["word"]
     assert shown.text_content("#health-reason") == state["health"]["reason"]
     assert shown.text_content("#figure-round") == f"{state['round']}/{state['rounds_total']}"
@@ -152,7 +152,7 @@ def test_every_panel_says_what_the_json_says_also_after_changes(visit: Open) -> 
         snapshot = snapshot_of(sighting(4, 8, round_))
         assert snapshot is not None
         seen = with_history(snapshot, seen)
-        # An absent owner's name is unknown; that is for another test.
+        # An absent owner's name is unknown. Another test covers this.
         if not snapshot.absent:
             found.append(as_json(seen))
     feed = Feed(MAX_LISTENERS)
@@ -237,7 +237,7 @@ def test_a_stranger_has_a_row_and_changes_no_panel(visit: Open) -> None:
     assert said[0] == said[1]
 
 
-# ---------------------------------------------------------------- for everybody
+# ---------------------------------------------------------------- accessibility
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
@@ -287,7 +287,7 @@ def test_the_scheme_is_the_readers_choice_and_is_kept(visit: Open, served: Page)
     assert shown.get_attribute("html", "data-scheme") == "dark"
 
 
-# ---------------------------------------------------------------- where it is served
+# ---------------------------------------------------------------- addresses
 
 
 def test_the_page_works_behind_a_prefix(visit: Open) -> None:
@@ -308,14 +308,14 @@ def test_a_large_run_is_drawn_whole(visit: Open, peers: int, experts: int) -> No
 
 
 def test_a_page_finds_the_monitor_again(chromium: Any) -> None:
-    """The browser itself writes a console message for each attempt, so this is apart."""
+    """A separate test, because the browser writes a console message for each attempt."""
     shown = chromium.new_page()
     shown.set_default_timeout(WAIT_MS)
     with page_of(feed_of()) as served:
         shown.goto(served.url)
         shown.wait_for_selector(ROWS)
     shown.wait_for_selector("#health[data-word=unreachable]")
-    assert shown.locator(ROWS).count() == 5, "what was known stays"
+    assert shown.locator(ROWS).count() == 5, "known values stay"
     with page_of(feed_of(rounds=10), port=served.port):
         shown.wait_for_selector("html[data-round='10']")
         assert shown.get_attribute("#health", "data-word") != "unreachable"

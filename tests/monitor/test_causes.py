@@ -1,4 +1,4 @@
-"""Five faults, each told by its true cause and with its name, within two heartbeats."""
+"""Five faults, each reported with its true cause and its peer's name within two heartbeats."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,11 @@ def peer(peer_id: str, **changes: Any) -> PeerRecord:
 
 
 def look(at: float, tip: Any = TIP, *, silent_since: float | None = None, **changes: Any) -> Any:
-    """All four; `changes` of one by its letter, None for no record; D may be silent since then."""
+    """A look at all four.
+
+    `changes` has fields of a peer by its letter, or None for no record. D may be silent since a
+    time.
+    """
     at_tip = {"manifest_digest": tip.digest}
     peers = {
         p: peer(p, **at_tip | (changes.get(p[-1]) or {})) for p in PEERS if changes.get(p[-1], 1)
@@ -84,7 +88,7 @@ def test_a_slow_peer_is_named_with_the_phase_that_took_long() -> None:
     assert (fault, who) == (Fault.SLOW, "QmD")
     assert "D is slow: busy for 24.5 s in round 6, most of it training, 24.0 s" in text
     assert "the others' median is 10.5 s" in text
-    health = health_of(snapshot)  # slow is not wrong, but it is said
+    health = health_of(snapshot)  # slow is no fault, but is reported
     assert health.word is Word.HEALTHY and "D is slow" in health.reason
 
 
@@ -127,7 +131,7 @@ def test_a_dead_owner_is_told_by_others_at_once_and_with_its_experts() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, SILENT_S - 1, SILENT_S + 1])
 def test_a_peer_of_which_nobody_hears_is_named_after_two_heartbeats(after_s: float) -> None:
-    """By the monitor's own clock: the peer's may be an hour off."""
+    """By the monitor's own clock, because the peer's may be an hour off."""
     first = look(100.0, silent_since=5000.0)
     snapshot = seen(first, look(100.0 + after_s, silent_since=5000.0))
     assert SILENT_S == 2 * HEARTBEAT_S

@@ -1,4 +1,4 @@
-"""What a monitor remembers of looks before, and what it says has changed."""
+"""A monitor's memory of earlier looks, and the changes that it reports."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def project(seen: Sighting) -> Snapshot:
 
 @pytest.fixture
 def look(make_sighting: Sightings, make_manifest: Manifests, make_peer: Peers) -> Looks:
-    """A look at two peers and a newest manifest that counts both; fields of it may be changed."""
+    """A look at two peers and a newest manifest that counts both, with changed fields."""
 
     def one(round_: int, at: float, *, peers: str = "AB", **changes: Any) -> Snapshot:
         members = {f"Qm{p}": make_manifest().members["QmA"] for p in "AB"}
@@ -244,7 +244,7 @@ def test_files_of_other_runs_and_versions_are_told(tmp_path: Path, text: str, sa
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_left_out(loss: float) -> None:
-    """A peer writes down whatever its model gave; no JSON of the page has a place for it."""
+    """A peer records any loss of its model, but JSON has no such number."""
     common = {"event": "validation", "time": NOW_S, "digest": "a", "bits_per_byte": 1.0}
     lines = [line(**common, round=k, val_loss=v) for k, v in ((1, 2.5), (2, loss))]
     assert earlier_of(lines).losses == ((1, 2.5),)

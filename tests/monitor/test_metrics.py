@@ -41,4 +41,4 @@ def test_bytes_per_round_are_the_mean_over_peers(
     snapshot = snapshot_of(make_sighting(peers=peers))
     assert snapshot and metrics.bytes_per_round(snapshot) == (200.0, 20.0)
     nobody = replace(snapshot, peers=())
-    assert metrics.bytes_per_round(nobody) is None, "not known is not nothing"
+    assert metrics.bytes_per_round(nobody) is None, "unknown is not zero"

@@ -1,4 +1,4 @@
-"""A run that is over is shown from the histories of its peers, manifest by manifest."""
+"""A finished run is shown from the histories of its peers, manifest by manifest."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def write(folder: Path, peer: str, events: list[dict[str, Any]], torn: str = "")
 
 @pytest.fixture
 def swarm(tmp_path: Path) -> Path:
-    """Of two peers; the second one is late in the second round, and killed after it."""
+    """A swarm of two peers. The second is late in the second round, and killed after it."""
     loss = [{"event": "validation", "time": 1011.0, "round": 1, "digest": "a", "val_loss": 3.5}]
     late = applied(2, "b", counted=False, at=1021.0)
     last = applied(3, "c") | {"workers": json.loads(json.dumps(asdict(WORKERS))) | {"ranks": []}}
@@ -152,7 +152,7 @@ def test_the_history_of_another_run_is_left_aside(tmp_path: Path) -> None:
 def test_what_cannot_be_read_of_a_history_is_passed_over_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, sums of strangers' figures were kept, and could be infinite: null, as JSON has it."""
+    """Older histories have sums of strangers' figures, which could be infinite: null in JSON."""
     path, before = tmp_path / "history.json", crowd(4, 8, 9)
     HistoryFile(path).keep(before)
     found = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The one schema: typed, complete, documented; nothing of a record is left out."""
+"""The one schema is typed, complete and documented. No field of a record is missing."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ OBJECTS = {
 
 
 def checker(kind: Any) -> Any:
-    """The same type with models in the place of typed dictionaries, which Python 3.11's are not."""
+    """The same type with models instead of typed dictionaries, which Python 3.11 cannot check."""
     if is_typeddict(kind):
         fields: Any = {name: (checker(hint), ...) for name, hint in get_type_hints(kind).items()}
         forbid = ConfigDict(extra="forbid", strict=True)
@@ -84,7 +84,10 @@ def test_nothing_of_a_peers_record_is_left_out(make_sighting: Sightings) -> None
 
 
 def test_every_field_is_described() -> None:
-    """The page has a table for each object; what only repeats a record is in the record's file."""
+    """The page has a table for each object.
+
+    Repeated fields of a record are in the record's file.
+    """
     page = PAGE.read_text()
     of_records = {field.name for field in dataclasses.fields(PeerRecord)}
     for name, kind in OBJECTS.items():

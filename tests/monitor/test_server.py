@@ -1,4 +1,4 @@
-"""The page's routes: what they answer, to whom, how much, and that nothing comes from elsewhere."""
+"""The page's routes: their answers, access, sizes, and no foreign content."""
 
 import asyncio
 import contextlib
@@ -35,13 +35,13 @@ from tests.monitor.pages import WAIT_S, Page, page_of
 FIRST_PAINT_BYTES = 1_000_000
 BYTES_PER_S = 200_000
 LOOK_S = 2.0
-"""Between two looks; the shortest time in which a page may have to be sent everything anew."""
+"""Between two looks. No page needs everything again after a shorter time."""
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     "uPlot-LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
 }
-"""SHA-256 of the files of uPlot 1.6.32, as its package has them."""
+"""SHA-256 of the files of uPlot 1.6.32, as in its package."""
 ROUTES = ("/", "/snapshot.json", "/metrics", "/favicon.ico", "/glossary.json", "/static/app.js")
 
 
@@ -133,7 +133,7 @@ def test_a_large_run_stays_within_what_the_page_may_load(peers: int, experts: in
     feed.show(as_json(crowd(peers, experts, 61, seen_rounds=1)))
     version, first = feed.since(None)
     assert files + len(first) < FIRST_PAINT_BYTES, (files, len(first))
-    # A peer renews its record every 8 s at least; if all did at each look it would be this:
+    # A peer renews its record at least every 8 s. If all did so at each look, the rate would be:
     feed.show(as_json(crowd(peers, experts, 62, seen_rounds=1)))
     _, change = feed.since(version)
     assert len(change) / (8.0 if peers > 50 else LOOK_S) < BYTES_PER_S, len(change)
@@ -196,7 +196,7 @@ def test_the_pages_files_are_in_the_wheel() -> None:
 def test_a_page_of_others_whose_name_leads_here_reads_nothing(
     page: Page, host: str, status: int
 ) -> None:
-    """DNS rebinding: to the browser it is one site, whose name now has this machine's address."""
+    """DNS rebinding: for the browser it is one site, whose name now has this machine's address."""
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=WAIT_S)
     connection.putrequest("GET", "/snapshot.json", skip_host=True)
     connection.putheader("Host", host.encode("latin-1"))
@@ -224,7 +224,7 @@ def snapshots(rounds: range) -> list[dict[str, Any]]:
 
 
 def changed(state: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page does with a change, see `web/state.js`."""
+    """The state of the page after a change; see `web/state.js`."""
     found = {**state, **change["set"]}
     for field, told in change["rows"].items():
         rows = {row[ROWS[field]]: row for row in (*state[field], *told["rows"])}

@@ -1,4 +1,4 @@
-"""The projection of records: what belongs together stays together."""
+"""The projection of records keeps related fields together."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -230,7 +230,7 @@ def test_a_score_that_is_gone_from_the_network_is_remembered_and_a_later_one_rep
     first = with_history(seen({"QmA": told(score(4, value=0.4))}), None)
     later = with_history(seen({"QmA": told(score(5, value=0.6))}), first)
     again = with_history(seen({"QmA": told(score(5, value=0.7))}), later)
-    # One manifest is measured once by each publisher and metric, whatever round it is said to be.
+    # Each publisher measures a manifest once per metric, for any claimed round.
     assert [row.value for row in again.scores] == [0.7]
     other = dataclasses.replace(score(6), manifest_digest="ef" * 32)
     both = with_history(seen({"QmA": told(other)}), again)

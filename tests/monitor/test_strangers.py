@@ -1,4 +1,4 @@
-"""Whatever a stranger signs has a row of its own, and changes nothing that is said of the run."""
+"""A stranger's records have their own rows, and change no statement about the run."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ from tests.monitor.crowds import STRANGER, peer_id, sighting
 from tests.peer_records import DIGEST, peer_record
 
 ROUND = 8
-"""Of the look at which strangers come; nothing is wrong in it, nor in the one before."""
+"""The look at which strangers come. This look and the one before have no faults."""
 OTHER = peer_id(77)
 MEMBERS = [peer_id(k) for k in range(4)]
 
@@ -99,7 +99,7 @@ def with_forged(name: str, round_: int = ROUND) -> Sighting:
 
 
 def looks(*seen: Sighting) -> Snapshot:
-    """Each two seconds after the other, as a monitor that remembers."""
+    """Looks two seconds apart, as in a monitor with a memory."""
     before = None
     for one in seen:
         found = snapshot_of(one)
@@ -146,7 +146,7 @@ def test_whatever_strangers_sign_can_be_shown_and_kept(name: str) -> None:
 
 
 def test_metrics_have_no_samples_of_strangers() -> None:
-    """Sums over them are those of members, and new keys make no new series."""
+    """Sums are over members only, and new keys make no new series."""
     found = looks(sighting(4, 8, ROUND - 1), with_forged("sums"))
     assert exposition(dict(as_json(found))) == exposition(dict(as_json(SOUND)))
 
@@ -186,7 +186,7 @@ def test_who_is_no_member_comes_and_goes_unsaid_and_a_member_does_not() -> None:
     gone = dataclasses.replace(seen, tip=joined)
     texts = [event.text for event in looks(member, gone).events]
     assert f"name-of-{STRANGER} is no longer present; its last state was: training" in texts
-    # A member that the others let go, and that is still there, is not called gone.
+    # A removed member that is still running is not reported as gone.
     texts = [event.text for event in looks(member, there).events]
     assert not [text for text in texts if "is no longer present" in text]
     assert f"name-of-{STRANGER} is no longer a member; its last state was: training" in texts

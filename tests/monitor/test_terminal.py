@@ -1,4 +1,4 @@
-"""The live view shows the facts, in the space there is, and parses nothing foreign."""
+"""The live view shows the facts in the available space, and parses no foreign markup."""
 
 import dataclasses
 import io

@@ -48,7 +48,7 @@ class Peers:
         except NobodyReachable:
             if "known_peers" in options:
                 raise
-            # On a machine that is busy with other tests a ping may come too late, once.
+            # On a busy machine a single ping may come too late.
             node = Node.start(handlers=handlers, **settings)
         self.nodes.append(node)
         return node
@@ -80,14 +80,14 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
 
 @pytest.fixture(scope="module")
 def lasting_peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    """For tests of one file that leave nodes as they found them."""
+    """For tests of one file that do not change nodes."""
     started = Peers(tmp_path_factory.mktemp("peers"))
     yield started
     started.stop()
 
 
 def daemons() -> list[int]:
-    """Process ids of the p2pd that this process has started and that still live."""
+    """Process ids of the living p2pd processes of this process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -107,7 +107,7 @@ def living_daemons() -> Callable[[], list[int]]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port at which nobody listens, or can begin to."""
+    """A port at which nobody listens or can listen."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A process that serves one blob slowly: to be killed and frozen by tests.
+"""A process that serves one blob slowly, for tests that kill and freeze it.
 
 python serving_peer.py FOLDER SEED NUM_BYTES SECONDS_PER_PART: prints the address, then serves.
 """

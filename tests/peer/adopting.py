@@ -1,4 +1,4 @@
-"""A model without its main loop: moves to a manifest, and gives what is offered on it."""
+"""A model without its main loop: moves to a manifest, and gives the values offered on it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,7 +17,7 @@ from swarm.protocol.values.schedule import Schedule
 
 
 def founded_in(store: BlobStore, run: RunConfig, peers: Iterable[str]) -> Manifest:
-    """Manifest 0 of a run of these peers; its initial values are in the store."""
+    """Manifest 0 of a run of these peers. Its initial values are in the store."""
     layout, initial = layout_of(run), {}
     for unit, value in initial_contents(run, layout):
         initial[unit] = (store_content(store, value), value.num_bytes)
@@ -28,7 +28,7 @@ def founded_in(store: BlobStore, run: RunConfig, peers: Iterable[str]) -> Manife
 def adopt_into(
     model: LiveModel, manifest: Manifest, *, previous: Digest, offers: Sequence[Offer] = ()
 ) -> Adoption:
-    """Returns what was decided."""
+    """Returns the decision."""
     decision = adopt(model.me, manifest, previous=previous, bases=model.bases, offers=offers)
     model.adopt(manifest, decision)
     return decision

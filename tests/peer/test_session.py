@@ -1,4 +1,4 @@
-"""A peer as a script uses it: two in one process, callbacks, an end that can be resumed."""
+"""A peer in a script: two in one process, callbacks, an end that can be resumed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_unlocked(folder: Path) -> bool:
 
 
 class Heard(swarm.PeerObserver):
-    """All that a peer tells."""
+    """Records all calls of an observer."""
 
     def __init__(self) -> None:
         self.address = self.invitation = ""
@@ -106,7 +106,7 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
 def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given(
     tmp_path: Path,
 ) -> None:
-    """They do not follow from the seed, so what it would compute is not the run's."""
+    """They do not follow from the seed, so computed ones would differ from the run's."""
     made, tokenizer = train_tokenizer([b"some words, and some more words"] * 9, 270), tmp_path / "t"
     tokenizer.mkdir()
     made.save(tokenizer, model_max_length=32)

@@ -1,4 +1,4 @@
-"""The demo's run with a small model, of which nothing is trained yet, and its state directory."""
+"""The demo's run with a small, untrained model, and its state directory."""
 
 from pathlib import Path
 

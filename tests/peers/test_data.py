@@ -1,4 +1,4 @@
-"""swarm-data: from a folder of text to shards that a run takes."""
+"""swarm-data: from a folder of text to shards for a run."""
 
 import gzip
 import json
@@ -190,7 +190,7 @@ def test_ready_tokens_keep_their_held_out_text(text: Path, tokenizer: Path, tmp_
 
 
 def tokenised_bytes(folder: Path, documents: list[str]) -> Path:
-    """Shards of a .bin file of these documents, whose ids are bytes."""
+    """Shards of a .bin file of these documents, with bytes as ids."""
     (folder / "in").mkdir()
     stream = np.concatenate(list(BYTE.encoded([text.encode() for text in documents])))
     (folder / "in" / "train.bin").write_bytes(stream.astype("<u2").tobytes())
@@ -220,7 +220,7 @@ def test_of_ready_tokens_whole_documents_are_kept_as_text(
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A folder of all kinds that people have, and of some that break readers."""
+    """A folder with all kinds of real files, and some that break readers."""
     pytest.importorskip("justhtml", reason="the extra data is not installed")
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra data is not installed")
     zstd = pytest.importorskip("backports.zstd", reason="the extra data is not installed")
@@ -284,7 +284,7 @@ def test_a_folder_of_mixed_kinds_is_read_or_named_file_by_file(
     assert f"9 files of {read - unread:,} bytes read; " in summary, summary
     assert "not read by suffix: 1 .doc, 1 .pdf; skipped: 1 a link that leaves the" in summary
     assert "1 not UTF-8" in summary and summary.endswith("; 1 copies left out"), summary
-    assert set(NOT_READ) <= set(lines), "and nothing is named that was read"
+    assert set(NOT_READ) <= set(lines), "and no read file is named"
     assert not any("secret" in line for line in lines)
 
 

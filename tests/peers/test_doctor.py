@@ -1,4 +1,4 @@
-"""swarm-doctor: its exit code, its JSON, and what it leaves behind."""
+"""swarm-doctor: its exit code, its JSON, and the files that it leaves."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ def test_nobody_at_the_address_is_a_fault_with_a_remedy(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a peer that answers questions and is in no run."""
+    """The address of a peer that answers questions and is in no run."""
     monkeypatch.setattr("peers.actions.examination.FIND_S", 0.1)
     prober, nodes = Prober(), []
 
@@ -75,7 +75,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("mode", [(), ("--client-mode",)])
 def test_peers_say_what_they_see(tmp_path: Path, mode: tuple[str, ...], address: str) -> None:
-    state = StateDirectory(tmp_path)  # a peer runs with it: the doctor looks all the same
+    state = StateDirectory(tmp_path)  # a peer runs with it, and the doctor still checks
     arguments = ["--state-dir", tmp_path, *LISTEN, "--initial-peers", address, *mode]
     code, out = run_program(*arguments, "--json")
     state.close()
@@ -109,7 +109,7 @@ def test_it_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def two_free_ports() -> int:
-    """The first of them."""
+    """The first of two consecutive free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -141,7 +141,7 @@ def test_both_ports_are_dialled_and_a_closed_second_one_is_a_warning(
 
 
 def kept(folder: Path, setting: str) -> None:
-    """An earlier start was given it."""
+    """From an earlier start."""
     keep(parse_config(PeerConfig, "", source="x", overrides=[setting]), folder / "settings")
 
 

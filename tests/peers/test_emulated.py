@@ -1,4 +1,4 @@
-"""swarm-peer inside a drill: where it is caught, and what it is at that moment."""
+"""swarm-peer inside a drill: where it is caught, and its role at that moment."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def test_a_local_step_takes_as_long_as_it_is_told(emulation: Emulation) -> None:
 
 
 class Trapped(Emulation):
-    """Writes down where it would stand still."""
+    """Records the places where it would stop."""
 
     def __init__(self, folder: ControlFolder) -> None:
         super().__init__(folder, peer=0)
@@ -99,7 +99,7 @@ def trapped(tmp_path: Path) -> Trapped:
 
 
 def carry_out(emulation: Emulation, *effects: Effect) -> list[Effect]:
-    """What is done, in order."""
+    """The carried-out effects, in order."""
     done: list[Effect] = []
 
     async def act(effect: Effect) -> None:
@@ -118,7 +118,7 @@ def carry_out(emulation: Emulation, *effects: Effect) -> list[Effect]:
 def test_a_convener_is_caught_between_its_decision_and_its_commit(
     trapped: Trapped, tmp_path: Path
 ) -> None:
-    """What it announces waits until it is on its disk, if somebody is to be caught there."""
+    """Its announcement waits until the record is on its disk, if a trap waits for that phase."""
     founded = found(make_rules(), ["me", "other"])
     file = RecordFile(tmp_path / "record")
     file.write(Record(founded, None, None))

@@ -1,4 +1,4 @@
-"""swarm-export: what is written is what was agreed."""
+"""swarm-export writes the agreed values."""
 
 import contextlib
 import dataclasses
@@ -50,8 +50,8 @@ def test_every_tensor_comes_once_with_its_agreed_value(
 def test_few_tensors_wait_for_their_other_parts(
     found: AgreedModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first tensor is cut into several parts; it leaves as soon as its last part is read, so
-    # that no more than one part's tensors are ever in memory.
+    # The first tensor is cut into several parts. It is freed after its last part, so that memory
+    # never holds more than one part's tensors.
     reads: set[str] = set()
     read = BlobStore.read
 
@@ -72,7 +72,7 @@ def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:
 
 
 class FakeSource:
-    """Peers of a run that have one state."""
+    """Peers of a run with one state."""
 
     agreed: AgreedModel
 
@@ -282,7 +282,7 @@ def test_the_card_tells_where_a_model_comes_from_and_shows_its_losses(
         "![Held-out loss by round](loss.svg)",
     ):
         assert words in card, words
-    assert card.index("`QmB`") < card.index("`QmA`"), "who has done most comes first"
+    assert card.index("`QmB`") < card.index("`QmA`"), "the largest contributor comes first"
     assert "<script>" not in card and "](http" not in card and hostile not in card
     picture = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
     titles = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}title")]

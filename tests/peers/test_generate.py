@@ -1,4 +1,4 @@
-"""swarm-generate: a text that an export goes on with."""
+"""swarm-generate: an export continues a text."""
 
 import json
 import os

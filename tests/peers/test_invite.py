@@ -1,4 +1,4 @@
-"""swarm-invite prints what swarm-peer takes, and a joiner is told why it may not come."""
+"""swarm-invite prints input for swarm-peer, and a refused joiner learns the reason."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 
 
 def state_of(folder: Path, founder: str | None = None) -> tuple[Path, Manifest]:
-    """A state directory whose peer is at round 40 of a run, which it or another has founded."""
+    """A state directory of a peer at round 40 of a run, which it or another peer has founded."""
     me = load_or_create_identity(folder / "identity.key").peer_id
     tip = replace(found(make_rules(), [founder or me, me]), run=RUN, round=40, height=40)
     run = folder / "runs" / RUN
@@ -82,7 +82,7 @@ def test_the_founder_vouches_for_a_member_by_its_id(tmp_path: Path) -> None:
     result = run_invite(folder, "--for", guest.peer_id, "--invites", "4")
     assert result.exit_code == 0, result.output
     private = read_invitation(result.stdout.strip())
-    assert not private.secret, "the line is worth nothing to others"
+    assert not private.secret, "the line is useless to others"
     assert (private.invitation.key, private.invitation.invites) == (guest.peer_id, 4)
     for options in (("--for", "somebody"), ("--for", guest.peer_id, "--uses", "2")):
         result = run_invite(folder, *options)
@@ -122,7 +122,7 @@ def test_hours_follow_from_the_last_rounds() -> None:
 
 
 def shown(private: PrivateInvitation) -> Credential:
-    """What a joiner shows; whether it is signed is not asked here."""
+    """A joiner's credential. Its signature is not checked here."""
     return Credential(private.invitation, "")
 
 
@@ -138,7 +138,7 @@ def test_admission_is_a_setting_that_all_peers_share() -> None:
 
 
 def test_a_run_for_peers_that_are_invited_gathers_no_strangers() -> None:
-    """Whoever is there when a run is founded votes."""
+    """Every peer that is present when a run is founded gets a vote."""
     closed, is_open = demo("run.admission=invited"), demo()
     with pytest.raises(ConfigError, match="strangers would be let in") as refused:
         require_closed_founding(closed, is_open=True)

@@ -1,4 +1,4 @@
-"""What swarm-local hands on to its peers, and what it refuses before it starts any."""
+"""Options that swarm-local passes to its peers, and those that it refuses before it starts any."""
 
 import contextlib
 import shutil
@@ -23,7 +23,7 @@ DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalSwarm]:
-    """The swarms that would have been started."""
+    """Records the swarms instead of starting them."""
     found: list[LocalSwarm] = []
 
     def start(swarm: LocalSwarm) -> None:
@@ -112,7 +112,7 @@ def test_a_service_that_is_ended_or_a_terminal_that_is_closed_leaves_no_peers(
 
 @contextlib.contextmanager
 def without_end_of(number: signal.Signals) -> Iterator[None]:
-    """Keeps these tests alive where the program does not hear a signal."""
+    """Keeps these tests alive if the program misses a signal."""
     before = signal.signal(number, lambda *_: None)
     try:
         yield
@@ -143,7 +143,7 @@ def test_the_logs_that_an_error_names_are_there_to_be_read(
     (folder,) = folders
     assert folder.is_dir()
     assert f"states and logs are in {folder}; no run was founded\n" in result.stderr
-    assert "swarm-export" not in result.stderr, "there is nothing to write or to go on with"
+    assert "swarm-export" not in result.stderr, "there is nothing to write or to resume"
     folder.rmdir()
 
 
@@ -230,7 +230,7 @@ def test_a_swarm_is_given_up_when_no_peer_gets_on_however_long_a_round_takes(
         now_s += local.STALL_S
         events.append({"event": "progress", "text": f"round 1/8: step {step} of 50"})
         progress(swarm)
-    for _ in range(2):  # it says that it waits, over and over
+    for _ in range(2):  # it reports repeatedly that it waits
         now_s += local.STALL_S / 2
         events.append({"event": "progress", "text": f"waiting: averaging {now_s}"})
         progress(swarm)

@@ -1,4 +1,4 @@
-"""swarm-monitor: when it asks for what, what it remembers, and how it ends."""
+"""swarm-monitor: its requests and their times, its memory, and its end."""
 
 import errno
 import io
@@ -54,7 +54,7 @@ def run_record(state: RunState) -> RunRecord:
 
 
 class Guest:
-    """Stands in for an Observer; says what it was asked."""
+    """Stands in for an Observer, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -111,7 +111,10 @@ def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
 
 
 def test_who_watches_many_peers_looks_for_longer_and_less_often(guest: Guest, watch: Watch) -> None:
-    """What 256 peers say of themselves is 3 MB: at first as announced, then by the manifest."""
+    """The records of 256 peers are 3 MB.
+
+    The number is first the announced one, then the manifest's.
+    """
     assert watch.refresh_s == 2.0
     guest.announced_peers = 256
     tip = manifest(2)
@@ -172,7 +175,7 @@ def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> N
 
 
 class FullDisk(HistoryFile):
-    """Keeps nothing while it is full."""
+    """Stores nothing while it is full."""
 
     is_full = True
 
@@ -221,7 +224,7 @@ def test_what_strangers_said_before_the_first_manifest_is_shown_and_not_remember
         assert watch.look().losses == ((2, 3.0),)
     guest.show(3)
     guest.tip_now = None
-    assert watch.look().losses == ((2, 3.0),), "the manifest of before is one too"
+    assert watch.look().losses == ((2, 3.0),), "the previous manifest is one too"
     again = Watch(cast(Observer, guest), BlobStore(), None, HistoryFile(kept))
     assert again.look().losses == ((2, 3.0), (3, 2.0)), "a file is heard before the first manifest"
 

@@ -1,4 +1,4 @@
-"""swarm-peer: what signals do, and what it prints for others."""
+"""swarm-peer: its reaction to signals, and its output for other programs."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ from swarm.peer.training.leaving import Stop, Stopped
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Codes with which the process would have ended; handlers of signals are as before after it."""
+    """Records exit codes instead of exiting. Restores signal handlers afterwards."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -88,7 +88,7 @@ def test_a_terminal_that_is_closed_asks_however_often_it_says_so(
         def write(self, _text: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever has started the tests
+    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever started the tests
     stop = Stop(7.0)
     leave_on_signals(stop)
     monkeypatch.setattr(sys, "stderr", Gone())
@@ -128,7 +128,10 @@ def test_a_founder_that_waits_for_others_gives_them_an_invitation_in_its_line(
 
 
 class Trained:
-    """A peer of a run of two rounds that has applied so many of them; keeps what it served."""
+    """A peer of a run of two rounds that has applied `rounds` of them.
+
+    Records how long it served.
+    """
 
     addresses, run_id, run = (), "run-1", SimpleNamespace(run=SimpleNamespace(rounds=2))
 

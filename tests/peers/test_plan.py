@@ -189,7 +189,7 @@ def test_the_number_of_peers_may_differ_from_the_files() -> None:
     # 32 experts: 8 each of 4 peers, 4 each of 8.
     assert four["parameters_trained_per_peer"] - eight["parameters_trained_per_peer"] == 4 * expert
     again = plan("spes_7b", "--set", "run.peers=8")
-    # Seconds of a step come from how fast this machine multiplies just now.
+    # Seconds of a step depend on this machine's present speed.
     paced = dict.fromkeys(("step_s", "tflops", "round_training_s", "run_days"), 0)
     assert again | paced == eight | paced
 
@@ -253,7 +253,7 @@ BIG = ("--gpu", "80GB", "--host", "256GB", "--disk", "2TB", "--step-seconds", "3
 
 
 def test_where_rounds_overlap_their_bytes_move_beside_the_steps() -> None:
-    """A round lasts as long as the longer of both."""
+    """A round lasts for the longer of both."""
     fast, slow = (plan("spes_7b_home", *BIG, "--mbit", mbit) for mbit in ("100", "1"))
     days, rounds = 86_400, 36_540
     assert fast["round_averaging_s"] < fast["round_training_s"] < slow["round_averaging_s"]
@@ -313,7 +313,7 @@ def test_a_cap_counts_without_a_link_too(flag: str) -> None:
 
 
 def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> None:
-    """[V9]: workers whose state is cut, and one that streams and clips by unit."""
+    """[V9]: workers with cut state, and an engine that streams and clips by unit."""
     asked = ("--link", "100mbit", "--step-seconds", "36", "--gpu", "24GB", "--host", "200GB")
     by_unit = ("--set", "optimizer.clip=unit")
     of_one, of_unit = (plan("spes_7b_home", *asked, *more) for more in ((), by_unit))

@@ -1,4 +1,4 @@
-"""What the start of a program does without."""
+"""Modules that the start of a program does not load."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What people get wrong when they start a program: one line, the remedy, an exit code, at once."""
+"""Common mistakes at a program's start: one line, the remedy and an exit code, at once."""
 
 import socket
 import subprocess
@@ -22,7 +22,7 @@ DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 
 
 def stumble(program: Program, *arguments: object) -> tuple[int, str]:
-    """Exit code, and the only line that is said."""
+    """Exit code, and the only line of output."""
     result = CliRunner().invoke(program, [str(argument) for argument in arguments])
     assert "Traceback" not in result.output
     return result.exit_code, result.output.strip().splitlines()[-1]
@@ -60,7 +60,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
-    """As p2pd does: it shares the port with others that want to share it."""
+    """Bound as by p2pd, which shares the port with others that want to share it."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def test_a_run_id_that_is_not_on_disk_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.fixture
 def founds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that founds a run all the same does not go on to train in it."""
+    """A peer that founds a run nevertheless does not train in it."""
     monkeypatch.setattr("swarm.peer.session.found", lambda *_: pytest.fail("it founded a run"))
 
 
@@ -141,7 +141,7 @@ def test_a_run_file_that_was_changed_since(tmp_path: Path) -> None:
 def test_an_address_at_which_nobody_is_beside_an_old_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
 ) -> None:
-    """As of a friend, whose port is closed, where the demo was tried before."""
+    """As with a friend's closed port, on a machine with an old demo run."""
     monkeypatch.setattr(bootstrap_search, "NEW_S", 0.2)
     monkeypatch.setattr(bootstrap_search, "FIND_BEFORE_FOUNDING_S", 0.2)
     friend = load_or_create_identity(tmp_path / "friend.key").peer_id

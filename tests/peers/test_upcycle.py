@@ -1,4 +1,4 @@
-"""swarm-upcycle: from a dense checkpoint to a run file that a founder takes."""
+"""swarm-upcycle: from a dense checkpoint to a run file for a founder."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_a_folder_with_a_tokenizer_makes_a_run_with_one(tmp_path: Path) -> None:
 
 
 def test_a_run_file_is_only_written_for_what_can_be_founded(tmp_path: Path) -> None:
-    """A founder would refuse the same with the same words, after its user had written a run."""
+    """A founder would refuse it with the same words, but only after its user has written a run."""
     make_checkpoint(tmp_path, "qwen3_moe", fused=True)
     BYTE.save(tmp_path, model_max_length=64)
     run = run_of_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""swarm-worker says in one line what is in the way, and ends when it is told to."""
+"""swarm-worker names an obstacle in one line, and ends on request."""
 
 import signal
 import socket
@@ -32,7 +32,7 @@ def key(tmp_path: Path) -> str:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
-    """The agents that would have served."""
+    """Records the agents instead of serving."""
     agents: list[Agent] = []
     monkeypatch.setattr(Agent, "serve", lambda agent, *, once: agents.append(agent))
     monkeypatch.setattr(signal, "signal", lambda *_: None)

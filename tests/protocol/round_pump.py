@@ -1,7 +1,7 @@
 """A tiny swarm in one thread: round machines, a fake clock, blobs that are only names.
 
-The project's simulator has faults, invariants and random schedules; this pump has none of them,
-so that a test can say exactly what happens.
+Unlike the project's simulator, this pump has no faults, invariants or random schedules, so a test
+can script every event.
 """
 
 import heapq
@@ -38,7 +38,7 @@ NO_MERGING = MergingConfig()
 
 
 def name(*words: object) -> str:
-    """A digest for a value that the words describe."""
+    """A digest for the value described by the words."""
     return digest_of("/".join(map(str, words)).encode())
 
 
@@ -74,7 +74,7 @@ def make_rules(
 
 
 def found(rules: Rules, peers: list[PeerId], **changes: object) -> Manifest:
-    """Manifest 0 with these members; experts dealt out in turn."""
+    """Manifest 0 with these members, and experts assigned in turn."""
     members = {peer: Member(0, 1.0) for peer in sorted(peers)}
     founding = Founding(peers[0], "nonce", name("config"), 1, name("validation"), 1)
     book = first_book(founding, members, rules)
@@ -107,7 +107,7 @@ def found(rules: Rules, peers: list[PeerId], **changes: object) -> Manifest:
 
 
 def make_offer(rules: Rules, peer: PeerId, tip: Manifest) -> Offer:
-    """What a peer offers that trained from this tip."""
+    """The offer of a peer that trained from this tip."""
     units = {
         unit: OfferedUnit(
             name("trained", peer, tip.digest, unit),
@@ -121,7 +121,7 @@ def make_offer(rules: Rules, peer: PeerId, tip: Manifest) -> Offer:
 
 @dataclass
 class Node:
-    """A peer: its machine, its disk, and what happened to it."""
+    """A peer: its machine, its disk, and its history."""
 
     machine: RoundMachine
     disk: set[str]
@@ -138,7 +138,7 @@ class Node:
     effects: list[Effect] = field(default_factory=list)
 
     def said(self, topic: Topic) -> str:
-        """All sentences on a topic."""
+        """All log lines on a topic."""
         return "\n".join(reason.text for reason in self.reasons if reason.topic is topic)
 
 
@@ -149,7 +149,7 @@ class Pump:
     """Carries events and effects between machines, in the order of a fake clock."""
 
     parts: ClassVar[Parts] = Parts()
-    """Of all machines."""
+    """Rules of all machines."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class Pump:
     ) -> None:
         self.rules = rules
         self.fetches_ahead = fetches_ahead
-        """Whether peers fetch what is about to be proposed, as real ones do [D2]."""
+        """Whether peers fetch ahead of proposals, as real ones do [D2]."""
         self.rooms = dict(rooms or {})
-        """How many experts fit each machine; all where it is not said. Peers say what is here."""
+        """Number of experts that fit each machine, all by default. Peers declare it."""
         self.uplinks = uplinks or {}
-        """What peers say of their lines, in Mbit/s; bytes take no time all the same."""
+        """Uplinks that peers declare, in Mbit/s. Bytes take no time nevertheless."""
         self.timers = timers or Timers()
         self.tick_s = tick_s
         self.now = 0.0
@@ -176,15 +176,15 @@ class Pump:
         self.dead_refuse = False
         """Whether the machine of a killed peer refuses messages at once."""
         self.fetches_hang: Callable[[PeerId], bool] = lambda source: False
-        """Whether nothing comes of what is fetched from a peer, and no refusal either."""
+        """Whether fetches from a peer bring neither bytes nor a refusal."""
         self.fail_syncs: set[PeerId] = set()
         self.endless_syncs: dict[PeerId, int] = {}
         """Peer -> how many of its next syncs never end."""
         self.refuse_fetch: Callable[[PeerId, PeerId, str], bool] = lambda peer, source, unit: False
         self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
-        """Whether a reducer waits for ever for what a peer has offered."""
+        """Whether a reducer waits forever for a peer's offered values."""
         self.fetch_s: Callable[[PeerId, events.Purpose], float] = lambda peer, purpose: 0.0
-        """How long a peer's fetches of a kind take besides."""
+        """Additional seconds of a peer's fetches of a kind."""
         self.merge_result: Callable[[PeerId, str, str], str] = lambda peer, unit, old: name(
             "merged", unit, old
         )
@@ -250,7 +250,7 @@ class Pump:
         heapq.heappush(self._queue, (self.now + seconds, next(self._counter), action))
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Runs to a time, or until something holds; returns whether it does."""
+        """Runs to a time, or until a condition holds. Returns whether it does."""
         while not done() and self._queue and self._queue[0][0] <= until:
             self.now, _, action = heapq.heappop(self._queue)
             action()
@@ -265,7 +265,7 @@ class Pump:
         assert reached, {p: (n.machine.tip.height, n.machine.reason) for p, n in self.nodes.items()}
 
     def run_rounds(self, rounds: int, peers: str = "", *, within_s: float = 100.0) -> None:
-        """Runs until these peers (all, by default) have seen so many training rounds."""
+        """Runs until these peers (all, by default) have seen a number of training rounds."""
         wanted = [self.nodes[peer] for peer in peers or self.nodes]
         reached = self.run(
             self.now + within_s, lambda: all(n.machine.tip.round >= rounds for n in wanted)
@@ -396,7 +396,7 @@ class Pump:
         self.after(self.merge_s, finish)
 
     def offer_of(self, peer: PeerId, tip: Manifest) -> Offer:
-        """What a peer offers after its local steps."""
+        """A peer's offer after its local steps."""
         return make_offer(self.rules, peer, tip)
 
     def _train(self, peer: PeerId, tip: Manifest) -> None:
@@ -413,7 +413,7 @@ class Pump:
 
         self.after(node.train_s, finish)
 
-    # ------------------------------------------------------------ judging
+    # ------------------------------------------------------------ checks
 
     def digests_at(self, height: int, peers: str = "") -> set[str]:
         """Digests that these peers applied at a height."""
@@ -425,7 +425,7 @@ class Pump:
         }
 
     def count_sent(self, kind: type[Message]) -> int:  # type: ignore[valid-type]
-        """Messages of a kind that were sent by anybody."""
+        """The number of sent messages of a kind."""
         return sum(
             isinstance(message, kind) for node in self.nodes.values() for *_, message in node.sent
         )
@@ -462,10 +462,10 @@ def others(pump: Pump, *but: PeerId) -> str:
 
 
 def last_of(pump: Pump) -> PeerId:
-    """The member of the highest rank: it convenes nothing soon."""
+    """The member of the highest rank, which will not convene soon."""
     return next(iter(pump.nodes.values())).machine.tip.order[-1]
 
 
 def first_of(pump: Pump) -> PeerId:
-    """The member of rank 0: it convenes."""
+    """The member of rank 0, which convenes."""
     return next(iter(pump.nodes.values())).machine.tip.order[0]

@@ -1,4 +1,4 @@
-"""What the page and the table of the round machine say is so: read from its sources."""
+"""The page and the table of the round machine match its sources."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ RECORDS = {
 }
 ROLES = {each.name for each in fields(Parts)} - RECORDS.keys()
 CHANGES = {"add", "append", "clear", "discard", "pop", "setdefault"}
-"""Of containers."""
+"""Methods of containers that change them."""
 
 Classes = dict[str, ast.ClassDef]
 Sets = dict[str, set[str]]
@@ -33,7 +33,7 @@ def classes() -> Classes:
 
 
 def aliases(function: ast.AST) -> dict[str, str]:
-    """Local name -> what it stands for, as in `work, life = self.work, self.life`."""
+    """Local name -> the attribute behind it, as in `work, life = self.work, self.life`."""
     found = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
@@ -48,7 +48,7 @@ def aliases(function: ast.AST) -> dict[str, str]:
 
 
 def touched(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
-    """What a function stores to or has changed, and what it calls; dotted, from `self` on."""
+    """Attributes that a function changes, and those that it calls: dotted, from `self` on."""
     names = aliases(function)
 
     def dotted(node: ast.expr) -> str:
@@ -70,7 +70,7 @@ def touched(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
 
 
 def changing_methods(record: ast.ClassDef) -> set[str]:
-    """Methods of a record that change it, directly or by others of it."""
+    """Methods of a record that change it, directly or through its other methods."""
     parts = {f.name: touched(f) for f in record.body if isinstance(f, ast.FunctionDef)}
     found = {name for name, (changed, _) in parts.items() if any("self." in c for c in changed)}
     while True:
@@ -81,7 +81,7 @@ def changing_methods(record: ast.ClassDef) -> set[str]:
 
 
 def used_by(role: ast.ClassDef, every: Classes) -> tuple[set[str], set[str], set[str]]:
-    """The records that a role reads only, those that it writes, and the roles that it asks."""
+    """The records that a role only reads, those that it writes, and the roles that it calls."""
     given = {node.target.id for node in role.body if isinstance(node, ast.AnnAssign)} | {"standing"}
     written = set()
     for function in role.body:

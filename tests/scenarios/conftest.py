@@ -1,4 +1,4 @@
-"""Peers of the scenarios are forked, but for those that are asked to be `fresh`."""
+"""Peers of the scenarios are forked, except in scenarios marked `fresh`."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,8 @@
-"""swarm-peer whose local steps move each element by as much in every step, at every peer.
+"""swarm-peer whose local steps move each element equally in every step, at every peer.
 
-So what rounds have taken in can be read off the agreed values: `moves_of` times a number of steps.
-Into the folder that its environment names each peer writes the work of the rounds that it adopts,
-as JSON, and its live shared tensors when it ends in order.
+So the agreed values show the counted work of rounds: `moves_of` times a number of steps. Each peer
+writes the work of its adopted rounds as JSON into a folder that an environment variable names. At
+an orderly end it also writes its live shared tensors.
 """
 
 import json
@@ -34,17 +34,18 @@ from swarm.train.engine.engine import StepStats
 FOLDER_VARIABLE = "SWARM_COUNTING_FOLDER"
 STEP_S, MOVE = 0.05, 1e-4
 SHARES = (0.5, 1.5, 0.75, 1.25, -0.5, 1.0, -1.0)
-"""Of MOVE, by the place of an element; a prime number of them, so that blocks of 256 differ."""
+"""Multiples of MOVE, by the place of an element. Their number is prime, so that blocks of 256
+differ."""
 
 
 def moves_of(count: int) -> Tensor:
-    """By how much a step moves the elements of a tensor with so many."""
+    """The changes of a tensor's elements in a step."""
     shares = torch.tensor(SHARES).repeat(math.ceil(count / len(SHARES)))[:count]
     return MOVE * shares
 
 
 class CountingEngine(TimedEngine):
-    """Keeps everything that a resident engine keeps, and moves all that it trains."""
+    """Keeps all state of a resident engine, and moves all trained elements."""
 
     @torch.no_grad()
     def step(self, tokens_BT1: Tensor, *, lr: float, **_: Any) -> StepStats:
@@ -57,19 +58,19 @@ class CountingEngine(TimedEngine):
         return self._stats(tokens_BT1)
 
     def close(self) -> None:
-        """What is live, is left behind."""
+        """Writes the live values."""
         save_file(self.read(shared_shapes(self._run.model)), told_by("safetensors"))
         super().close()
 
 
 class Counting(Printed):
-    """Writes down what each round counted."""
+    """Writes the counted work of each round."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def on_round(self, report: RoundReport) -> None:
-        """Tokens by contributor; a merge repeats its parent's, and a reform has none."""
+        """Tokens by contributor. A merge repeats its parent's, and a reform has none."""
         tip = report.manifest
         if tip.kind is Kind.QUORUM:
             with self._path.open("a") as file:
@@ -82,7 +83,7 @@ def told_by(kind: str) -> Path:
 
 
 def run_counting() -> None:
-    """Runs swarm-peer so."""
+    """Runs swarm-peer with this engine."""
 
     def engine(run: RunConfig, *_of_this_machine: object) -> CountingEngine:
         return CountingEngine(run, STEP_S, seed=0)

@@ -1,8 +1,8 @@
 """swarm-peer that kills itself with -9 where state becomes durable: `--crash PLACE@ROUND`.
 
-It dies there the first time in a round of at least that number; a merge is meant with a trailing
-`m`, as in `accepted@2m`. Without the option it is swarm-peer. Unlike the traps of
-`peers/emulated.py` it needs nobody who acts on it, so that all peers of a swarm may die alike.
+It dies there the first time in a round of at least that number. A trailing `m` means a merge, as in
+`accepted@2m`. Without the option it is a normal swarm-peer. Unlike the traps of `peers/emulated.py`
+it needs no other process, so that all peers of a swarm can die alike.
 
 | place | dies |
 |---|---|
@@ -28,7 +28,7 @@ from swarm.protocol.values.manifest import Kind, Manifest
 
 
 class Crash:
-    """Where this process dies."""
+    """The place where this process dies."""
 
     def __init__(self, text: str) -> None:
         self.place, _, where = text.partition("@")
@@ -43,7 +43,7 @@ class Crash:
 
 
 def arm(crash: Crash) -> None:
-    """Puts the crash into the places where state becomes durable."""
+    """Inserts the crash into the places where state becomes durable."""
     write, adopt = RecordFile.write, LiveModel.adopt
 
     def crashing_write(self: RecordFile, record: Record, links: Sequence[Link] = ()) -> None:

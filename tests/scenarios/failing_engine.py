@@ -1,7 +1,7 @@
 """swarm-peer whose engine fails at a given step: `--fail memory@STEP` or `--fail update@STEP`.
 
-memory: the device runs out of it in the forward pass, once. update: a thread that updates masters
-raises. Steps are counted from the start of the process.
+memory: the device runs out of memory in the forward pass, once. update: a thread that updates
+masters raises. Steps count from the start of the process.
 """
 
 import sys
@@ -16,7 +16,7 @@ from swarm.train.streaming.streaming_engine import StreamingEngine
 
 
 def arm(kind: str, at_step: int) -> None:
-    """Puts the failure where it belongs."""
+    """Inserts the failure."""
     losses, step, update_piece = Transformer.losses, StreamingEngine.step, HostUnit.update_piece
     seen = [0]
 

@@ -1,4 +1,4 @@
-"""swarm-peer that counts a peer again right after a round to which it served nothing sound [C8]."""
+"""swarm-peer that counts a peer again right after a round without sound values of it [C8]."""
 
 from peers.peer import main
 from swarm.protocol.rounds import withholding

@@ -1,9 +1,9 @@
-"""Peers forked from a process that has loaded torch and hivemind, which takes each 3 s otherwise.
+"""Peers forked from a process that has loaded torch and hivemind, which saves 3 s per peer.
 
-Each is a process of its own all the same, with threads, files and a disk of its own. The one that
-they come from imports and does nothing else, so nothing of one life reaches another. One thing
-differs from `python -m PROGRAM`: the hashes of all of them have the same seed, so sets have one
-order everywhere. A scenario that could tell is therefore marked `fresh`, and starts interpreters.
+Each is a separate process with its own threads, files and disk. The parent process only imports, so
+one peer's state cannot reach another. One thing differs from `python -m PROGRAM`: all hashes have
+the same seed, so sets have one order everywhere. A scenario that depends on it is marked `fresh`,
+and starts interpreters.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _context.set_forkserver_preload(["peers.actions.participation"])
 
 
 class Forked:
-    """The process of a peer; it has of `subprocess.Popen` what `LocalPeer` uses."""
+    """The process of a peer, with the methods of `subprocess.Popen` that `LocalPeer` uses."""
 
     def __init__(
         self, program: str, arguments: Sequence[str], log: str, environment: Mapping[str, str]
@@ -46,7 +46,7 @@ class Forked:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            # It may have ended, though its parent has not told its exit code yet.
+            # It may have ended, though its parent has not reported its exit code yet.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -54,7 +54,7 @@ class Forked:
 def launch(
     command: list[str], log: BinaryIO, environment: dict[str, str]
 ) -> Forked | local_peer.Popen[bytes]:
-    """As `local_peer.launch`, which still starts what runs in a namespace or the like."""
+    """As `local_peer.launch`, which still starts peers in namespaces and similar cases."""
     if command[:2] != [sys.executable, "-m"]:
         return launch_interpreter(command, log, environment)
     return Forked(command[2], command[3:], log.name, environment)

@@ -1,4 +1,4 @@
-"""swarm-peer that lies: a member of the run that does something else wrong in every round.
+"""swarm-peer of a lying member, with another fault in every round.
 
 | after round | lie |
 |---|---|
@@ -9,8 +9,8 @@
 | 5 | ends its streams in the middle of a value |
 | 6 | offers shared parts that are NaN |
 
-All the while it sends COMMITs without certificate. The merge after round 2 it announces with donors
-that are none, the one after round 4 not at all, the one after round 6 when it is long over.
+It always sends COMMITs without certificate. It announces the merge after round 2 with false donors,
+does not announce the merge after round 4, and announces the one after round 6 too late.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.values.manifest import Digest, Kind, Manifest, Unit
 
 VALUE_BYTES = 8192
-"""What is smaller is an offer or a manifest, which it serves as they are."""
+"""Smaller blobs are offers or manifests, which it serves unchanged."""
 LATE_S = 5.0
 rounds_done = 0
 
 
 def lie_in_offers() -> None:
-    """Offers NaN after rounds 1 and 6, and a wrong size after round 2; none is held back here."""
+    """Offers NaN after rounds 1 and 6, and a wrong size after round 2, without its own checks."""
 
     def lying(
         self: Offering, tip: Manifest, unit: Unit, value: Content, _: int
@@ -59,7 +59,7 @@ def lie_in_offers() -> None:
 
 
 def is_serving() -> bool:
-    """Whether this is the network's loop: the peer reads for itself in other threads."""
+    """Whether this is the network's loop. The peer's own reads run in other threads."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -99,7 +99,7 @@ def lie_in_streams() -> None:
 
 
 def lie_about_decisions() -> None:
-    """Sends every member a manifest that nobody decided, after each round."""
+    """Sends every member an undecided manifest after each round."""
     apply = RoundDriver._apply
 
     async def lying(self: RoundDriver, effect: Apply) -> None:

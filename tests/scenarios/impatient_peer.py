@@ -1,4 +1,4 @@
-"""swarm-peer that waits 10 s, not 30, for moments that do not come and for who takes its own."""
+"""swarm-peer that waits 10 s instead of 30 for missing moments and for takers of its own."""
 
 from peers.peer import main
 from swarm.protocol.exchange import handover

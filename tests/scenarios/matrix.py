@@ -1,8 +1,8 @@
-"""The fault matrix: who is met in which phase of a round, and how; as data, and as fault plans.
+"""The fault matrix: roles, phases of a round and faults, as data and as fault plans.
 
-A cell is left out where a role cannot be in a phase: only a convener proposes and commits, a
-reducer is one only between roster and manifest, a joiner has nothing to merge or to leave yet, and
-no vote until rounds have counted it [R7].
+A cell is missing if a role cannot be in a phase. Only a convener proposes and commits. A reducer
+exists only between roster and manifest. A joiner has nothing to merge or to leave yet, and no vote
+until rounds have counted it [R7].
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ PHASES_OF = {
 }  # fmt: skip
 ACTIONS = ("kill", "pause")
 KILLED_S = 4.0
-"""A killed peer is started again so soon; being forked, it is there about 1 s later."""
+"""Seconds until a killed peer is restarted. A forked peer is there about 1 s later."""
 PAUSED_S = 9.0
-"""A long pause: longer than the others wait for an offer, and than a convener may be silent."""
+"""A long pause, which exceeds the wait for an offer and the allowed silence of a convener."""
 LEFT_S = 12.0
-"""A peer that was asked to leave is started again after so long."""
+"""Seconds until a peer that was asked to leave is restarted."""
 FIRST_ROUND = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; its name is its identity in tests and reports."""
+    """One combination. Its name identifies it in tests and reports."""
 
     action: str
     role: str
@@ -71,10 +71,10 @@ IN_CI = tuple(
 
 
 def faults_of(cell: Cell) -> list[Fault]:
-    """What a plan with `in_order` says to bring a cell about.
+    """The faults of a plan with `in_order` that produce a cell.
 
-    A peer is caught on its way out by whoever comes to the phase: it was asked to leave in its
-    role while it trained.
+    The phase "leave" has a trap for any role: the peer was asked to leave in its role while it
+    trained.
     """
     if cell.phase != "leave":
         return [_met(cell, At(round=FIRST_ROUND, phase=cell.phase))]
@@ -90,9 +90,9 @@ def _met(cell: Cell, at: At) -> Fault:
 
 
 def plan_of(cells: Sequence[Cell], *, max_down: int, step_s: float, num_peers: int) -> FaultPlan:
-    """A plan that goes through cells one after another, some at a time.
+    """A plan that goes through cells in order, some at a time.
 
-    Every joiner cell has a newcomer of its own, who leaves when its cell is over.
+    Every joiner cell has its own newcomer, which leaves when its cell is over.
     """
     faults: list[Fault] = []
     newcomer = num_peers

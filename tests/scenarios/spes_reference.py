@@ -1,7 +1,7 @@
-"""SPES in one process, in the plain arithmetic of its paper: what a swarm must equal bit for bit.
+"""SPES in one process, in the plain arithmetic of its paper: the bit-exact reference of swarms.
 
-No rounds, manifests, blobs or codecs: N engines in a list, and between their local steps a mean, a
-copy and, when due, a merge. Source: SPES, arXiv 2602.11543, eq. 4-6.
+It has no rounds, manifests, blobs or codecs. N engines in a list take local steps, and between
+these come a mean, a copy and, when due, a merge. Source: SPES, arXiv 2602.11543, eq. 4-6.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ def train_by_reference(
     owners: Mapping[int, Sequence[int]],
     rounds: int,
 ) -> dict[str, Tensor]:
-    """Trains N peers that are never left out, with experts that never move.
+    """Trains N peers that are never excluded, with experts that never change owners.
 
     Args:
         run: must be exact: fp32 on the wire, in frozen experts and in compute.
-        shards: the common text. Of its samples each peer reads as many as its steps need, in the
-            order of `peers`, round after round.
+        shards: the common text. Each peer reads the samples for its steps, in the order of `peers`,
+            round after round.
         peers: their ids, ascending.
-        owners: expert -> indexes into `peers` of those that own it.
+        owners: expert -> indexes into `peers` of its owners.
         rounds: training rounds.
 
     Returns:
-        Every tensor by Hugging Face name as all peers hold it after the last round and its merge.
+        Every tensor by Hugging Face name after the last round and its merge, at all peers.
     """
     assert {run.wire.shared, run.wire.experts, run.train.frozen, run.train.compute} == {"fp32"}
     assert run.round.experts_every == 1 and not run.round.stagger
@@ -81,7 +81,7 @@ def train_locally(
     *,
     read: int,
 ) -> int:
-    """One peer's local steps of a round, after so many tokens that all peers have read."""
+    """One peer's local steps of a round, after a number of tokens of all peers."""
     first = read // run.data.sequence_length
     num_samples = phase.local_steps * phase.batch_tokens // run.data.sequence_length
     stats = train_local_steps(

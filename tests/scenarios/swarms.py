@@ -1,4 +1,4 @@
-"""Small swarms of real processes for the scenarios, and what is read from their folders."""
+"""Small swarms of real processes for the scenarios, and readers of their folders."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from swarm.protocol.messages.events import Record
 from swarm.protocol.values.layout import layout_of
 
 ROUND_S = 60.0
-"""Generous bound for anything that a swarm does in a round or two on a loaded machine."""
+"""Generous time limit for a round or two of a swarm on a loaded machine."""
 
 EXACT = """
 [run]
@@ -56,7 +56,7 @@ part_bytes = 16384
 """Exact mode on a toy model: 3 rounds with a merge after the second."""
 
 NOBODY_LEFT_OUT = ["round.roster_after_s=300.0", "round.reform_after_s=600.0"]
-"""Peers that are slow on a busy machine must all be waited for: where bits are compared."""
+"""For comparisons of bits: rounds must wait for all peers on a busy machine."""
 
 
 def write_run(folder: Path, overrides: Sequence[str] = (), text: str = EXACT) -> Path:
@@ -83,7 +83,7 @@ def peer_id(peer: LocalPeer) -> str:
 
 
 def read_record(peer: LocalPeer) -> Record:
-    """What a peer's protocol keeps on disk."""
+    """The record on a peer's disk."""
     record = RecordFile(run_folder(peer) / "record").read()
     assert record is not None
     return record
@@ -106,21 +106,21 @@ def rounds(peer: LocalPeer) -> list[Event]:
 
 
 def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
-    """Whether every peer has applied so many rounds."""
+    """Whether every peer has applied a number of rounds."""
     return lambda swarm: all(
         rounds(peer) and rounds(peer)[-1]["round"] >= number for peer in swarm.peers
     )
 
 
 def contributes(peer: LocalPeer, *others: LocalPeer) -> Callable[[LocalSwarm], bool]:
-    """Whether a round counts the peer's work that neither it nor these others have ended by now."""
+    """A check that some round after all those ended by now counts the peer's work."""
     seen = [event["round"] for each in (peer, *others) for event in rounds(each)]
     known = max(seen, default=0)
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 
 def kill_and_restart(swarm: LocalSwarm) -> None:
-    """Kill -9 of all peers, which then go on with what is on their disks."""
+    """Kills all peers with -9. They then resume from their disks."""
     swarm.kill()
     for peer in swarm.peers:
         swarm.restart(peer, [])

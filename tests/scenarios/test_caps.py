@@ -1,4 +1,4 @@
-"""A peer with a cap and a quota: counted though it is slow, and gone in order when it must."""
+"""A peer with a cap and a quota: counted though slow, and it leaves in order at its quota."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 CAP_MBIT = 2.0
 SIZES = ["run.rounds=100000", "model.hidden_size=128", "model.moe_intermediate_size=128"]
 QUOTA_MB = 60
-"""Some rounds of 3 MB each way, and what leaving takes."""
+"""Some rounds of 3 MB each way, and the bytes of leaving."""
 
 
 def test_a_capped_peer_is_counted_and_leaves_before_its_quota_is_spent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults of living peers, told by a monitor with their true cause and the peer's name."""
+"""Faults of living peers: a monitor reports their true cause and the peer's name."""
 
 import json
 import re
@@ -31,12 +31,12 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 LOOK_EVERY_S = 2.0
 LOG_BYTES = 20_000
 told_s: list[str] = []
-"""What was told, and how long after the fault; shown at the end."""
+"""The reports, and their delays after the fault. Shown at the end."""
 STEP_S = 0.2
 STARVED = 8.0
-"""Steps of a peer that take so many times longer: the others go on without it."""
+"""Factor of a peer's longer steps: the others continue without it."""
 MISSED = 12
-"""Rounds, many more than a fault may pause without being a new one."""
+"""Rounds, many more than the longest pause within one fault."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def watch(runner: FaultRunner) -> Iterator[Watch]:
 
 
 def told(watch: Watch, peer: LocalPeer, fault: Fault) -> Cause:
-    """What the monitor says of a peer, as soon as it is this fault."""
+    """The monitor's report on a peer, as soon as it is this fault."""
     began_s, me = time.monotonic(), peer_id(peer)
     seen: tuple[Cause, ...] = ()
     while time.monotonic() - began_s < 2 * ROUND_S:
@@ -74,7 +74,7 @@ def told(watch: Watch, peer: LocalPeer, fault: Fault) -> Cause:
                 told_s.append(f"{time.monotonic() - began_s:.1f} s: {cause.text}")
                 return cause
         time.sleep(LOOK_EVERY_S)
-    raise AssertionError(f"not told of {peer.index}: {[cause.text for cause in seen]}")
+    raise AssertionError(f"no report on {peer.index}: {[cause.text for cause in seen]}")
 
 
 def test_a_starved_founder_logs_what_the_monitor_says_of_it_once(
@@ -101,7 +101,7 @@ def test_a_starved_founder_logs_what_the_monitor_says_of_it_once(
 
 
 def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, watch: Watch) -> None:
-    """A limit on the size of files stands for it; the log is to fit, a blob is not."""
+    """A limit on file sizes stands for it: the log fits, a blob does not."""
     victim = runner.swarm.peers[2]
     assert victim.process
     kind, pid = resource.RLIMIT_FSIZE, victim.process.pid
@@ -116,7 +116,7 @@ def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, wa
 
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
-    """The monitor reaches everybody; peer 2 and the two others do not reach each other."""
+    """The monitor reaches all peers. Peer 2 and the two others do not reach each other."""
     links = NamespaceLinks(LINKS["datacentre"])
     run_file = write_run(tmp_path, ["run.rounds=100000"])
     with closing(links), LocalSwarm(tmp_path / "swarm", run_file, 3, links=links) as swarm:
@@ -129,7 +129,7 @@ def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
             began_s, text = time.monotonic(), ""
             while not ("peer-0" in text and "peer-1" in text):
                 took_s = time.monotonic() - began_s
-                assert took_s < 2 * ROUND_S, f"not told, but {text!r}"
+                assert took_s < 2 * ROUND_S, f"no report, but {text!r}"
                 text = _told_of(peer_id(swarm.peers[2]), next(seen))
             took_s = time.monotonic() - began_s
     sys.stdout.write(f"{took_s:.1f} s: {text}\n")
@@ -137,14 +137,14 @@ def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
 
 
 def _told_of(peer: str, look: Any) -> str:
-    """What a look says of a peer that is cut off; "" if nothing."""
+    """The report of a look about a peer that is cut off. "" if there is none."""
     causes = (cause for cause in look["causes"] if cause["peer"] == peer)
     return next((cause["text"] for cause in causes if cause["fault"] == Fault.CUT.value), "")
 
 
 @contextmanager
 def looks(swarm: LocalSwarm, place: int) -> Iterator[Iterator[Any]]:
-    """What a monitor says at a place of the swarm's network, look by look."""
+    """The reports of a monitor at a place of the swarm's network, look by look."""
     assert swarm.links
     prefix, _ = swarm.links.place(place)
     command = [*prefix, sys.executable, "-m", "peers.monitor", "--json", "--follow"]

@@ -1,4 +1,4 @@
-"""Real peers whose values move by a bit or two an element: one state everywhere, kills included."""
+"""Real peers with deltas of a bit or two per element: one state everywhere, even after kills."""
 
 from pathlib import Path
 
@@ -19,11 +19,11 @@ CODED = [
     "round.roster_after_s=300.0",
     "round.reform_after_s=600.0",
 ]
-"""Peers that start one after another on a busy machine must all be waited for."""
+"""Rounds must wait for all peers that start one after another on a busy machine."""
 
 
 def check(swarm: LocalSwarm, run_file: Path, rounds: int) -> None:
-    """Everybody has the same tip, which moved as the run says, and no step was lost."""
+    """Checks that all have one tip, moved by the run's codings, and that no step was lost."""
     verdict, layout = summary(swarm), layout_of(read_run(run_file))
     assert (verdict["rounds"], verdict["tokens_lost"]) == (rounds, 0)
     assert set(verdict["digests_per_height"]) == {1}
@@ -51,7 +51,7 @@ def test_three_rounds_of_two_peers_end_in_one_state(tmp_path: Path) -> None:
 
 
 def test_peers_that_are_killed_in_turn_lose_nothing_and_agree(tmp_path: Path) -> None:
-    """Between accept, record and swap of a round; a merge comes after the second."""
+    """Between accept, record and swap of a round. A merge comes after the second round."""
     run_file = write_run(tmp_path, [*CODED, "run.rounds=5"])
     with LocalSwarm(
         tmp_path / "swarm",

@@ -1,4 +1,4 @@
-"""The drill: peers killed -9 at random moments of the round; and what its verdict is made of."""
+"""The drill: peers are killed -9 at random moments of the round. And the parts of its verdict."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def applied(height: int, digest: str, **fields: object) -> dict[str, object]:
     return {"event": "applied", "kind": "quorum", "height": height, "digest": digest} | fields
 
 
-@pytest.mark.exhaustive  # a minute and a half; the matrix kills peers in every run of the tests
+@pytest.mark.exhaustive  # takes 1.5 minutes; the matrix kills peers in every run of the tests
 @pytest.mark.scenario
 def test_four_kills_leave_one_chain_and_no_round_hangs(tmp_path: Path) -> None:
     drill = subprocess.run(

@@ -1,4 +1,4 @@
-"""Engines that fail within a real peer: it trains on, or ends with a good state directory."""
+"""Engines that fail in a real peer: it continues, or ends with a good state directory."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ RUN = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 
 
 def peer(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Runs one peer to its end; three rounds of three steps on this project's own text."""
+    """Runs one peer to its end: three rounds of three steps on this project's own text."""
     command = [sys.executable, "-m", "tests.scenarios.failing_engine", "--run", str(RUN)]
     command += ["--state-dir", str(folder), "--rounds", "3", "--linger", "0.1"]
     command += ["--corpus", "swarm", "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]

@@ -1,4 +1,4 @@
-"""Exports of a living swarm are evaluated, and their scores reach another monitor."""
+"""Exports of a running swarm are evaluated, and their scores reach another monitor."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ ROUNDS = 6
 
 
 def held_out_bits(watch: Watch) -> dict[int, ScoreRow]:
-    """Round -> the score of its model that a monitor shows."""
+    """Round -> the score of its model in a monitor."""
     try:
         scores = watch.look().scores
     except NobodyReachable:
@@ -78,7 +78,7 @@ def test_scores_of_a_followed_run_reach_another_monitor(tmp_path: Path) -> None:
     for round_, row in found.items():
         assert (row.publisher, row.member, row.value) == (signer, True, bits[round_])
         assert row.manifest_digest == agreed[round_]["digest"]
-        # In fp32, as the peers of this run compute: what they published is what the files give.
+        # In fp32, as the peers of this run compute, so the published losses equal the files'.
         assert nats[round_] == pytest.approx(losses[round_], abs=1e-4)
         took_s = visible[round_] - agreed[round_]["time"]
         told.append(f"round {round_}: {took_s:.1f} s from its commit to its score on a monitor")

@@ -1,4 +1,4 @@
-"""An exporter that follows a live swarm to its end: each export is the model of its round."""
+"""An exporter follows a live swarm to its end. Each export is the model of its round."""
 
 import json
 import math
@@ -27,13 +27,13 @@ from tests.scenarios.swarms import (
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 ROUNDS = 41
-"""So many that the exporter is there long before the last one."""
+"""Enough rounds for the exporter to start long before the last one."""
 TOLERANCE = 1e-3
-"""Nats per token; both sides compute in fp32."""
+"""Nats per token. Both sides compute in fp32."""
 
 
 def losses_of(swarm: LocalSwarm) -> dict[str, float]:
-    """Manifest digest -> held-out loss, as the peers measured it."""
+    """Manifest digest -> held-out loss measured by the peers."""
     return {
         str(event["digest"]): float(event["val_loss"])
         for peer in swarm.peers

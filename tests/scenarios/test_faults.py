@@ -1,7 +1,7 @@
-"""Peers that stay away: their experts are adopted, and whoever comes back finds the one chain.
+"""Peers that stay away: their experts are adopted, and returning peers find the one chain.
 
-What a death in each phase of a round does is in `test_matrix.py`. The tests share one swarm; each
-begins by starting again whom the one before left dead.
+`test_matrix.py` covers deaths in each phase of a round. The tests share one swarm. Each
+begins by restarting the peers that the test before left dead.
 """
 
 import time
@@ -16,11 +16,11 @@ from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, rounds, wri
 pytestmark = pytest.mark.scenario
 
 TIMEOUTS_S = 60.0
-"""A few time-outs of the protocol (5 to 14 s each), on a machine that is busy with other things."""
+"""A few time-outs of the protocol (5 to 14 s each), on a busy machine."""
 STARTING_S = (0.3, 1.0, 2.5)
-"""A forked peer is on its way so long: before it has a node, while it looks around, as it joins."""
+"""Times at which a forked peer starts its node, searches the run, and joins."""
 OWNED_AGAIN = 2
-"""Experts of a dead owner are adopted so many rounds after the one that it died in."""
+"""Rounds from an owner's death to the adoption of its experts."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def assert_one_chain(swarm: LocalSwarm) -> None:
 
 
 def revive(swarm: LocalSwarm) -> None:
-    """Starts again whoever is dead and waits until they contribute."""
+    """Restarts all dead peers, and waits until they contribute."""
     dead = [peer for peer in swarm.peers if not peer.alive]
     other = next(other for other in swarm.peers if other.alive)
     for peer in dead:
@@ -65,7 +65,7 @@ def test_experts_of_a_dead_owner_are_adopted_within_a_few_rounds(swarm: LocalSwa
 
     swarm.wait_until(adopted, what="the adoption", timeout_s=(OWNED_AGAIN + 1) * TIMEOUTS_S)
     first = min(e["round"] for peer in left for e in rounds(peer) if owns_more(e, died_in))
-    # The round under way may have had its offer: then its silence begins one later.
+    # The present round may have had its offer. Then its silence begins one round later.
     assert first - (died_in + 1) <= OWNED_AGAIN
     assert_one_chain(swarm)
 

@@ -1,4 +1,4 @@
-"""Adam moments of experts that change hands: zeros after kill -9, handed over by a leaver."""
+"""Adam moments of experts that change owners: zeros after kill -9, handed over by a leaver."""
 
 import signal
 from pathlib import Path

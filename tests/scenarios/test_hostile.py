@@ -1,4 +1,4 @@
-"""A member that lies in every way it can: refused, counted, and nobody else is harmed."""
+"""A member that lies in every possible way is refused and counted, and harms nobody else."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.scenario
 
 ROUNDS = 8
 LIES = 6
-"""One a round, from the second on."""
+"""One lie per round, from the second round on."""
 REFUSALS = {
     "non_finite": "values that are NaN",
     "bad_ready": "values of a wrong size",
@@ -24,7 +24,8 @@ REFUSALS = {
 
 
 def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: Path) -> None:
-    # Each lie costs so long; an honest peer that a busy machine holds up as long is left out too.
+    # Each lie costs this time. An honest peer with the same delay on a busy machine is excluded
+    # too.
     settings = ["wire.part_bytes=65536", "round.roster_after_s=12.0"]
     run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}", *settings])
     with LocalSwarm(
@@ -32,7 +33,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
         run_file,
         3,
         founder_options=["--wait-for-peers", "4"],
-        program="tests.scenarios.forgiving_peer",  # else some lies would not even be tried [C8]
+        program="tests.scenarios.forgiving_peer",  # otherwise some lies would not be tried [C8]
     ) as swarm:
         swarm.start()
         swarm.program = "tests.scenarios.hostile_peer"
@@ -49,7 +50,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
     assert [event["round"] for event in rounds[0]] == list(range(1, ROUNDS + 1))
     for event in rounds[0]:
         assert len(event["contributors"]) >= 3
-    # What it offers after its last lie is in order again.
+    # Its offers after its last lie are in order again.
     counted = [liar_id in event["contributors"] for event in rounds[0]]
     assert counted == [True] + [False] * LIES + [True]
     refused: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What is measured in one process is what a swarm of processes does, in every bit."""
+"""A swarm in one process equals a swarm of processes in every bit."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ SETTINGS = [
     'wire.shared_coding="b2"',
     'wire.experts="bf16"',
     'wire.experts_coding="b1"',
-    "round.roster_after_s=300.0",  # peers that start one after another are all waited for
+    "round.roster_after_s=300.0",  # rounds wait for all peers that start one after another
     "round.reform_after_s=600.0",
 ]
 
@@ -35,7 +35,7 @@ SETTINGS = [
 def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deltas in 1 and 2 bits, what is left over of them, slices of the experts, and merges."""
+    """With deltas in 1 and 2 bits, their remainders, slices of the experts, and merges."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "benchmarks")
     sys.modules.pop("in_process", None)
     from in_process import InProcessSwarm  # the folder is on the path in this test alone
@@ -43,7 +43,7 @@ def test_a_swarm_in_one_process_agrees_on_the_bits_of_a_real_one(
     run_file = write_run(tmp_path, SETTINGS)
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, PEERS) as swarm:
-        swarm.program = "tests.scenarios.unmeasured_peer"  # one process knows of no lines
+        swarm.program = "tests.scenarios.unmeasured_peer"  # one process has no lines
         swarm.start()
         finish(swarm, 300)
         verdict = summary(swarm)

@@ -1,6 +1,6 @@
-"""Peers that come, leave and come back, through whoever happens to live.
+"""Peers that join, leave and come back, through any living peer.
 
-The tests share one swarm and run in order: each begins with what the one before left.
+The tests share one swarm and run in order: each begins with the swarm that the one before left.
 """
 
 import json
@@ -21,10 +21,12 @@ pytestmark = pytest.mark.scenario
 
 NUM_FOUNDERS = 3
 START_S = 30.0
-"""A peer prints its line within this."""
+"""Limit for a peer to print its line."""
 NOISE_S = 10.0
-"""Processes that start beside a swarm on two cores slow every peer of it down; a joiner that was
-waited for would cost 14 s (T_late)."""
+"""Processes that start on the two cores of a swarm slow every peer down.
+
+Waiting for a joiner would cost 14 s (T_late).
+"""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_a_restarted_peer_has_the_port_it_had_and_contributes_again(swarm: Local
 
 
 def test_peers_whose_initial_peers_are_dead_find_each_other_again(swarm: LocalSwarm) -> None:
-    """The founder, for one, has not been there since the others met."""
+    """For example, the founder has been away since the others met."""
     dead = swarm.peers[0].join_address()
     swarm.kill()
     _, second, *rest = swarm.peers

@@ -59,12 +59,12 @@ def daemon_of(peer: LocalPeer) -> int:
 
 
 def is_back(swarm: LocalSwarm, peer: LocalPeer) -> None:
-    """It contributes again, in the life it had."""
+    """It contributes again, in the same process."""
     swarm.wait_until(contributes(peer, *swarm.peers), what="its return", timeout_s=2 * ROUND_S)
 
 
 def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int, says: str = "") -> None:
-    """Lets the peer run under a limit of the system for a while, and until it says something."""
+    """Runs the peer under a limit of the system for a while, and until it logs a pattern."""
     assert peer.process is not None
     pid = peer.process.pid
     before = resource.prlimit(pid, kind, (limit, resource.prlimit(pid, kind)[1]))
@@ -87,7 +87,7 @@ def test_a_daemon_that_is_killed_runs_again_under_the_same_identity(swarm: Local
 
 
 def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
-    """A limit on the size of files stands for a full disk; the log is to fit, a blob is not."""
+    """A limit on file sizes stands for a full disk: the log fits, a blob does not."""
     victim = swarm.peers[2]
     fits = victim.log_path.stat().st_size + LOG_BYTES
     limited(swarm, victim, resource.RLIMIT_FSIZE, fits, says="raise the limit of file sizes")
@@ -99,7 +99,7 @@ def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
 def test_a_process_that_gets_no_more_memory_works_on_or_ends_with_the_remedy(
     swarm: LocalSwarm,
 ) -> None:
-    """What it has may suffice; if not, the others go on, and it is back when it is started."""
+    """Its memory may suffice. If not, the others continue, and it returns when it is restarted."""
     victim = swarm.peers[2]
     assert victim.process is not None
     status = Path(f"/proc/{victim.process.pid}/status").read_text()
@@ -127,7 +127,7 @@ def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: Lo
 
 
 def damage_records(victim: LocalPeer) -> None:
-    """Leaves nothing readable of what a peer's run was founded with, of its port and its peers."""
+    """Damages the files of a peer's founding, port and known peers."""
     run = run_folder(victim)
     for path in (run / "config.json", run / "founding", victim.folder / "port"):
         path.write_bytes(b"\xff garbage")

@@ -1,4 +1,4 @@
-"""Many peers lost at once, partitions, and one slow peer: the rest goes on, and all meet again.
+"""Many lost peers, partitions, and one slow peer: the rest continues, and all meet again.
 
 Rounds take about 2 s: compute is a timed wait, so that twelve peers fit a small machine.
 """
@@ -27,16 +27,17 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 STEP_S = 0.3
 LONG_STEP_S, LONG_REFORM_S = 1.5, 45.0
-"""Rounds of about 10 s: peers look for lost ones every 30 s, and wait 6 s for late ones."""
+"""Length of rounds of about 10 s: peers look for lost ones every 30 s, and wait 6 s for late
+ones."""
 START_S = 120.0
-"""Twelve processes that import torch on two cores."""
+"""Limit for twelve processes that import torch on two cores."""
 NEXT_ROUND_S = 60.0
 """A few time-outs of the protocol (6 to 14 s each)."""
 REFORM_S = 20.0
 BACK_S = 120.0
 HEALED_ROUNDS = 3
 ROUND_TOKENS = 6 * 128
-"""Of one peer's local steps in a round."""
+"""Seconds of one peer's local steps in a round."""
 ROOT_ONLY = pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 
 
@@ -51,7 +52,7 @@ def running(
     settings: Sequence[str] = (),
     num_rounds: int = 3,
 ) -> Iterator[tuple[LocalSwarm, FaultRunner]]:
-    """A swarm that has some rounds behind it, and what tells its peers what to do."""
+    """A swarm after some rounds, and the controls of its peers."""
     common = [f"round.reform_after_s={reform_after_s}", "run.rounds=1000000"]
     common += ["model.num_experts=12", "round.local_steps=6"]
     run_file = write_run(folder, [*common, *settings])
@@ -69,13 +70,13 @@ def running(
 
 
 def one_chain(swarm: LocalSwarm) -> bool:
-    """Whether all peers applied one manifest lately; two chains have none in common."""
+    """Whether all peers applied one manifest recently. Two chains have none in common."""
     newest = [{event["digest"] for event in applied(peer.events())[-4:]} for peer in swarm.peers]
     return bool(set.intersection(*newest))
 
 
 def kill_at_once(peers: Sequence[LocalPeer]) -> float:
-    """Kills them; returns the seconds between the first and the last."""
+    """Kills peers. Returns the seconds between the first and the last kill."""
     began_s = time.monotonic()
     for peer in peers:
         peer.send(signal.SIGKILL)
@@ -99,7 +100,7 @@ def test_four_of_twelve_killed_in_one_second_roll_nothing_back(tmp_path: Path) -
         dead, survivors = swarm.peers[2:10:2], [*swarm.peers[:2], *swarm.peers[3::2]]
         before = newest_round(swarm)
         assert kill_at_once(dead) < 1.0
-        # The round under way may already be decided: the one after is without the dead for sure.
+        # The present round may already be decided. The next one certainly excludes the dead.
         swarm.wait_until(
             went_on(survivors, before + 1), what="the next round", timeout_s=NEXT_ROUND_S
         )
@@ -112,7 +113,7 @@ def test_four_of_twelve_killed_in_one_second_roll_nothing_back(tmp_path: Path) -
 def test_survivors_of_a_lost_majority_go_on_and_the_others_return_to_them(
     tmp_path: Path, num_peers: int
 ) -> None:
-    """Three are killed: of four that is the majority, of six the half."""
+    """Three are killed: the majority of four, or half of six."""
     with running(tmp_path, num_peers, reform_after_s=REFORM_S) as (swarm, runner):
         dead, survivors = swarm.peers[-3:], swarm.peers[:-3]
         before = newest_round(swarm)
@@ -128,7 +129,7 @@ def test_survivors_of_a_lost_majority_go_on_and_the_others_return_to_them(
         swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
         tips = [read_record(peer).tip for peer in swarm.peers]
     assert {tip.generation for tip in tips} == {kept.generation}
-    assert all(is_ancestor(kept.code, tip.code) for tip in tips), "what they agreed on was dropped"
+    assert all(is_ancestor(kept.code, tip.code) for tip in tips), "their agreement was dropped"
 
 
 @ROOT_ONLY
@@ -160,12 +161,12 @@ def test_a_partition_that_heals_ends_in_one_chain(
         assert one_chain(swarm)
         for i, peer in enumerate(swarm.peers):
             counted, trained = (0, 0) if i in won else tokens_of(peer, at[i]["generation"])
-            # What was under way when its chain gave way is lost as well.
+            # Steps in progress when its chain gave way are lost as well.
             assert counted <= tokens_lost(peer.events()) <= trained + ROUND_TOKENS * (i not in won)
 
 
 def tokens_of(peer: LocalPeer, generation: str) -> tuple[int, int]:
-    """A peer's tokens in the rounds of a generation: those that counted, all that it trained."""
+    """A peer's tokens in the rounds of a generation: counted ones, and all trained ones."""
     found = [event for event in rounds(peer) if event["generation"] == generation]
     counted = sum(int(event["trained_tokens"]) for event in found if event["counted"])
     return counted, sum(int(event["trained_tokens"]) for event in found)
@@ -173,7 +174,7 @@ def tokens_of(peer: LocalPeer, generation: str) -> tuple[int, int]:
 
 @ROOT_ONLY
 def test_a_joiner_whose_sources_die_one_after_another_arrives(tmp_path: Path) -> None:
-    """Twelve seconds of download; whenever some more of it is there, another source is killed.
+    """The download takes twelve seconds. After each further part, another source is killed.
 
     A round of the others takes half a minute, most of it on the line.
     """
@@ -204,7 +205,7 @@ def test_a_joiner_whose_sources_die_one_after_another_arrives(tmp_path: Path) ->
 
 
 def num_bytes(peer: LocalPeer) -> int:
-    """What a peer has on its disk."""
+    """Bytes on a peer's disk."""
     sizes = []
     for path in peer.folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -216,7 +217,7 @@ def num_bytes(peer: LocalPeer) -> int:
 def test_a_peer_four_times_slower_costs_the_others_nothing_and_its_experts_advance(
     tmp_path: Path,
 ) -> None:
-    """The others' pace alone is that of their rounds before one of them became slow."""
+    """The others' own pace is that of their rounds before one peer became slow."""
     with running(tmp_path, 4, step_s=LONG_STEP_S) as (swarm, runner):
         swarm.wait_until(has_rounds(8), what="quiet rounds", timeout_s=START_S)
         quiet = rounds_of([peer.events() for peer in swarm.peers])

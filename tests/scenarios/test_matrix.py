@@ -1,6 +1,6 @@
 """Every valid cell of the fault matrix in real processes: one chain, no hang, nothing unowned.
 
-One swarm goes through many cells; what it survived is read from the histories of its peers.
+One swarm goes through many cells. The histories of its peers show which ones it survived.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from tests.scenarios.swarms import has_rounds, write_run
 
 STEP_S = 0.15
 BOUNDS = Bounds(manifest_s=90.0, return_s=120.0, trap_s=120.0)
-"""Some time-outs of the protocol (5 to 14 s each), on a machine that is busy with other things."""
+"""Some time-outs of the protocol (5 to 14 s each), on a busy machine."""
 UNOWNED_ROUNDS = 2
-"""Experts of who was met are in the hands of a peer that is there after so many rounds: it is back
-before, or it was silent in two of them and they were adopted."""
+"""Rounds after which a living peer owns the victim's experts. The victim has returned before, or
+was silent in two rounds and its experts were adopted."""
 SETTINGS = [
     "run.rounds=1000000",
     "model.num_experts=12",
@@ -34,7 +34,7 @@ CELL_S = 60.0
 
 
 def run_cells(folder: Path, cells: Sequence[Cell], *, num_peers: int, max_down: int) -> FaultRunner:
-    """Runs a swarm through cells; asserts that all came about and that it was none the worse."""
+    """Runs a swarm through cells. Asserts that all happened and that the swarm is sound."""
     run_file = write_run(folder, SETTINGS)
     swarm = LocalSwarm(folder / "swarm", run_file, num_peers)
     plan = plan_of(cells, max_down=max_down, step_s=STEP_S, num_peers=num_peers)

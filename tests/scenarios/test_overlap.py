@@ -1,4 +1,4 @@
-"""Real peers that train while their rounds are under way: one state everywhere, kills included."""
+"""Real peers that train during their rounds: one state everywhere, even after kills."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ OVERLAPPED = [
 def test_rounds_that_overlap_end_in_one_state_and_count_every_step(
     tmp_path: Path, second: str
 ) -> None:
-    """The second peer streams, or has two workers; the engines of both are read while they step."""
+    """The second peer streams, or has two workers. Both engines are read during steps."""
     run_file, engines = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"]), _of_second(second)
     with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=engines) as swarm:
         swarm.start()
@@ -50,7 +50,7 @@ def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(
 
 @pytest.mark.exhaustive
 def test_rounds_of_a_given_time_overlap_too(tmp_path: Path) -> None:
-    """Each peer takes what steps fit, and offers them while it takes the next."""
+    """Each peer takes the steps that fit, and offers them during the next ones."""
     timed = ["round.seconds=3.0", "optimizer.schedule_steps=200", "run.rounds=5"]
     run_file = write_run(tmp_path, [*OVERLAPPED, *timed])
     with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
@@ -61,7 +61,7 @@ def test_rounds_of_a_given_time_overlap_too(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_path: Path) -> None:
-    """Their private states are of the rounds before: what they had offered since, they offer."""
+    """Their private states are from earlier rounds. They repeat the offers made since."""
     slices = ["round.experts_every=2", "round.stagger=true", "run.rounds=8"]
     run_file = write_run(tmp_path, [*OVERLAPPED, *slices])
     with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:

@@ -1,4 +1,4 @@
-"""The page of a living swarm: it answers soon, and outlives the peers that it learned from."""
+"""The page of a running swarm answers soon, and outlives its source peers."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 pytestmark = pytest.mark.scenario
 
 REFORM_S = 20.0
-"""One peer of two goes on alone after this, while its record of the other runs out."""
+"""One peer of two continues alone after this, while its record of the other expires."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def url(swarm: LocalSwarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         errors.open("wb") as to,
         running(
             [sys.executable, "-m", "peers.monitor", *addresses, "--http", "127.0.0.1:0"],
-            limit_s=20 * ROUND_S,  # all tests of this file look at it
+            limit_s=20 * ROUND_S,  # shared by all tests of this file
             stdout=subprocess.PIPE,
             stderr=to,
             text=True,

@@ -1,4 +1,4 @@
-"""A peer that was killed goes on from its disk: bit for bit, and without what was damaged."""
+"""A killed peer resumes from its disk: bit for bit, and without damaged files."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ SIX_ROUNDS = ["run.rounds=6", *NOBODY_LEFT_OUT]
 
 
 def test_six_rounds_with_everybody_killed_four_times_equal_the_reference(tmp_path: Path) -> None:
-    """Between accept, record and swap of a round or a merge; once after three rounds."""
+    """Killed between accept, record and swap of a round or a merge, and once after three rounds."""
     run_file = write_run(tmp_path, SIX_ROUNDS)
     with LocalSwarm(
         tmp_path / "swarm",
@@ -74,7 +74,7 @@ def restart_all(swarm: LocalSwarm, crash: str | None = None) -> None:
 
 
 def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Tensor]:
-    """What one process gets that trains the same peers without a swarm."""
+    """The result of one process that trains the same peers without a swarm."""
     ordered = sorted(peer_id(peer) for peer in swarm.peers)
     owners = read_record(swarm.peers[0]).tip.owners
     return train_by_reference(
@@ -87,13 +87,13 @@ def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Te
 
 
 def tear(path: Path) -> None:
-    """Cuts a file in its middle, as a lost power supply may."""
+    """Cuts a file in the middle, as a power failure may."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
 
 
 def flip(path: Path) -> None:
-    """Turns over one bit in the middle of a file."""
+    """Flips one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
@@ -108,7 +108,7 @@ def damage_private_state(peer: LocalPeer) -> None:
 
 
 def damage_packs(peer: LocalPeer) -> None:
-    """In many places: parts of a pack may be garbage that nobody misses."""
+    """In many places, because parts of a pack may be unused garbage."""
     for path in sorted((run_folder(peer) / "packs").glob("*.pack")):
         content = bytearray(path.read_bytes())
         for place in range(0, len(content), 1024):

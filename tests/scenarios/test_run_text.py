@@ -1,4 +1,4 @@
-"""A run with a text of its own: kept over a restart, and asked of joiners before anything else."""
+"""A run with a given text: kept over a restart, and required of joiners before anything else."""
 
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-# Two starts that are refused: a minute. What is compared is tried in
-# tests/peer/text/test_run_text.py.
+# Two refused starts take a minute. tests/peer/text/test_run_text.py tests the comparisons.
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 REFUSED = 4
@@ -46,7 +45,7 @@ def test_a_run_keeps_its_text_and_asks_joiners_for_it(tmp_path: Path) -> None:
         assert f"{line}{text.digest}, {text.tokens:,} tokens" in founder.output()
         assert f"digest {text.digest}" in stranger.output()
 
-        # ... and while it trains, its founder started again with nothing but its state directory.
+        # ... and while it trains, with its founder restarted from its state directory alone.
         founder.kill()
         swarm.restart(founder, [])
         swarm.wait_until(contributes(founder), what="its contribution", timeout_s=ROUND_S)
@@ -56,7 +55,7 @@ def test_a_run_keeps_its_text_and_asks_joiners_for_it(tmp_path: Path) -> None:
 
 
 def start_and_be_refused(stranger: LocalPeer, address: str) -> None:
-    """It has the standard library, hears of both texts, and keeps nothing of the run."""
+    """It has the standard library, reports both texts, and keeps nothing of the run."""
     stranger.arguments = ["--initial-peers", address, "--state-dir", str(stranger.folder)]
     stranger.start()
     assert stranger.wait(ROUND_S) == REFUSED

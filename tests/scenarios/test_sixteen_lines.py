@@ -1,4 +1,4 @@
-"""A whole run of sixteen peers, each in a namespace of its own behind a line of its own kind."""
+"""A whole run of sixteen peers, each in its own namespace with a different line."""
 
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ SIZES = ["model.num_experts=16", "model.hidden_size=64", "model.moe_intermediate
 
 
 def test_one_digest_everywhere_at_every_height(tmp_path: Path) -> None:
-    """From 3 to 1,000 Mbit/s up, 1 to 200 ms, six that lose packets; nobody shares a file."""
+    """From 3 to 1,000 Mbit/s up, 1 to 200 ms, six with packet loss, and no shared files."""
     assert len(LINKS) == 16
     run_file = write_run(tmp_path, [*SIZES, f"run.rounds={ROUNDS}", "merging.interval_steps=24"])
     with (
@@ -40,6 +40,6 @@ def test_one_digest_everywhere_at_every_height(tmp_path: Path) -> None:
     sys.stdout.write(f"{verdict}\nrounds that counted each: {each}\n")
     assert set(verdict["digests_per_height"]) == {1}
     assert verdict["rounds"] == ROUNDS and verdict["merges"] == 2
-    last = [events[-1]["round"] for events in done.values()]  # of the merge, where it came first
+    last = [events[-1]["round"] for events in done.values()]  # of the merge, if it came first
     assert set(last) == {ROUNDS}
     assert len(counted) == len(LINKS), "every line carries work into the model"

@@ -1,4 +1,4 @@
-"""A swarm whose rounds exchange slices of the units: flat in bytes, equal to plain arithmetic."""
+"""A swarm whose rounds exchange slices of the units: even in bytes, equal to plain arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ SETTINGS = [
     f"round.shared_every={PERIOD}",
     "round.stagger=true",
     "merging.interval_steps=10",  # after round 5, in the middle of a cycle
-    "round.roster_after_s=300.0",  # peers that start one after another are all waited for
+    "round.roster_after_s=300.0",  # rounds wait for all peers that start one after another
     "round.reform_after_s=600.0",
 ]
 
@@ -69,7 +69,7 @@ def test_rounds_of_slices_are_flat_and_equal_plain_arithmetic_through_kills(tmp_
     assert verdict["tokens_lost"] == 0
     assert len(merges) == 2
     assert {entry.version for entry in tip.entries.values()} == {ROUNDS}  # the last one is whole
-    # Every byte of every round, but for pieces that a peer asked two others for.
+    # Every byte of every round, except pieces that a peer requested twice.
     formula = NUM_PEERS * bytes_sent_per_peer_per_round(run, NUM_PEERS)
     assert all(abs(each - formula) < 0.03 * formula for each in sent), (formula, sent)
     owners = {expert: ordered.index(peers[0]) for expert, peers in tip.owners.items()}
@@ -99,7 +99,7 @@ def _slices(run: RunConfig, number: int) -> list[Slice]:
 
 
 def _experts(owners: Mapping[int, int], number: int) -> list[int]:
-    """Experts that it exchanges: of each owner its k-th, where k and its own place add up."""
+    """Experts that a round exchanges: each owner's k-th, by k plus the owner's place."""
     if number == ROUNDS:
         return sorted(owners)
     due = []
@@ -112,7 +112,7 @@ def _experts(owners: Mapping[int, int], number: int) -> list[int]:
 def _train_in_slices(
     run: RunConfig, shards: Shards, peers: Sequence[str], owners: Mapping[int, int]
 ) -> dict[str, Tensor]:
-    """As `train_by_reference`, but a round averages and copies its slice of all alone."""
+    """As `train_by_reference`, but a round averages and copies only its slice."""
     model = run.model
     names = {expert: list(expert_shapes(model, expert)) for expert in owners}
     of_experts = [name for own in names.values() for name in own]
@@ -144,7 +144,7 @@ def _train_in_slices(
                 for expert, owner in owners.items():
                     for name in names[expert]:
                         value = agreed[name]
-                        if owner == peer:  # what it has not offered yet moves along
+                        if owner == peer:  # progress that it has not offered yet stays
                             ahead = engine.read([name])[name] - before[name]
                             value = torch.where(ahead == 0, value, value + ahead)
                             if torch.equal(agreed[name], before[name]):

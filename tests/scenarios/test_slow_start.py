@@ -41,7 +41,7 @@ def test_it_ends_within_its_time_to_leave_with_one_line(
     assert "Traceback" not in peer.log
 
 
-@pytest.mark.exhaustive  # test_starting.py has it without a peer
+@pytest.mark.exhaustive  # test_starting.py tests this without a peer
 def test_it_ends_within_its_time_to_leave_also_when_a_worker_hangs(tmp_path: Path) -> None:
     alone = ("--run", "demo", "--peers", "1", "--rounds", "9", "--gpus", "2", *settings())
     given = (*corpus_in(tmp_path), "--leave-timeout", str(LEAVE_S))

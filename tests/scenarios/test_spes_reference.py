@@ -1,4 +1,4 @@
-"""The reference is checked where plain training must give the same."""
+"""Checks the reference in cases where plain training must give the same."""
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def test_an_expert_with_two_owners_is_their_mean():
 
 
 def test_no_sample_is_read_twice(monkeypatch):
-    """Two rounds of three peers, who read 3 steps of 4 sequences each."""
+    """Two rounds of three peers that read 3 steps of 4 sequences each."""
     read, real_read = [], Loader.read
 
     def spy(self, dealt, local_step, batch_tokens):

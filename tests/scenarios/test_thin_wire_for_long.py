@@ -1,7 +1,7 @@
-"""Two hundred lossy, overlapping rounds of slices, while peers come, go and are killed.
+"""Two hundred lossy, overlapping rounds of slices, while peers join, leave and are killed.
 
-All agree in every bit, and each step is in the agreed value once: it moves by as many steps as the
-manifests count; exactly where nothing is coded, elsewhere up to what the last codings left over.
+All agree in every bit, and the agreed value contains each step once: it moves by the counted steps
+of the manifests. Without coding this is exact, and with coding up to the last remainders.
 """
 
 import json
@@ -50,7 +50,8 @@ SETTINGS = [
     "optimizer.schedule_steps=1000000",
 ]
 EXACT_STEPS, LEFT_OVER_STEPS = 0.1, 3.0 * STEPS
-"""Of norms and routers; and what two codings of two bits, offer and mean, leave over of 1,200."""
+"""Tolerance in steps for norms and routers, and for the remainders of two codings of two bits,
+offer and mean, out of 1,200."""
 DEADLINE_S = 600.0
 
 
@@ -89,7 +90,7 @@ def test_all_agree_and_every_step_is_counted_once(tmp_path: Path) -> None:
     )
     assert max(exact) < EXACT_STEPS
     assert max(coded) < LEFT_OVER_STEPS
-    assert max(ahead) < LEFT_OVER_STEPS, "all steps are counted: what is left is of codings"
+    assert max(ahead) < LEFT_OVER_STEPS, "all steps are counted: the rest is from codings"
 
 
 def _disturb(swarm: LocalSwarm) -> None:
@@ -146,13 +147,13 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _steps(move: Tensor) -> float:
-    """How many steps a move is, by least squares."""
+    """The number of steps of a move, by least squares."""
     step = moves_of(move.numel())
     return float((move.reshape(-1) @ step) / (step @ step))
 
 
 def _steps_counted(told: Path, run: RunConfig) -> float:
-    """By which the mean has to move: each round's steps, weighted by themselves."""
+    """The expected move of the mean: each round's steps, weighted by themselves."""
     work = {}
     for path in told.glob("*.jsonl"):
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Rounds of an agreed time: a fast peer does more, nobody waits for the slow one."""
+"""Rounds of an agreed time: a fast peer does more, and nobody waits for the slow one."""
 
 from pathlib import Path
 
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.scenario, pytest.mark.alone]
 
 SECONDS = 6.0
 STEP_S = (0.1, 0.4)
-"""Compute as a timed wait, far above what a step of this model takes: the second peer is four
-times as slow, on a busy machine less."""
+"""Compute as a timed wait, much longer than a step of this model. The second peer is four times as
+slow, on a busy machine less."""
 NUM_ROUNDS = 4
 BATCH_TOKENS = 128
 
@@ -43,7 +43,7 @@ def coverage_of(tip: Manifest) -> Coverage:
 
 
 def share_of_training(peer: LocalPeer) -> float:
-    """Seconds of local steps by those of the rounds, without the first: the peers start in it."""
+    """Seconds of local steps over those of rounds, without the first, in which peers start."""
     later = rounds(peer)[1:]
     return float(sum(e["training_s"] for e in later) / sum(e["seconds"] for e in later))
 
@@ -64,14 +64,15 @@ def test_unequal_peers_work_for_the_agreed_time_and_both_count(tmp_path: Path) -
     assert set(verdict["digests_per_height"]) == {1}
     ended = [event for peer in swarm.peers for event in peer.events() if event["event"] == "ended"]
     assert len(ended) == 2
-    assert not any(event["refused"] for event in ended), "every message came with all it names"
+    assert not any(event["refused"] for event in ended), "every message came complete"
     told = [[event["steps"] for event in rounds(peer)] for peer in swarm.peers]
     figures = {"steps": told, "training": [share_of_training(peer) for peer in swarm.peers]}
     assert all(event["counted"] for peer in swarm.peers for event in rounds(peer)), figures
-    # With equal steps both would do as many, and the fast one would wait for three quarters.
+    # With equal steps both would do the same number, and the fast one would wait three quarters of
+    # the time.
     assert sum(told[0]) > 2 * sum(told[1]), figures
     assert min(figures["training"]) > 0.5, figures
-    # What was done is in the manifest; of two the schedule goes by what the slower one did.
+    # The manifest has the work. With two peers the schedule follows the slower one.
     assert dict(tip.work) == {
         ids[0]: told[0][-1] * BATCH_TOKENS,
         ids[1]: told[1][-1] * BATCH_TOKENS,

@@ -1,4 +1,4 @@
-"""What a round sends, counted on the wire, against the formula."""
+"""The bytes of a round, counted on the wire, against the formula."""
 
 import logging
 from pathlib import Path
@@ -41,8 +41,8 @@ def test_blob_bytes_equal_the_formula_and_owned_experts_save_a_third(tmp_path: P
 def sent_per_round(folder: Path, *, owners: int) -> tuple[float, RunConfig]:
     """Blob bytes that a peer sent in a round: mean over peers and rounds.
 
-    The first round is left out, since its window holds the held-out tokens that joiners fetch,
-    and the last, whose end no manifest marks.
+    The first round is left out, because its window includes the held-out tokens of joiners. The
+    last round is left out too, because no manifest marks its end.
     """
     folder.mkdir()
     run_file = write_run(folder, [*WIDE_EXPERTS, f"ownership.owners_per_expert={owners}"])
@@ -64,6 +64,6 @@ def sent_per_round(folder: Path, *, owners: int) -> tuple[float, RunConfig]:
 
 
 def formula(run: RunConfig, owners: int) -> float:
-    """The expected bytes with so many owners."""
+    """The expected bytes, by the number of owners."""
     ownership = run.ownership.model_copy(update={"owners_per_expert": owners})
     return bytes_sent_per_peer_per_round(run.model_copy(update={"ownership": ownership}), NUM_PEERS)

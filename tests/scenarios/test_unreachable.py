@@ -1,6 +1,6 @@
-"""Peers that nobody can dial are full members: a daemon without a listen address stands for a NAT.
+"""Peers that nobody can dial are full members. A daemon without a listen address emulates NAT.
 
-One peer listens, two only dial out: whatever these two have for each other goes through the third.
+One peer listens, two only dial out. All traffic between these two goes through the third.
 """
 
 from collections.abc import Iterator

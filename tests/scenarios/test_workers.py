@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 LIMIT_S = 120
 AWAY_S = 30.0
-"""So long the workers of a peer may be away."""
+"""Limit for the absence of a peer's workers."""
 GONE_S = 10.0
-"""So long workers may outlive their peer."""
+"""Limit for workers that outlive their peer."""
 LOCAL_STEPS = 5
 FOUND = ["--run", "demo", "--rounds", "6", "--peers", "2", "--wait-for-peers", "2"]
 SMALL = [
@@ -38,7 +38,7 @@ UNLIKE = ("experts dealt out over 2", "a pipeline of 2 stages", "streaming")
 
 
 class Training:
-    """A peer that writes what it says to a file beside its state directory."""
+    """A peer whose output goes to a file next to its state directory."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.path = folder.with_suffix(".log")
@@ -52,7 +52,7 @@ class Training:
         return self.path.read_text()
 
     def says(self, pattern: str) -> str:
-        """The first group of what it has said, as soon as it has."""
+        """The first group of the first match in its output."""
         end_s = time.monotonic() + LIMIT_S
         while not (match := re.search(pattern, self.log)):
             assert self.process.poll() is None and time.monotonic() < end_s, self.log[-3000:]
@@ -110,7 +110,7 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
 
 
 def assert_bytes_are_those_of_the_formula(folders: list[Path]) -> None:
-    """Blob bytes of rounds that both took part in, behind the one with a kill."""
+    """Compares blob bytes of rounds of both peers, after the one with a kill, with the formula."""
     run = load_run("demo", [*SMALL, "run.peers=2"])
     events = [event for folder in folders for event in applied(folder)[2:]]
     sent = [e["blob_bytes_sent"] for e in events if len(e["contributors"]) == 2]
@@ -122,7 +122,7 @@ def assert_bytes_are_those_of_the_formula(folders: list[Path]) -> None:
 def test_a_peer_that_is_killed_takes_its_workers_along_and_resumes_bit_for_bit(
     tmp_path: Path,
 ) -> None:
-    """Two micro-batches a step: two workers have the bits of one process."""
+    """With two micro-batches per step, two workers have the bits of one process."""
     whole = ("compute.expert_parallel=1", "compute.pipeline=1")
     alone = ["--run", "demo", "--rounds", "4", "--peers", "1", *settings(*whole)]
     alone += corpus_in(tmp_path)
@@ -137,7 +137,7 @@ def test_a_peer_that_is_killed_takes_its_workers_along_and_resumes_bit_for_bit(
             peer.process.wait()
             end_s = time.monotonic() + GONE_S
             while any(map(is_running, pids)):
-                assert time.monotonic() < end_s, "workers without a peer go on"
+                assert time.monotonic() < end_s, "workers run on without a peer"
                 time.sleep(0.05)
             peer = Training(tmp_path / "killed", *alone, "--gpus", "2")
         assert peer.process.wait(LIMIT_S) == 0, peer.log
@@ -158,7 +158,7 @@ def is_running(pid: str) -> bool:
 
 
 def model(folder: Path) -> tuple[int, dict[Unit, Digest]]:
-    """The newest round of a peer that has ended, and the digest of each part of its model."""
+    """The newest round of an ended peer, and the digest of each part of its model."""
     (run,) = (folder / "runs").iterdir()
     record = RecordFile(run / "record").read()
     assert record is not None
@@ -167,14 +167,14 @@ def model(folder: Path) -> tuple[int, dict[Unit, Digest]]:
 
 
 def applied(folder: Path) -> list[dict[str, Any]]:
-    """What a peer has written of each manifest behind the founding one."""
+    """A peer's events of each manifest after the founding one."""
     (path,) = (folder / "runs").glob("*/events.jsonl")
     events = map(EventReader().read, path.read_text().splitlines())
     return [event for event in events if event["event"] == "applied" and event["round"]]
 
 
 def test_a_node_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_path: Path) -> None:
-    """A peer has one worker here and one through swarm-worker, which is started again."""
+    """A peer has one worker here and one through swarm-worker, which is restarted."""
     corpus, agents = corpus_in(tmp_path), []
     elsewhere = ("--gpus", "1", "--workers-from", "127.0.0.1:0", "--remote-workers", "1")
     peers = [Training(tmp_path / "two", *FOUND, *settings(), *elsewhere, *corpus)]
@@ -209,7 +209,7 @@ def corpus_in(folder: Path) -> list[str]:
 
 
 def assert_members_throughout(peers: list[Training]) -> None:
-    """With the same digests, and both counted again before the end."""
+    """Checks for equal digests, and that both are counted again before the end."""
     histories = [applied(peer.path.with_suffix("")) for peer in peers]
     rounds = [
         [

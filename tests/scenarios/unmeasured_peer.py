@@ -1,7 +1,7 @@
-"""A peer that says nothing of its line, so that averaging is dealt as among equal lines [D3].
+"""A peer without a declared line, so that reducers are assigned as for equal lines [D3].
 
-Who averages a part of the shared tensors keeps what is left over of its mean [W5]. By measured
-lines, which on this machine differ from start to start, another peer would, and bits with it.
+The reducer of a shared part keeps the remainder of its mean [W5]. Measured lines differ between
+starts on this machine, and would assign another reducer and so change bits.
 """
 
 from peers.peer import main

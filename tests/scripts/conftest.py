@@ -1,4 +1,4 @@
-"""What the tests of scripts share."""
+"""Shared fixtures of the tests of scripts."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ BENCHMARKS = SCRIPTS / "benchmarks"
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script that a file is named after; its folder is on the path in this test alone."""
+    """The script of the test file's name. Its folder is on the path only in this test."""
     name = request.module.__name__.rpartition(".test_")[2]
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -1,4 +1,4 @@
-"""Each benchmark runs small. Arithmetic behind published figures is tested by itself."""
+"""Runs each benchmark small, and tests the arithmetic of published figures separately."""
 
 import importlib
 import json
@@ -39,7 +39,7 @@ NUM_PEERS = 4
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name; the folder is on the path in this test alone."""
+    """Imports a script by its name. The folder is on the path only in this test."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in LOADED:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -107,7 +107,7 @@ def test_all_variants_of_a_step_train_alike(load: Any) -> None:
         torch.manual_seed(0)
         variant = script.variant(name, "fp32", run, script.weights_of(run))
         losses[name] = [variant.step(batch) for batch in script.batches(run, 3)]
-    # Every step updates: from the second on losses agree only where the updates before do.
+    # Every step updates, so from the second on losses agree only if earlier updates do.
     assert losses["ours"] == pytest.approx(losses["plist"], rel=1e-5)
     assert losses["ours"][0] == pytest.approx(losses["stock"][0], rel=1e-5)
 
@@ -121,7 +121,7 @@ def test_the_quick_form_of_utilisation_measures_real_processes(
     swarm, server = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     for row in (swarm, server):
         assert 0 < row["utilisation"] < 1 < row["sent_mb"]
-        # "other" is what is left of a cycle: less than nothing, if a second was counted twice.
+        # "other" is the rest of a cycle. It would be negative if a second was counted twice.
         assert min(row["stalls"].values()) >= 0
     assert swarm["stalls"]["waiting"] > 0 == swarm["not_counted"]
 
@@ -129,9 +129,8 @@ def test_the_quick_form_of_utilisation_measures_real_processes(
 @pytest.mark.scenario
 @pytest.mark.exhaustive
 def test_no_phase_takes_more_than_its_plan_where_an_owner_was_lost(tmp_path: Path) -> None:
-    """From 58b6bf03 to e78d3a3e the founder held the state of before it adopted as well: 1.62.
-
-    With 82 M parameters heaps keep buffers that threads of averaging have freed: 1.19 at the most.
+    """From 58b6bf03 to e78d3a3e the founder also kept its old state during the adoption: 1.62. With
+    82 M parameters heaps keep freed buffers of averaging threads: at most 1.19.
     """
     command = [sys.executable, BENCHMARKS / "bench_real_size.py", "--json", "--hidden", "576"]
     words = ["--inner", "2880", "--state-dir", tmp_path]
@@ -211,7 +210,7 @@ def test_what_was_sent_to_late_peers_of_a_round_counts_with_its_seconds(load: An
         return {"height": height, "time": at_s, **moved}
 
     line = Link(up_mbit=8, down_mbit=8, rtt_ms=50)
-    # The first one sends for 20 s to the second after it has the manifest, then for 30 s.
+    # After it has the manifest, the first peer sends to the second for 20 s, then for 30 s.
     first = [applied(1, 100), applied(2, 160, sent=50_000_000)]
     second = [applied(1, 120), applied(2, 160, received=30_000_000)]
     phases = load("bench_link").data_phases([line] * 2, [first, second], {1: 0.0, 2: 130.0})
@@ -235,7 +234,7 @@ def test_lines_of_the_internet_follow_the_quantiles_that_have_sources(load: Any)
 def test_peers_send_what_the_formula_says_and_relays_send_no_more(
     load: Any, mode: str, tmp_path: Path
 ) -> None:
-    """(2 S (N-1) + X (N-1)) bytes in all, for S of shared tensors and X of experts that are due."""
+    """In all (2 S (N-1) + X (N-1)) bytes, for S bytes of shared tensors and X of due experts."""
     bench: ModuleType = load("bench_internet")
     of = bench.sized(40, bench.load_or_create_identity(tmp_path / "identity"))
     ((each,), _) = bench.drawn(of, mode, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Trainings that are kept: what is taken for one of before, and what is said of it."""
+"""Stored trainings: the match with an earlier one, and the report about it."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""scripts/demo, with stand-ins for what it calls: the model of before stays until there is another.
+"""scripts/demo, with stand-ins for its programs: the old model stays until there is a new one.
 
 And the check of its export, with stand-ins for the two losses.
 """
@@ -51,7 +51,7 @@ except KeyboardInterrupt:
 
 
 class Checkout:
-    """What scripts/demo needs, and a model of before."""
+    """The files that scripts/demo needs, and an earlier model."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.temporary = folder / "a checkout", folder / "temporary"
@@ -139,7 +139,7 @@ def test_a_mistyped_option_costs_nothing(checkout: Checkout) -> None:
 def test_where_things_go_is_not_for_the_caller(checkout: Checkout, options: list[str]) -> None:
     done = checkout.demo(*options)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"demo: {options[0].partition('=')[0]} is not for you")
+    assert done.stderr.startswith(f"demo: {options[0].partition('=')[0]} cannot be set")
     assert (checkout.calls, checkout.weights, checkout.left) == ([], "old", [])
 
 
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_nothing(checkout: Checkout) -> None:
 
 
 def hears_signals() -> None:
-    """Also where nohup or a shell runs the tests in the background, so that they ignore some."""
+    """Needed where nohup or a background shell makes the tests ignore some signals."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -169,7 +169,7 @@ def hears_signals() -> None:
 def test_who_ends_it_ends_the_swarm_and_leaves_nothing(
     checkout: Checkout, number: signal.Signals
 ) -> None:
-    """SIGINT as a terminal sends it: to all of the foreground."""
+    """SIGINT as from a terminal: to all processes of the foreground."""
     checkout._program(".venv/bin/swarm-local", WAITING)
     with running(
         [str(checkout.root / "scripts" / "demo")],
@@ -207,7 +207,7 @@ def test_a_folder_of_the_environment_is_not_removed(checkout: Checkout, tmp_path
 def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     sys.modules.pop("check_export", None)
-    import check_export  # the folder is on the path in these tests alone
+    import check_export  # the folder is on the path only in these tests
 
     record = SimpleNamespace(tip=SimpleNamespace(digest="ab"))
     held_out = SimpleNamespace(bits_per_byte=lambda loss: loss / math.log(2))

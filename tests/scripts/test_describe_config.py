@@ -1,4 +1,4 @@
-"""The page on settings says what the classes say that check them."""
+"""The page on settings agrees with the classes that check them."""
 
 import importlib.util
 from pathlib import Path
@@ -37,7 +37,7 @@ class Sample(Section):
 
 
 class Silent(Section):
-    """A section with a key that nobody explained."""
+    """A section with an undocumented key."""
 
     count: int = 1
 

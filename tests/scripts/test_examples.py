@@ -1,4 +1,4 @@
-"""The examples, and the page of Python in README, run as they stand there."""
+"""The examples, and the Python code in README, run unchanged."""
 
 import ast
 import importlib.util
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def run_python(folder: Path, *arguments: object) -> str:
-    """What a script prints that is started in a folder."""
+    """The output of a script that is started in a folder."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=ENDS_S, check=False
@@ -53,7 +53,7 @@ def run_python(folder: Path, *arguments: object) -> str:
 
 
 def export_of(run: RunConfig, folder: Path) -> dict[str, Tensor]:
-    """Weights as somebody has trained them: none is that of the run's seed."""
+    """Weights as after training: none equals the run's initial value."""
     weights = {
         name: value + 0.01 if value.ndim > 1 else value
         for name, value in initial_tensors(run, all_shapes(run.model)).items()

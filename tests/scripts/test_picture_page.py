@@ -1,4 +1,4 @@
-"""The pictures of the page are of the page as it is."""
+"""The pictures show the present page."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from scripts.picture_page import MAX_BYTES, PICTURES, SCHEMES, WEB, web_digest
 
 
 def test_the_pictures_are_of_the_files_that_the_page_is_made_of() -> None:
-    """If not: scripts/demo --page, and beside it scripts/picture_page.py with its address."""
+    """If not: run scripts/demo --page, and meanwhile scripts/picture_page.py with its address."""
     assert (PICTURES / "page.digest").read_text() == f"{web_digest()}\n"
 
 

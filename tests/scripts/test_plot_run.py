@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from events such as peers write them."""
+"""The picture of a run, drawn from events like those of peers."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ def test_losses_are_points_and_traffic_bars_of_the_right_height(tmp_path):
     (line,) = drawn.iter(f"{SVG}polyline")
     points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
     assert len(points) == len(LOSSES)
-    # Down the picture is up in y, in proportion to the loss.
+    # y grows downwards in the picture, in proportion to the loss.
     falls = [(later[1] - earlier[1]) for earlier, later in itertools.pairwise(points)]
     assert falls[0] / falls[1] == pytest.approx((5.5 - 2.8) / (2.8 - 2.5), rel=0.02)
 

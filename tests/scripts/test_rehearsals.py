@@ -1,4 +1,4 @@
-"""Scripts whose swarms are ended from outside: their peers run in sessions of their own."""
+"""Scripts whose swarms are ended from outside. Their peers run in separate sessions."""
 
 import contextlib
 import importlib
@@ -28,7 +28,7 @@ WORDS = {
     "bench_utilisation": ["--quick", "--mode", "exact"],
     "bench_watching": ["monitor"],
 }
-"""Of a script that needs some, or would take long without."""
+"""Options of a script that needs some, or would take long without."""
 
 
 class Links:
@@ -46,7 +46,7 @@ class Links:
 def script(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> ModuleType:
-    """A script in a folder of its own, without a network and with all cores."""
+    """A script in a new folder, without a network and with all cores."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     sys.modules.pop(request.param, None)
     found = importlib.import_module(request.param)
@@ -65,7 +65,7 @@ def script(
 
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal that does not end these tests where a script does not hear it."""
+    """A signal that does not end these tests if a script misses it."""
     before = signal.signal(request.param, lambda *_: None)
     yield request.param
     signal.signal(request.param, before)
@@ -191,7 +191,7 @@ def test_busy_processes_end_with_a_script_that_is_killed() -> None:
         busy = int(killed.stdout.readline())
         killed.kill()
         try:
-            # Both had the pipe open: it ends with the second.
+            # Both had the pipe open, so it ends with the second.
             assert select.select([killed.stdout], [], [], 30.0)[0], "it still spins"
             assert killed.stdout.read() == b""
         finally:

@@ -1,4 +1,4 @@
-"""The reproduction at a small scale: it trains as a real swarm does, and a kill costs one cell."""
+"""The reproduction at a small scale trains like a real swarm, and a kill costs one cell."""
 
 import json
 from pathlib import Path
@@ -26,14 +26,14 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
-    """Without the seconds, which differ."""
+    """Result lines without the seconds, which differ."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines]
 
 
 @pytest.mark.parametrize("name", ["centralised", "fedavg", "spes-merging", "eight-peers"])
 def test_a_cell_is_what_the_plain_reference_of_spes_trains(script: ModuleType, name: str) -> None:
-    """The same reference that swarms of processes are compared with, bit for bit."""
+    """The same bit-exact reference as for swarms of processes."""
     from in_process import InProcessSwarm
 
     run = script.run_of(script.VARIANTS[name], 1, script.QUICK)
@@ -57,7 +57,7 @@ def test_a_killed_reproduction_goes_on_with_the_cell_that_was_not_finished(
     script.main([*common, "--out", str(whole), "--cells", *MAIN])
     script.main([*common, "--out", str(cut), "--cells", MAIN[0]])
     with cut.open("a") as file:
-        file.write(whole.read_text().splitlines()[1][:40])  # killed while it wrote the second
+        file.write(whole.read_text().splitlines()[1][:40])  # killed during the write of the second
     capsys.readouterr()
     script.main([*common, "--out", str(cut), "--cells", *MAIN])
     printed = capsys.readouterr().out

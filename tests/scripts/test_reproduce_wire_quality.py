@@ -1,4 +1,4 @@
-"""Ways to exchange at a small scale: their bytes, and that a killed reproduction goes on."""
+"""Ways to exchange at a small scale: their bytes, and resuming a killed reproduction."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_bytes_are_those_of_the_wanted_shares(script: ModuleType) -> None:
 
 
 def test_variants_differ_in_their_exchange_alone(script: ModuleType) -> None:
-    """All take as many steps on as many tokens, and merge after the same ones."""
+    """All take the same number of steps and tokens, and merge after the same steps."""
     for variant in script.VARIANTS.values():
         run = script.run_of(variant, 1, script.FULL)
         assert run.run.rounds * run.round.local_steps == run.schedule_steps == script.FULL.steps
@@ -49,7 +49,7 @@ def test_a_killed_reproduction_goes_on_and_a_cell_counts_with_its_delay_alone(
         len(ElementTree.parse(svg).getroot().findall("{http://www.w3.org/2000/svg}circle")) == 2
     )  # exact SPES too
 
-    from cells import key_of  # the folder is on the path in this test alone
+    from cells import key_of  # the folder is on the path only in this test
 
     home, late = (script.VARIANTS[name] for name in ("home", "home-late"))
     run = script.run_of(home, 1, script.QUICK)

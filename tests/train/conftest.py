@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Shared fixtures of the tests of engines."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.train.runs import new_streaming
 
 @pytest.fixture(scope="session")
 def crews() -> Iterator[Crews]:
-    """Workers for all tests of a process: each starts in 3 s, most of which torch takes."""
+    """Workers for all tests of a process. Each starts in 3 s, most of them for torch."""
     with shared_crews() as crews:
         yield crews
 

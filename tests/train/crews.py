@@ -1,4 +1,4 @@
-"""Workers that tests share: starting some takes seconds, so that healthy ones are used again."""
+"""Workers that tests share. Starting takes seconds, so healthy ones are used again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from tests.train.runs import all_names, same
 
 
 class SharedCrew(Crew):
-    """Workers that go back to their pool unless something went wrong with them."""
+    """Workers that go back to their pool unless one has failed."""
 
     pool: "list[SharedCrew] | None" = None
     is_broken = False
@@ -40,7 +40,7 @@ class SharedCrew(Crew):
 
 
 class Crews:
-    """Workers of any number, started when there are none to be used again; a GPU each on "cuda"."""
+    """Crews of any size, started when no idle one is there. With "cuda", each worker has a GPU."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._device, self._idle = device, list[SharedCrew]()
@@ -53,7 +53,7 @@ class Crews:
         return self.new(size)
 
     def new(self, size: int) -> Crew:
-        """Starts workers that go to the idle ones when their engine is closed."""
+        """Starts workers that become idle ones when their engine is closed."""
         backend = "nccl" if self._device == "cuda" else "gloo"
         return self._to_be_kept(SharedCrew(Place(size, self._device, backend=backend)))
 
@@ -76,9 +76,9 @@ class Crews:
         given: dict[str, Any] | None = None,
         **options: Any,
     ) -> ParallelEngine:
-        """A parallel engine with the run's initial weights that owns some experts; to be closed.
+        """A parallel engine with the run's initial weights and some owned experts. Close it.
 
-        One that is to step down gets new workers: used ones have memory left that others freed.
+        An engine that is to step down gets new workers, because used ones keep freed memory.
         """
         first = replace(EngineOptions.of(run, device=self._device), **options)
         start = lambda: self.start(workers, are_new=bool(below))  # noqa: E731
@@ -90,7 +90,7 @@ class Crews:
 
 @contextmanager
 def lent_engines(crews: Crews, **defaults: Any) -> Iterator[Callable[..., ParallelEngine]]:
-    """Makes engines as `Crews.engine`, and gives their workers back in the end."""
+    """Makes engines as `Crews.engine`, and returns their workers at the end."""
     made: list[ParallelEngine] = []
 
     def make(*args: Any, **options: Any) -> ParallelEngine:
@@ -105,7 +105,7 @@ def lent_engines(crews: Crews, **defaults: Any) -> Iterator[Callable[..., Parall
 
 
 def assert_holders_answer(engine: ParallelEngine, run: RunConfig, shared: Sequence[str]) -> None:
-    """Shared tensors and experts 1 and 3, trained, are read and written, and frozen 0 and 2."""
+    """Reads and writes shared tensors, the trained experts 1 and 3, and the frozen ones 0 and 2."""
     experts = [name for e in (1, 3) for name in expert_shapes(run.model, e)]
     for name in (*shared, *experts):
         before = engine.read([name])[name]
@@ -126,7 +126,7 @@ def assert_holders_answer(engine: ParallelEngine, run: RunConfig, shared: Sequen
 
 @contextmanager
 def shared_crews(device: str = "cpu") -> Iterator[Crews]:
-    """Ends all of them in the end."""
+    """Ends all crews at the end."""
     crews = Crews(device)
     try:
         yield crews

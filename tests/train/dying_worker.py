@@ -1,7 +1,7 @@
-"""Where a worker can be killed: in the middle of each of its tasks, once for each file that asks.
+"""Kills a worker in the middle of each of its tasks, once per request file.
 
-`sitecustomize.py` of the test calls `arm` in every worker. A file in the folder that is named after
-a task kills the first worker that comes to this point, which takes the file away before.
+`sitecustomize.py` of the test calls `arm` in every worker. A file with the name of a task kills the
+first worker that reaches this point, which removes the file first.
 """
 
 import os
@@ -28,13 +28,13 @@ TASKS = {
     "moments": (ResidentEngine, "write_moments"),
     "return": (ResidentEngine, "load_state_dict"),
 }
-"""Task -> the method before which a worker is killed; the others then wait for it, or are ahead."""
+"""Task -> the method before which a worker is killed. The others then wait for it, or are ahead."""
 COMPUTING = ("forward", "backward", "update", "validation")
-"""Those that are no method of their own."""
+"""Tasks without their own method."""
 
 
 def arm(folder: Path) -> None:
-    """Puts the points into the classes of a worker."""
+    """Inserts the points into the classes of a worker."""
 
     def reached(task: str) -> None:
         try:
@@ -57,7 +57,7 @@ def _after(reached: Callable[[str], None], task: str, method: Callable[..., Any]
 
 
 def _arm_computing(reached: Callable[[str], None]) -> None:
-    """Behind the experts of a layer on both ways, and between the updates of two tensors."""
+    """After a layer's experts, forward and backward, and between updates of two tensors."""
     forward, update_tensors = SparseMLP.forward, optimizer.update_tensors
 
     def passing(self: SparseMLP, *args: Any, **options: Any) -> Any:

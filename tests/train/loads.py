@@ -1,4 +1,4 @@
-"""Bytes of the ranks of a mesh: living tensors, and what is predicted from the rows they had."""
+"""Bytes of the ranks of a mesh: living tensors, and the prediction from their rows."""
 
 import gc
 from collections.abc import Callable
@@ -29,13 +29,13 @@ from tests.train.team import together
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank had in its second step.
+    """Figures of one rank in its second step.
 
     Attributes:
         state: bytes between two steps.
         peak: the most within the step.
-        layers: that it holds.
-        rows: of these, micro-batch after micro-batch; none where experts are not dealt out.
+        layers: held layers.
+        rows: of these layers, micro-batch after micro-batch. None if experts are not distributed.
         traffic: of the step.
     """
 
@@ -48,7 +48,7 @@ class Measured:
     def predicted(
         self, run: RunConfig, num_owned: int, options: EngineOptions, *, workers: int, rank: int
     ) -> Need:
-        """From the rows that it had, or where there are none from sizes alone."""
+        """Predicted from its rows, or without rows from sizes alone."""
         if not self.rows:
             if options.pp == 1:
                 return need_of(run, num_owned, options, workers)
@@ -66,7 +66,7 @@ def measured(
     *,
     counts: bool = True,
 ) -> Measured:
-    """Two steps of one rank, of which the second is measured; nobody holds their tokens besides."""
+    """Measures the second of two steps of one rank. Nothing else holds their tokens."""
     live = LiveBytes()
     with live if counts else nullcontext():
         engine = rank_engine(run, options, ranks)
@@ -83,7 +83,7 @@ def measured(
 
 
 def rows_of(engine: RankEngine) -> list[Rows]:
-    """A list to which the dealt experts of an engine add the rows of each forward."""
+    """A list to which the distributed experts of an engine add the rows of each forward."""
     found: list[Rows] = []
     if engine._mesh.tp > 1:
         for shared in engine._model.banks.values():
@@ -103,7 +103,7 @@ def rows_of(engine: RankEngine) -> list[Rows]:
 
 
 def _watch(bank: Any, found: list[Rows]) -> None:
-    """The same of the experts of ranks with the same tokens, but for layers computed again."""
+    """The same for experts of ranks with the same tokens, without recomputed layers."""
     mixed, setting = bank._mixed, bank.setting
     is_first = False
 
@@ -122,7 +122,7 @@ def _watch(bank: Any, found: list[Rows]) -> None:
 
 
 def on_threads(size: int, work: Callable[..., Any]) -> list[Any]:
-    """What `work(ranks, counts=True)` returns on each of so many ranks, one after the other.
+    """Results of `work(ranks, counts=True)` on a number of ranks, one after the other.
 
     Only one counts living tensors at a time: threads that enter a dispatch mode crash where two of
     them are the first to run an operation (torch 2.13).
@@ -135,7 +135,10 @@ def on_threads(size: int, work: Callable[..., Any]) -> list[Any]:
 
 
 def on_processes(size: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
-    """The same where torch's schedules need processes: forked, as loading torch takes seconds."""
+    """The same in processes, which torch's schedules need.
+
+    Forked, because loading torch takes seconds.
+    """
     torch.multiprocessing.start_processes(
         _in_process, (size, folder, work), nprocs=size, start_method="fork"
     )

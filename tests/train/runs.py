@@ -1,4 +1,4 @@
-"""A run so small that a step takes milliseconds, and engines, tokens and names for it."""
+"""A tiny run with steps of milliseconds, and its engines, tokens and names."""
 
 import json
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def all_names(run: RunConfig) -> list[str]:
 
 
 def new_engine(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> ResidentEngine:
-    """A resident engine with the run's initial weights that owns some experts."""
+    """A resident engine with the run's initial weights and some owned experts."""
     engine = ResidentEngine(run, replace(EngineOptions.of(run), **options))
     engine.write(initial_tensors(run, all_names(run)))
     engine.own(owned)
@@ -65,7 +65,7 @@ def new_engine(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> Res
 
 
 def new_streaming(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> StreamingEngine:
-    """A streaming engine likewise; to be closed."""
+    """A streaming engine likewise. Close it."""
     given = {"kind": EngineKind.STREAMING, "host_threads": 2, **options}
     engine = StreamingEngine(run, replace(EngineOptions.of(run), **given))
     engine.write(initial_tensors(run, all_names(run)))
@@ -74,21 +74,21 @@ def new_streaming(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> 
 
 
 def batch(run: RunConfig, step: int) -> Tensor:
-    """Random tokens [B, T + 1] of one step, the same whenever asked for."""
+    """Random tokens [B, T + 1] of one step, the same on every call."""
     generator = torch.Generator().manual_seed(step)
     rows = run.train.batch_tokens // LENGTH
     return torch.randint(0, 256, (rows, LENGTH + 1), generator=generator)
 
 
 def held_out(run: RunConfig) -> HeldOut:
-    """Random held-out tokens of so many bytes."""
+    """Random held-out tokens of a number of bytes."""
     tokens_BT1 = batch(run, 0)
     scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     return HeldOut((Windows(tokens_BT1, scored_BT),), scored_BT.numel(), scored_BT.numel())
 
 
 def patterned_shards(num_tokens: int = 6000) -> Shards:
-    """Tokens with something to learn: a text of few letters, repeated with a drift."""
+    """Tokens with a learnable pattern: a text of few letters, repeated with a drift."""
     generator = torch.Generator().manual_seed(0)
     jumps = torch.randint(0, 3, (num_tokens,), generator=generator)
     return Shards(((jumps.cumsum(0) % 17 + 65).numpy(),))

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: their operations without processes, sockets and gloo."""
+"""Ranks as threads of one process: their operations without processes, sockets and gloo."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """Where the threads of one set of ranks give each other tensors."""
+    """The place where the threads of one set of ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=WAIT_S)
@@ -23,7 +23,7 @@ class Meeting:
         self._lock = threading.Lock()
 
     def swap(self, rank: int, what: str, given: Any, take: Callable[[list[Any]], None]) -> None:
-        """Shows each rank what all of them give in the same operation."""
+        """Gives each rank the tensors of all ranks in the same operation."""
         self._given[rank] = (what, given)
         self.barrier.wait()
         assert len({kind for kind, _ in self._given}) == 1, self._given
@@ -32,12 +32,12 @@ class Meeting:
         self._given[rank] = None
 
     def part(self, ranks: Sequence[int]) -> "Meeting":
-        """That of some of the ranks."""
+        """The meeting of some of the ranks."""
         with self._lock:
             return self._parts.setdefault(tuple(ranks), Meeting(len(ranks)))
 
     def abort(self) -> None:
-        """Nobody waits for a thread that has failed."""
+        """Ends the waits for a failed thread."""
         self.barrier.abort()
         for part in self._parts.values():
             part.abort()
@@ -80,7 +80,7 @@ class ThreadRanks(Ranks):
 
 
 def together(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """The results of `work` on each of so many ranks; raises what the first of them raised."""
+    """The results of `work` on a number of ranks. Raises the first error of any."""
     meeting = Meeting(size)
     results: list[Any] = [None] * size
     failed: list[BaseException] = []

@@ -1,6 +1,6 @@
-"""Experts dealt out within the stages of a pipeline, and state cut over equal stages.
+"""Experts distributed within the stages of a pipeline, and state cut over equal stages.
 
-The tests share one crew of eight: two groups of two stages, each of whose experts two workers have.
+The tests share one crew of eight: two groups of two stages, whose experts two workers share.
 """
 
 import pytest
@@ -36,7 +36,7 @@ RUN = run_of(3, **FIVE)
 
 @pytest.fixture
 def meshed(crews):
-    """Makes engines of two groups of two stages, each of which two workers share."""
+    """Makes engines of two groups of two stages. Two workers share each stage."""
     with lent_engines(crews, workers=8, ep=2, pp=2) as make:
         yield make
 
@@ -82,7 +82,7 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(meshed):
     "sections", [BF16, pytest.param(ONE_BY_ONE, marks=SLOW)], ids=["bf16", "fp32"]
 )
 def test_two_pipelines_of_four_with_cut_state_have_the_bits_of_one_process(meshed, sections):
-    """One that adds up as they do, in blocks."""
+    """One process that adds up as they do, in blocks."""
     run = run_of(4, **sections)
     assert_equal(run, meshed(run, OWNED, ep=1, pp=4, shards=2), in_blocks(run, 2))
 
@@ -113,7 +113,7 @@ def test_who_holds_a_tensor_reads_and_writes_it(meshed, cut):
 @SLOW
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed, cut):
-    """Of nine micro-batches, the last of which is smaller; and where most pipelines have none."""
+    """With nine micro-batches, the last one smaller, and with none for most pipelines."""
     run = run_of(3)
     engine, straight = meshed(run, OWNED, **cut), new_engine(run, OWNED)
     before = straight.read(all_names(run))

@@ -121,7 +121,7 @@ def test_an_engine_that_cannot_be_made_is_passed_over(monkeypatch):
 
 
 def once(monkeypatch, holder, name, *, after=0):
-    """Memory runs out in one call of a method, after so many that go well."""
+    """Memory runs out in one call of a method, after a number of successful ones."""
     method, calls = getattr(holder, name), itertools.count()
 
     def sometimes(*args, **named):
@@ -195,7 +195,7 @@ def test_experts_that_have_moved_half_way_end_the_peer(monkeypatch, holder, meth
 
 
 def test_more_experts_than_are_predicted_to_fit_are_owned_by_an_engine_below(caplog):
-    """Without a try, which might fail half way; as many or fewer experts change nothing."""
+    """Without a try, which might fail half way. The same number or fewer experts change nothing."""
     machine, asked = Machine("cpu", 0, 8e9, 1e9, cores=3), []
 
     def fits(options, num_owned):
@@ -227,7 +227,7 @@ def test_a_state_of_more_experts_than_are_predicted_to_fit_is_taken_by_an_engine
     never = SteppingEngine(RUN, first, below, fits=lambda *_: False)
     straight = new_engine(RUN, OWNED)
     never.load_state_dict(straight.state_dict())
-    assert never.options == below[-1], "the one that needs least"
+    assert never.options == below[-1], "the one with the least need"
     never.write(initial_tensors(RUN, all_names(RUN)))
     assert same(never.read(all_names(RUN)), straight.read(all_names(RUN)))
     never.close()
@@ -240,7 +240,7 @@ def test_the_last_rung_has_nothing_below(monkeypatch):
     with pytest.raises(OutOfMemory, match="is left: CUDA out of memory") as caught:
         engine.step(batch(RUN, 0), lr=1e-2)
     assert "swarm-plan" in caught.value.hint
-    engine.close()  # as the peer does that is ended by this
+    engine.close()  # as the peer that this ends
 
 
 def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):
@@ -271,7 +271,7 @@ def test_other_errors_are_no_reason_to_step_down(monkeypatch):
 
 
 class Pages:
-    """What CUDA knows of the host's memory: the addresses that are pinned."""
+    """CUDA's record of host memory: the pinned addresses."""
 
     def __init__(self):
         self.pinned = set()

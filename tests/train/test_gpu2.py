@@ -1,7 +1,7 @@
 """Workers on two GPUs, over NCCL, against one GPU. Not measured: nobody has run them yet.
 
-The tests are those of gloo, with its tolerances; `--gpu2-on-cpu` runs them there. Bits hold on GPUs
-as far as the kernels add up in the same order each time.
+The tests are those of gloo, with its tolerances. `--gpu2-on-cpu` runs them on the CPU. Bits are
+equal on GPUs if the kernels always add up in the same order.
 """
 
 import subprocess
@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(on_two, on_one, caplog):
 
 
 def test_the_measured_bus_is_one(device):
-    """Between 1 and 1,000 GB/s; on the CPU that of its memory."""
+    """Between 1 and 1,000 GB/s. On the CPU it is that of its memory."""
     devices = [torch.device("cpu")] * 2
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -103,7 +103,7 @@ def test_the_measured_bus_is_one(device):
 
 
 def stream_on_the_second() -> None:
-    """A step as of rank 1, in a process of its own, which leaves the first GPU alone."""
+    """A step of rank 1 in a separate process, which does not use the first GPU."""
     torch.cuda.set_device(1)
     engine = new_streaming(RUN, OWNED, device="cuda")
     engine.step(batch(RUN, 0), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Steps with masks: both engines alike, and means over what is scored."""
+"""Steps with masks: both engines agree, and means are over scored predictions."""
 
 from dataclasses import replace
 from typing import Any
@@ -66,7 +66,7 @@ def test_streaming_equals_resident_and_recomputing_changes_no_bit(
 def test_the_loss_is_a_mean_over_what_is_scored_whatever_the_micro_batches(
     left_out: tuple[int, ...],
 ) -> None:
-    # The router's terms are of all tokens, so they are none here.
+    # The router's terms are over all tokens, so they are off here.
     only = {"balance_weight": 0.0, "router_z_weight": 0.0}
     tokens = batch(tiny_run(), 0)
     run = tiny_run(loss=only)

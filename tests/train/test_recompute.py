@@ -46,7 +46,7 @@ def test_a_kept_routing_decides_whatever_the_probabilities_say():
 
 
 def bytes_kept(run, recompute):
-    """Bytes that the graph of one micro-batch keeps for backward, parameters left out."""
+    """Bytes that the graph of one micro-batch keeps for backward, without parameters."""
     engine = new_engine(run, [1, 3], recompute=recompute)
     model, kept = engine._model, {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -68,7 +68,7 @@ def test_recomputed_layers_keep_little_more_than_their_inputs():
         kind: (bytes_kept(many, kind) - bytes_kept(few, kind)) / 10 for kind in ("none", "layer")
     }
     one_input = 4 * 16 * 16 * 4  # sequences, tokens, hidden size, fp32
-    # Beside a layer's input the graph keeps its routing's logits and probabilities for the losses.
+    # The graph keeps a layer's input, and its routing's logits and probabilities for the losses.
     assert grows["layer"] < 2 * one_input
     assert grows["none"] > 8 * grows["layer"]
 
@@ -80,7 +80,7 @@ def test_frozen_experts_in_int8_train_near_fp32():
         engine = new_engine(run, [1, 3], frozen=frozen)
         for step in range(5):
             stats[frozen] = engine.step(batch(run, step), lr=1e-2)
-    # Half the experts rounded to 8 bits: 0.6 % of their weights; of the loss far less.
+    # Half the experts are rounded to 8 bits: 0.6 % of their weights, and far less of the loss.
     assert stats["bf16"].loss == pytest.approx(stats["fp32"].loss, rel=3e-4)
     assert stats["int8"].loss == pytest.approx(stats["fp32"].loss, rel=1e-3)
     assert stats["int8"].grad_norm == pytest.approx(stats["fp32"].grad_norm, rel=3e-2)

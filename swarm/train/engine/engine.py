@@ -1,6 +1,6 @@
-"""Engines run the local steps of a peer: one interface, wherever the weights are.
+"""Engines run the local steps of a peer. Their interface does not depend on where weights lie.
 
-Legend: B sequences, T tokens that a sequence predicts.
+Legend: B sequences, T predicted tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from swarm.train.engine.tensor_file import forms_of
 StandIn = Callable[[str], Tensor]
 """The value of a tensor, by its Hugging Face name."""
 Part = tuple[Tensor, Tensor]
-"""The sequences of a micro-batch that is evaluated, and which of their predictions count."""
+"""The sequences of an evaluated micro-batch, and the mask of the predictions that count."""
 Counts = tuple[tuple[int, ...], int, int, int]
-"""Owned experts, updates, skipped steps, and of these the ones since the last update."""
+"""Owned experts, updates, skipped steps, and skipped steps since the last update."""
 TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
 """The first fields of `Losses`, as `StepStats` names them."""
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Findings of one local step; losses are means over its micro-batches, before the update.
+    """Statistics of one local step. Losses are means over its micro-batches, before the update.
 
     Attributes:
-        loss: the minimised sum: cross-entropy plus the terms below times their weights.
+        loss: the minimized sum: cross-entropy plus the terms below times their weights.
         cross_entropy: nats per token.
         balance: load-balancing loss before its weight.
         router_z: router z-loss before its weight.
         output_z: output z-loss before its weight.
         grad_norm: global norm over everything this peer trains, before clipping.
-        tokens: tokens read, one prediction each; masked predictions count too.
+        tokens: tokens read, one prediction each. Masked predictions count too.
         masked: predictions that are not in the loss.
         expert_tokens: for each layer, the tokens that each expert got.
-        skipped: whether loss or gradient was not finite, so that nothing was changed.
+        skipped: whether loss or gradient was not finite. Such a step changes nothing.
         dropped: choices of experts, in all layers, that exceeded a capacity.
-        similarity: mean CKA of experts that got the same tokens; None where not measured.
+        similarity: mean CKA of experts that got the same tokens. None if not measured.
         pairs: these experts and their CKA, the most alike first.
-        spike: whether the norm stood out from those before; see `Guard`.
-        workers: what each of several worker processes did, by rank; two steps with the same
-            findings are equal whatever it was.
+        spike: whether the norm was far above the running mean; see `Guard`.
+        workers: figures of each worker process, by rank. Comparisons of two `StepStats` ignore
+            them.
     """
 
     loss: float
@@ -73,11 +73,11 @@ class StepStats:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that an engine must keep to go on with the same bits; frozen experts are not part of it.
+    """The state with which an engine continues bit for bit. Frozen experts are not part of it.
 
     Attributes:
-        tensors: "master." and "exp_avg." and "exp_avg_sq." before Hugging Face names; masters
-            are fp32, moments as they are stored, in int8 with "exp_avg_scale." and so on.
+        tensors: Hugging Face names after "master.", "exp_avg." or "exp_avg_sq.". Masters are fp32.
+            Moments have their stored format, in int8 with scales ("exp_avg_scale." and so on).
         owned: experts that this peer trains.
         updates: AdamW's common count.
         skipped: steps skipped so far.
@@ -94,11 +94,11 @@ class EngineState:
 
     @property
     def counts(self) -> Counts:
-        """What tells the states of one engine apart, unless something was written between them."""
+        """Counts that differ between states of one engine with a step between them."""
         return self.owned, self.updates, self.skipped, self.skipped_in_a_row
 
     def require(self, run: RunConfig) -> None:
-        """Raises CorruptState if it is not a state of this run's model."""
+        """Raises CorruptState if this is not a state of the run's model."""
         shapes = shared_shapes(run.model)
         for expert in self.owned:
             shapes |= expert_shapes(run.model, expert)
@@ -113,7 +113,7 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """Holds a whole model, trains the shared tensors and the experts that a peer owns."""
+    """Holds a whole model, and trains the shared tensors and the owned experts of a peer."""
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -127,32 +127,34 @@ class Engine(Protocol):
     def intact(self) -> bool:
         """Whether all masters are those after a whole number of steps, also after an error.
 
-        And whether state and values are those of the experts in `owned`.
+        State and values must also be those of the experts in `owned`.
         """
 
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.
 
-        Values stay; one that freezes is rounded to the frozen storage's type. Experts that stay
-        keep their moments, those that come start with zero moments, those that go lose theirs.
+        Values do not change, but the values of newly frozen experts are rounded to the frozen
+        storage's type. Experts that stay owned keep their moments. New ones start with zero
+        moments, and newly frozen ones lose theirs.
         """
 
     def count_from(self, updates: int) -> None:
         """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """Has this called, by the thread that steps, before a step changes the first value.
+        """Registers a call that the stepping thread makes before a step changes the first value.
 
-        A skipped step calls it too, before it returns: the caller may change values then. Until
-        then another thread may read values and states. What earlier steps have changed is
-        all there when this returns.
+        A skipped step makes the call too, before it returns, so that the caller may change values
+        then. Until the call another thread may read values and states. All changes of earlier steps
+        are complete when this method returns.
 
         Args:
-            wait: for that thread. It raises MemoryError where that thread itself calls it, since
-                it lacks memory: the engine cannot make room then, and fails with that.
+            wait: waits for the reading thread. If the reading thread itself calls `wait` for lack
+                of memory, `wait` raises MemoryError. The engine cannot make room then, and fails
+                with this error.
 
         Returns:
-            False: this engine cannot be read while it steps, and calls nothing.
+            False: this engine cannot be read while it steps, and makes no call.
         """
 
     def step(
@@ -165,49 +167,52 @@ class Engine(Protocol):
     ) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
 
-        `controls` lead the routing; each micro-batch has its `part`. With `masks` cross-entropy
-        and output z-loss are means over what is scored in the batch; the router's terms stay means
-        over all tokens.
+        `controls` influence the routing. Each micro-batch has its `part`. With `masks`,
+        cross-entropy and output z-loss are means over the scored predictions of the batch. The
+        router's terms stay means over all tokens.
 
-        A loss or gradient that is not finite changes nothing: the step is skipped and counted.
+        If loss or gradient is not finite, the step changes nothing and counts as skipped.
 
         Raises:
             TrainingDiverged: the third skipped step in a row.
         """
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """Computes the gradients of a micro-batch or less and drops them, to see how long it takes.
+        """Measures the time of the gradients of at most a micro-batch, which are dropped.
 
-        No value, moment, count or random state changes, and no more memory is taken than by `step`.
+        No value, moment, count or random state changes. It takes at most the memory of `step`.
         """
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of tensors by Hugging Face name, fp32 on the CPU; masters of what is owned."""
+        """Copies of tensors by Hugging Face name, fp32 on the CPU.
+
+        For owned ones, of the masters.
+        """
 
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """Overwrites tensors by Hugging Face name; moments stay as they are."""
+        """Overwrites tensors by Hugging Face name. Moments do not change."""
 
     def read_part(self, part: Slice) -> Tensor:
-        """A copy of a run of elements of a tensor, flat, fp32 on the CPU; of nothing else."""
+        """A flat copy of a run of elements of a tensor, fp32 on the CPU. Copies nothing else."""
 
     def write_part(self, part: Slice, values: Tensor) -> None:
         """Overwrites a run of elements of a shared tensor or of an owned expert's matrix."""
 
     @property
     def borrows(self) -> bool:
-        """Whether frozen experts stay where `lend` shows them, which should be a mapped file."""
+        """Whether `lend` makes no copy of frozen experts. They should then lie in a mapped file."""
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, of tensors that nobody changes as long as they live."""
+        """As `write`, for tensors that nobody changes during their lifetime."""
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the moments of some trained tensors, fp32 on the CPU.
 
-        Named "exp_avg." and "exp_avg_sq." before the Hugging Face names that were asked for.
+        Their names are the requested Hugging Face names after "exp_avg." and "exp_avg_sq.".
         """
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Overwrites the moments of some trained tensors; named as in `read_moments`."""
+        """Overwrites the moments of some trained tensors, named as in `read_moments`."""
 
     def evaluate(
         self,
@@ -220,27 +225,26 @@ class Engine(Protocol):
 
         Args:
             tokens_BT1: sequences to predict.
-            scored_BT: bool, which of the T predictions of each sequence count, one at least; None
-                for all.
-            agreed: values of the owned experts' matrices, by name, that stand in for their
-                masters; asked for layer by layer, more than once. Afterwards every bit is as
-                before.
-
-        On top of the computation, this holds at most one layer's owned masters and one matrix.
+            scored_BT: bool, the predictions of each sequence that count, at least one. None for
+                all.
+            agreed: gives values of the owned experts' matrices, by name, that replace their masters
+                during the evaluation. It is called layer by layer, and more than once per matrix.
+                Afterwards every bit of the engine is as before. The replacement takes memory for at
+                most one layer's owned masters and one matrix.
         """
 
     def state_dict(self) -> EngineState:
         """The private state, as views: the next step changes them. Copy or save at once."""
 
     def load_state_dict(self, state: EngineState) -> None:
-        """Takes over a private state; frozen experts must be written besides.
+        """Loads a private state. Frozen experts must be written separately.
 
         Raises:
             CorruptState: it belongs to another model.
         """
 
     def close(self) -> None:
-        """Ends all background work and frees memory; the engine cannot be used afterwards."""
+        """Ends all background work and frees memory. The engine cannot be used afterwards."""
 
 
 def mean_over(
@@ -249,12 +253,12 @@ def mean_over(
     scored_BT: Tensor | None,
     rows: int,
 ) -> float:
-    """Mean over all predictions that count, from those of micro-batches.
+    """Mean over all predictions that count, from the means of micro-batches.
 
     Args:
         means_of: of each micro-batch.
         tokens_BT1: sequences to predict.
-        scored_BT: which predictions count, at least one of each sequence; None for all.
+        scored_BT: the predictions that count, at least one of each sequence. None for all.
         rows: sequences of a micro-batch.
     """
     if scored_BT is None:
@@ -267,6 +271,6 @@ def mean_over(
 
 
 def is_trained(name: str, owned: Collection[int]) -> bool:
-    """Whether a tensor is a shared one or of an owned expert."""
+    """Whether a tensor is shared or belongs to an owned expert."""
     expert = expert_of(name)
     return expert is None or expert in owned

@@ -1,4 +1,4 @@
-"""How an engine does its work on one machine. None of it is visible to the swarm."""
+"""Options of an engine on one machine. The swarm sees none of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.engine.moments import MomentsFormat
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
-"""1f1b: backward of a micro-batch begins as soon as it can. gpipe: all forward, then all backward.
-interleaved: as 1f1b, where each rank has several chunks of layers in turn.
+"""1f1b: backward of a micro-batch begins as soon as possible. gpipe: all forward, then all
+backward. interleaved: as 1f1b, but each rank has several chunks of layers.
 """
 
 
 PASS_TOKENS = 32_768
-"""Tokens that pass through the layers of a streaming engine together where a choice is left, at
-most: enough products to hide the copies."""
+"""The most tokens that pass through the layers of a streaming engine together, unless an option
+sets the number. So many tokens take enough compute to hide the copies."""
 
 
 class EngineKind(Enum):
     """Which engine holds the model."""
 
     RESIDENT = "resident"  # everything on one device
-    STREAMING = "streaming"  # masters and moments in host memory, weights come as they are needed
+    STREAMING = "streaming"  # masters and moments in host memory, weights copied when needed
 
 
 class ActivationCheckpoints(Enum):
@@ -35,42 +35,44 @@ class ActivationCheckpoints(Enum):
 
     DEVICE = "device"  # on the device, fp32
     HOST = "host"  # in host memory, fp32
-    HOST_BF16 = "host_bf16"  # in host memory at half the size; backward starts from rounded values
+    HOST_BF16 = "host_bf16"  # in host memory at half the size. Backward starts from rounded values
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The choice of a person or the planner for this machine.
+    """Options that a person or the planner chooses for this machine.
 
     Attributes:
         device: "cpu" or "cuda".
         compute: type of all matrix products.
         frozen: storage of the experts that this peer does not own.
         moments: storage of AdamW's moments.
-        ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
-            with each.
-        tp: workers over which the heads of attention are cut too, and all else by tokens: 1 or
-            `ep`; these workers share micro-batches.
-        pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
-        shards: ranks over which masters and moments of what they hold alike are cut, those with the
-            same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut
-            over these.
-        schedule: of a pipeline; gpipe takes as long as 1f1b, which keeps fewer micro-batches for
-            backward; interleaved waits for less and keeps more.
-        chunks: runs of layers of each rank of a pipeline; several with "interleaved" alone.
-        recompute: layers that backward computes again; the streaming engine always does so,
-            with their routing kept.
+        ep: workers over which the resident engine's experts are distributed (expert parallel). With
+            1 each worker holds all experts.
+        tp: workers over which attention is cut by heads, and all else but experts by tokens: 1 or
+            `ep`. These workers share micro-batches.
+        pp: workers over which the resident engine's layers are cut, as stages of a pipeline.
+        shards: number of ranks of the same stage over which masters and moments of their common
+            tensors are cut. With 1 each rank holds all of them. Tensors that fewer ranks have in
+            common are cut over these.
+        schedule: of a pipeline. gpipe takes as long as 1f1b, which keeps fewer micro-batches for
+            backward. interleaved waits less and keeps more.
+        chunks: runs of layers of each rank of a pipeline. More than one only with "interleaved".
+        recompute: layers that backward computes again. The streaming engine always does so, and
+            keeps their routing.
         kind: which engine.
-        resident_layers: the streaming engine keeps the weights of so many of the first layers on
-            the device, and streams the others through two places; None keeps all.
+        resident_layers: number of first layers whose weights the streaming engine keeps on the
+            device. It streams the others through two places. None keeps all.
         activation_checkpoints: where the streaming engine keeps the inputs of layers.
-        frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
-            in memory.
-        frozen_lent: whether they lie on disk already, as agreed values, and will be lent to it.
-        pass_micro_batches: the streaming engine takes so many micro-batches through all layers
-            together, and adds up the gradients of several such passes on the host; 0 takes all.
-        gradient_buffers: host memory for gradients of so many layers, which takes clipping by
-            unit; 0 holds those of all layers.
+        frozen_folder: where the streaming engine memory-maps its frozen experts. None holds them in
+            memory.
+        frozen_lent: whether the frozen experts already lie on disk, as agreed values, and are lent
+            to the engine.
+        pass_micro_batches: number of micro-batches that the streaming engine takes through all
+            layers together. It adds up the gradients of several such passes on the host. 0 takes
+            all.
+        gradient_buffers: number of layers whose gradients host memory holds at once. A number above
+            0 needs clipping by unit. 0 holds the gradients of all layers.
         host_threads: threads that update host memory.
     """
 
@@ -101,7 +103,7 @@ class EngineOptions:
 
     @property
     def alike(self) -> tuple[int, int]:
-        """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
+        """The number of ranks over which the state of a shared tensor is cut, and of an expert."""
         return self.shards, max(1, self.shards // self.ep)
 
     def together(self, run: RunConfig, workers: int) -> int:
@@ -111,14 +113,14 @@ class EngineOptions:
         return min(batches, self.pass_micro_batches or batches)
 
     def evaluated_together(self, run: RunConfig, workers: int) -> int:
-        """The same of a held-out loss."""
+        """As `together`, for a held-out loss."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         return min(self.together(run, workers), max(1, PASS_TOKENS // tokens))
 
     def is_read_beside(self, run: RunConfig) -> bool:
         """Whether an engine can be read while it steps; see `Engine.before_update`.
 
-        What is cut over ranks is read by operations between them, which steps need, too.
+        Reading state that is cut over ranks takes operations between them, as steps do.
         """
         if self.shards > 1 or self.tp > 1:
             return False
@@ -131,7 +133,7 @@ class EngineOptions:
         frozen: Literal["run"] | FrozenFormat = "run",
         moments: MomentsFormat = "fp32",
     ) -> EngineOptions:
-        """The same with this machine's own precision; "run" keeps the run's."""
+        """The same options with this machine's own precision. "run" keeps the run's."""
         return replace(
             self,
             compute=self.compute if compute == "run" else compute,

@@ -1,4 +1,4 @@
-"""Decisions of an engine about a step before it changes anything: clip it, scale it, skip it."""
+"""Decisions about a step before it changes anything: clip, scale or skip it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swarm.experts import EMBEDDING, layer_of
 from swarm.train.engine.muon import takes_muon
 
 SKIPS_UNTIL_DIVERGED = 3
-"""So many steps in a row without a finite loss and gradient end the training of a peer."""
+"""A peer's training ends after this many steps in a row without a finite loss and gradient."""
 SPIKE = 4.0
-"""A gradient norm of so many times its running mean is counted as a spike."""
+"""A gradient norm of this many times its running mean counts as a spike."""
 MEMORY = 0.98
-"""Of the running mean of gradient norms: it looks back some 50 steps."""
+"""Decay of the running mean of gradient norms, which looks back some 50 steps."""
 SQUARED = 2**16
-"""Elements that a CPU converts to fp64 at once: they stay in its cache."""
+"""Elements that a CPU converts to fp64 at once. They fit its cache."""
 SQUARED_GPU = 2**24
-"""Those of a GPU: 128 MiB in fp64, and few enough kernels."""
+"""The same for a GPU: 128 MiB in fp64, and few enough kernels."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ def unit_of(name: str) -> str:
 def square_sum(gradient: Tensor) -> Tensor:
     """The sum of the squares of an fp32 gradient, as an fp64 scalar.
 
-    In fp64, so that sums of parts, however a gradient is cut, make the same fp32 norm as a sum of
-    the whole; an fp32 norm of 2^24 elements is 0.07 % too small on a CPU, besides.
+    In fp64 the sums of parts give the same fp32 norm as a sum of the whole, however a gradient is
+    cut. Also, an fp32 norm of 2^24 elements is 0.07 % too small on a CPU.
     """
     first, *others = gradient.view(-1).split(SQUARED_GPU if gradient.is_cuda else SQUARED)
     total = _squared(first)
@@ -60,12 +60,12 @@ def _squared(piece: Tensor) -> Tensor:
 
 
 def norm_of(square: Tensor, scale: float) -> Tensor:
-    """The fp32 norms whose squares are given, of gradients that were multiplied by a scale."""
+    """The fp32 norms of gradients, from sums of squares of the gradients times a scale."""
     return (square.sqrt() / scale).float()
 
 
 def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
-    """The norm of all gradients from the norms of each, added up in the order of their names."""
+    """The norm of all gradients from their single norms, added up in the order of names."""
     total: Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in sorted(norms)]))
     return total
 
@@ -73,13 +73,13 @@ def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
 def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
     """The factor of each parameter's gradient.
 
-    Muon's matrices are not clipped, since the size of a gradient does not change its update; so
-    the norms below are those of AdamW's parameters.
+    Muon's matrices are not clipped, since the size of a gradient does not change its update. The
+    norms below are those of AdamW's parameters.
 
-    global: by clip_norm over the norm of all gradients, where that is more than 1.
-    unit: the same for each unit (embedding, layer, head) by itself against
-        clip_norm / sqrt(number of units), so that the norm of everything never exceeds clip_norm.
-        A unit needs to know no other's gradient, so it can be updated as soon as it has its own.
+    global: clip_norm divided by the norm of all gradients, if that norm is larger.
+    unit: the same for each unit (embedding, layer, head) separately, with the limit
+        clip_norm / sqrt(number of units). So the norm of all gradients never exceeds clip_norm. A
+        unit does not need other units' gradients, so it can be updated as soon as it has its own.
     """
     if settings.clip == "global":
         return _factors(norms, settings, settings.clip_norm)
@@ -95,7 +95,7 @@ def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict
 def unit_factors(
     norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int
 ) -> dict[str, Tensor]:
-    """The factors of the gradients of one of so many units."""
+    """The factors of the gradients of one unit, given the number of units."""
     return _factors(norms, settings, settings.clip_norm / math.sqrt(num_units))
 
 
@@ -110,15 +110,15 @@ def _factors(
 
 
 def _factor(norm: Tensor, limit: float) -> Tensor:
-    # As torch.nn.utils.clip_grad_norm_ has it, bit for bit.
+    # The same formula as torch.nn.utils.clip_grad_norm_, bit for bit.
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor of the loss with which small fp16 gradients do not vanish.
+    """The factor of the loss that keeps small fp16 gradients from underflow.
 
-    Halves on overflow, doubles after 2000 steps without one; always a power of two, so that
+    Halves on overflow, doubles after 2000 steps without one. It is always a power of two, so that
     dividing by it is exact. 1 for the other types.
 
     Source: Micikevicius et al., arXiv 1710.03740; the numbers are those of torch.amp.GradScaler.
@@ -140,7 +140,7 @@ class LossScale:
 
 
 UNSCALED = LossScale()
-"""The one of all types but fp16."""
+"""The scale of all types but fp16."""
 
 
 class Guard:
@@ -151,7 +151,7 @@ class Guard:
         skipped: steps skipped so far.
         skipped_in_a_row: of these, the ones since the last update.
         spikes: steps whose gradient norm was far above the running mean.
-        spiked: whether the last finite step was one.
+        spiked: whether the last finite step was a spike.
     """
 
     def __init__(self, compute: str) -> None:
@@ -164,14 +164,14 @@ class Guard:
     def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
         """Resumes from the counts of a saved state."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
-        # A state of another type's engine says nothing about the scale of fp16.
+        # The state of an engine of another type has no scale for fp16.
         if self._scaled and scale.value > 1:
             self.scale = scale
 
     def finite(self, loss: float, norm: float) -> bool:
-        """Judges a step; False means that it must change nothing.
+        """Judges a step. False means that the step must change nothing.
 
-        An fp16 overflow under a finite loss lowers the scale and is no sign of divergence.
+        An fp16 overflow with a finite loss lowers the scale, and is no sign of divergence.
 
         Raises:
             TrainingDiverged: the third skipped step in a row.

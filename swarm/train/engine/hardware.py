@@ -1,4 +1,4 @@
-"""What a machine has for an engine. Pure."""
+"""The hardware of a machine that an engine can use. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes on a machine.
+    """The processor that computes on a machine.
 
     Attributes:
-        text: the GPU with its memory, or that there is none; "" where nobody looked.
-        remedy: what lets the GPU be used that is here and is not; "" where nothing is amiss.
+        text: the GPU with its memory, or a note that there is none. "" if nobody looked.
+        remedy: how to make an unused GPU of this machine usable. "" if there is nothing to do.
     """
 
     text: str = ""
@@ -24,9 +24,9 @@ class Processor:
 
 @dataclass(frozen=True)
 class Machine:
-    """The memory of a machine, and how fast it is taken to be.
+    """The memory of a machine, and its assumed speed.
 
-    For several workers it is what each of them has.
+    For several workers, those of each worker.
 
     Attributes:
         device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.
@@ -37,7 +37,7 @@ class Machine:
         tflops: matrix products in the compute type.
         bus_gb_s: each way, between pinned memory and GPU.
         updates_g_s: 10^9 parameters that all cores together update in a second.
-        fabric: how many workers there are, and what they reach each other by.
+        fabric: the workers and the links between them.
     """
 
     device: str
@@ -52,10 +52,10 @@ class Machine:
 
     @property
     def usable_device(self) -> float:
-        """Without the context of CUDA and the gaps that an allocator leaves between pieces."""
+        """Device memory without CUDA's context and the fragmentation of an allocator."""
         return 0.94 * self.device_bytes - 0.7 * GIGABYTE
 
     @property
     def usable_host(self) -> float:
-        """Without the system and other programs on the machine."""
+        """Host memory without the system and other programs on the machine."""
         return self.host_bytes - max(1.0 * GIGABYTE, 0.05 * self.host_bytes)

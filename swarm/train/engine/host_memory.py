@@ -1,4 +1,4 @@
-"""Host memory of tensors: exact pieces, shared with other processes, and its living bytes."""
+"""Host memory of tensors: allocated exactly, shared with other processes, and counted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from swarm.train.engine.ranks import COLLECTIVE_S, Disconnected, Ranks
 
 
 def return_free_memory() -> None:
-    """Gives memory that was freed back to the system, also from the middle of the heap.
+    """Returns freed memory to the system, also from the middle of the heap.
 
-    glibc keeps freed blocks below 32 MiB. What one phase of a round has freed would be there in
-    the next one's peak: a model of 83 M parameters took 1.3 to 1.5 times its plan. To have each
-    block go back as it is freed (M_MMAP_THRESHOLD) costs a quarter to a third of a step's time on
-    a CPU. Other C libraries are left alone.
+    glibc keeps freed blocks below 32 MiB. Without this call, memory that one phase of a round has
+    freed adds to the peak of the next: a model of 83 M parameters took 1.3 to 1.5 times its plan.
+    Returning each block as it is freed (M_MMAP_THRESHOLD) costs a quarter to a third of a
+    step's time on a CPU. Other C libraries are left alone.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -39,15 +39,14 @@ def return_free_memory() -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, counts storages that operations of this thread make, and their peak.
+    """As a context, counts the storages that operations of this thread make, and their peak.
 
-    Source: the idea of torch.distributed._tools.mem_tracker. The memory within a
-    single operation is not seen, nor that of other threads: the pieces that the host updates, some
-    8 MB.
+    Source: the idea of torch.distributed._tools.mem_tracker. It does not see memory within a single
+    operation. Nor does it see memory of other threads: pieces that the host updates, some 8 MB.
 
     Attributes:
         now: bytes alive.
-        peak: the most since it was entered or since `reset`.
+        peak: the most since the context was entered or since `reset`.
     """
 
     def __init__(self) -> None:
@@ -84,12 +83,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 ALIGNMENT = 256
-"""Bytes; grouped products and copy engines are fast at such places."""
+"""Bytes. Grouped products and copy engines are fast at multiples of this."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """Where one tensor lies in a buffer."""
+    """The place of one tensor in a buffer."""
 
     name: str
     shape: Shape
@@ -136,17 +135,17 @@ class Packing:
 
 
 class Arena:
-    """A run of host memory that is as large as asked, pinned or backed by a file where wanted.
+    """A block of host memory of exactly the requested size, optionally pinned or in a file.
 
-    `pin_memory()` of a tensor rounds up to a power of two; this does not. A file's pages may
-    leave memory whenever the system needs it, and come back when they are read.
+    `pin_memory()` of a tensor rounds up to a power of two. This class does not. The system may drop
+    a file's pages from memory at any time, and reads them again on access.
 
     Attributes:
         buffer: uint8 [num_bytes].
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> None:
-        """Takes the memory.
+        """Allocates the memory.
 
         Raises:
             StateError: the file cannot be made.
@@ -163,7 +162,7 @@ class Arena:
 
     @classmethod
     def of(cls, buffer: Tensor, *, pinned: bool) -> Arena:
-        """Memory that was taken elsewhere; raises MemoryError as above."""
+        """An arena of memory that was allocated elsewhere. Raises MemoryError as above."""
         arena = cls(0)
         arena.buffer = buffer
         if pinned and buffer.nbytes:
@@ -172,53 +171,53 @@ class Arena:
 
     def _pin(self) -> None:
         address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
-        # Torch binds an enumeration that has no name for any error.
+        # Torch binds an enumeration that names none of the errors.
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
         if code != 0:
             _take_error()
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
-        # An engine that could not be made is closed by nobody.
+        # Nobody closes an engine that could not be made.
         unpin = weakref.finalize(self, _unregister, address)
         unpin.atexit = False
         self._unpin = unpin
 
     def close(self) -> None:
-        """Unpins the memory; to be called before the last view goes."""
+        """Unpins the memory. Call it before the last view is freed."""
         self._unpin()
 
 
 class HostMemory:
-    """Where an engine takes host memory: that of one process alone.
+    """Allocates the host memory of an engine, for one process alone.
 
-    `SharedMemory` (`engine/host_memory.py`) is that of several, which call everything here
-    alike. What one of them takes, all of them have; one of them puts values there.
+    `SharedMemory` does so for several processes, which make all calls alike. All of them have each
+    allocated piece, and one of them writes values there.
 
     Attributes:
-        rank: of this process among those that have the memory in common.
-        size: number of these.
+        rank: of this process among those that share the memory.
+        size: number of these processes.
     """
 
     rank, size = 0, 1
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that puts values there, updates apart."""
+        """Whether this process is the one that writes values, apart from updates."""
         return self.rank == 0
 
     def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:
-        """Takes memory; raises as `Arena`."""
+        """Allocates memory. Raises as `Arena`."""
         return Arena(num_bytes, pinned=pinned, file=file)
 
     def settle(self, *, failed: bool = False) -> bool:
-        """Returns once all processes are here, and says whether one of them has failed."""
+        """Waits until all processes call it, and returns whether one of them has failed."""
         return failed
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Lets nobody read what one process writes here before it has done so.
+        """Holds the other processes back until the writing process has left this context.
 
         Raises:
-            CorruptState: in the others, if that one could not.
+            CorruptState: in the other processes, if the writing one has failed.
         """
         failed = True
         try:
@@ -227,10 +226,10 @@ class HostMemory:
         finally:
             has_failed = self.settle(failed=failed)
         if has_failed:
-            raise CorruptState("the process that writes values could not take them over")
+            raise CorruptState("the writing process could not load the values")
 
     def wait_until(self, counts_R: Tensor, least: int) -> None:
-        """Returns once each process has counted so far in its element of some of this memory."""
+        """Waits until every element of this shared memory, one per process, is at least `least`."""
 
 
 def _unregister(address: int) -> None:
@@ -238,7 +237,7 @@ def _unregister(address: int) -> None:
 
 
 def _take_error() -> None:
-    """Takes the error of a call that has failed, which CUDA keeps for the next launch to raise."""
+    """Clears the error of a failed call, which CUDA would raise at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
@@ -255,11 +254,11 @@ def _mapped_file(file: Path, num_bytes: int) -> Tensor:
 
 
 POLL_S = 0.0005
-"""Against updates of a unit, which take milliseconds and more."""
+"""Short against updates of a unit, which take milliseconds and more."""
 
 
 class SharedMemory(HostMemory):
-    """As `HostMemory`; what is taken is an operation of all ranks, and holds zeros."""
+    """As `HostMemory`. Allocation is an operation of all ranks, and new memory holds zeros."""
 
     def __init__(self, ranks: Ranks) -> None:
         """`ranks`: all on this machine."""
@@ -270,27 +269,27 @@ class SharedMemory(HostMemory):
         """See `HostMemory`.
 
         Raises:
-            MemoryError: there is none left, or it cannot be pinned.
+            MemoryError: no memory is left, or it cannot be pinned.
             ConfigError: the ranks are not on one machine.
             Disconnected: another rank has ended.
         """
         assert file is None, "frozen experts on disk have no common file"
         with self._piece(num_bytes) as (path, is_it):
             found = Arena.of(_mapped(path, num_bytes) if is_it else torch.empty(0), pinned=pinned)
-            # Now all have opened it, and the first rank may close it.
+            # Now all ranks have opened it, and the first one may close it.
             if self.settle(failed=not is_it):
                 raise ConfigError(
-                    "the workers have no memory in common: they stream from one host copy",
+                    "the workers share no memory, but stream from one host copy",
                     hint="leave out --remote-workers, or give --engine resident",
                 )
         return found
 
     def settle(self, *, failed: bool = False) -> bool:
-        """See `HostMemory`; raises Disconnected."""
+        """See `HostMemory`. Raises Disconnected."""
         return bool(self._ranks.united(torch.tensor([float(failed)], dtype=torch.float64)).item())
 
     def wait_until(self, counts_R: Tensor, least: int) -> None:
-        """See `HostMemory`; raises Disconnected when a rank is silent."""
+        """See `HostMemory`. Raises Disconnected when a rank is silent."""
         end_s = time.monotonic() + COLLECTIVE_S
         while int(counts_R.min()) < least:
             if time.monotonic() > end_s:
@@ -299,13 +298,13 @@ class SharedMemory(HostMemory):
 
     @contextlib.contextmanager
     def _piece(self, num_bytes: int) -> Iterator[tuple[str, bool]]:
-        """Where a new piece can be opened meanwhile, and whether it is there for this process."""
+        """Yields the path of a new piece, open during the context, and whether it exists here."""
         token, descriptor = secrets.randbits(48), -1
         try:
             if self.rank == 0:
                 descriptor = _made(token, num_bytes)
             mine = [os.getpid(), descriptor, token] if self.rank == 0 else [0, 0, 0]
-            # Whole numbers below 2^53 come through.
+            # Whole numbers below 2^53 are sent exactly.
             told = self._ranks.united(torch.tensor(mine, dtype=torch.float64))
             pid, number, token = map(int, told.tolist())
             path = f"/proc/{pid}/fd/{number}"
@@ -334,7 +333,7 @@ def _name(token: int) -> str:
 
 
 def _is_piece(path: str, token: int) -> bool:
-    """Whether a path leads to what the first rank has made, and to nothing of another machine."""
+    """Whether a path leads to the piece of the first rank, not to a file of another machine."""
     try:
         return _name(token) in os.readlink(path)
     except OSError:

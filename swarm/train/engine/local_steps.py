@@ -27,11 +27,11 @@ def learning_rate(step: int, run: RunConfig) -> float:
 
 
 def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
-    """Where in the schedule a peer's local step is, counted from its tip's cumulative steps.
+    """The position of a peer's local step in the schedule, from its tip's cumulative steps.
 
     In the exact mode every local step is a step of the run. With `round.seconds` the run's steps
-    follow the tokens of all peers, so that those of a round are the same for a fast and a slow
-    peer: the whole round is trained as the tip's step says.
+    follow the tokens of all peers, and are the same for fast and slow peers. The whole round then
+    has the position of the tip's step.
     """
     return tip_step if run.round.seconds else tip_step + local_step
 
@@ -44,11 +44,11 @@ def routing_controls_at(
     Args:
         step: the run's cumulative steps so far.
         run: gives the settings and the length of the schedule.
-        peer: id of the peer, and
-        sample: number of the first sample of its batch: so each step of each peer has noise of its
-            own.
-        probe: whether the similarity of experts is measured in this step even if nothing is made
-            of it.
+        peer: id of the peer.
+        sample: number of the first sample of its batch. With the peer's id it gives each step its
+            own noise.
+        probe: whether the similarity of experts is measured in this step even if the loss does not
+            use it.
     """
     settings = run.routing
     left = 1 - _progress(step, run, settings.own_expert_bias_share)
@@ -65,7 +65,7 @@ def routing_controls_at(
 
 
 def _progress(step: int, run: RunConfig, share: float) -> float:
-    """How much of the first `share` of the schedule is over: 0 at its start, 1 from its end on."""
+    """Progress in the first `share` of the schedule: 0 at its start, 1 from its end on."""
     steps = share * run.schedule_steps
     return min(1.0, step / steps) if steps else 1.0
 
@@ -75,15 +75,16 @@ class RoutingStats:
     """Figures over some local steps of one peer.
 
     Attributes:
-        max_load: tokens of the busiest expert of a layer by their mean over the experts, in the
-            layer where that is largest: 1 when routing is even, E / K when it has collapsed.
+        max_load: tokens of the busiest expert of a layer divided by the mean over the experts, in
+            the layer with the largest ratio. 1 when routing is even, E / K when it has collapsed.
         idle_experts: (layer, expert) pairs that got no token at all.
         dropped: share of the choices of experts that exceeded a capacity.
-        similarity: mean CKA of experts that got the same tokens, in the last step that measured
-            it; None if none did.
-        shares: of each expert its permille of all choices, over the layers; rounded, but 0 only
-            where it got none.
-        pairs: two experts and their CKA, the most alike first, of the same step as `similarity`.
+        similarity: mean CKA of experts that got the same tokens, in the last step that measured it.
+            None if no step did.
+        shares: permille of all choices, over the layers, of each expert. Rounded, but 0 only for
+            experts without any choice.
+        pairs: pairs of experts with their CKA, the most similar first, of the same step as
+            `similarity`.
     """
 
     max_load: float
@@ -122,9 +123,9 @@ class Task:
     Attributes:
         peer: its id.
         step: the run's cumulative steps at the tip.
-        dealt: the samples that it reads, as stretches in reading order.
+        dealt: the samples for it to read, as stretches in reading order.
         batch_tokens: tokens per step.
-        done: steps since the tip that were done before, on other samples.
+        done: steps since the tip that are already done, on other samples.
     """
 
     peer: str
@@ -140,14 +141,14 @@ class LocalStats:
 
     Attributes:
         steps: steps done, skipped ones included.
-        tokens: tokens they predicted.
-        seconds: how long they took.
-        skipped: how many of them changed nothing because something was not finite.
-        loss: mean of the finite losses; None if there were none.
-        cross_entropy: mean of the finite cross-entropies in nats per token; None likewise.
-        completed: False if the loop ended early because `stop` said so.
-        routing: how its tokens were spread over the experts; None if there was no finite step.
-        workers: what each of several worker processes did in all of the steps, by rank.
+        tokens: predicted tokens.
+        seconds: their duration.
+        skipped: steps that changed nothing because loss or gradient was not finite.
+        loss: mean of the finite losses. None if there were none.
+        cross_entropy: mean of the finite cross-entropies in nats per token. None likewise.
+        completed: False if `stop` ended the loop early.
+        routing: distribution of its tokens over the experts. None without a finite step.
+        workers: figures of each worker process over all of the steps, by rank.
     """
 
     steps: int
@@ -161,7 +162,7 @@ class LocalStats:
     workers: tuple[RankFigures, ...] = ()
 
     def after(self, before: LocalStats | None) -> LocalStats:
-        """The same with steps that were done before in the round; their losses are not in it."""
+        """The same with earlier steps of the round added. Losses do not include these."""
         if before is None:
             return self
         return replace(
@@ -187,14 +188,15 @@ def train_local_steps(
 
     Args:
         engine: the model to train.
-        loader: of the text that the task's samples are from.
+        loader: reads the samples of the task.
         run: gives the schedule.
-        task: samples, and where in the run they are.
-        left: asked before each step how many more there are to be, given the steps of this call
-            and the seconds they took; 0 ends the loop.
-        stop: asked before each step; True ends the loop early, as when the tip has moved.
-        on_step: called after each step with its number and statistics; the exact mode counts from
-            the beginning of the run.
+        task: the samples, and the position in the run.
+        left: called before each step with the steps of this call and their seconds. It returns the
+            number of further steps, and 0 ends the loop.
+        stop: called before each step. True ends the loop early, as when the tip has moved.
+        on_step: called after each step with its number and statistics. The number is the run's
+            steps at the tip plus the local steps since. In the exact mode this is the number of the
+            step in the run.
 
     Raises:
         TrainingDiverged: three steps in a row were not finite.

@@ -1,4 +1,4 @@
-"""Which ranks hold which layers and experts, and what the ranks reach each other by. Pure."""
+"""Which ranks hold which layers and experts, and the links between ranks. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from swarm.model.stage import Stage
 
 BusName = Literal["nvlink", "pcie"]
 NETWORK_SHARE = 0.96
-"""Of a network's nominal rate: 48 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
+"""Usable share of a network's nominal rate: 48 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
 
 
 @dataclass(frozen=True)
 class Bus:
-    """What GPUs of one machine reach each other by.
+    """The link between the GPUs of one machine.
 
     Attributes:
         name: of its kind.
         gpu_gb_s: each way, of one GPU.
-        mixed_gb_s: of all GPUs of a machine together, where each of them sends to each.
+        mixed_gb_s: of all GPUs of a machine together, when each GPU sends to each other one.
     """
 
     name: BusName
@@ -36,19 +36,19 @@ class Bus:
 
 
 # NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet). NCCL counts
-# 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries what all GPUs send.
+# 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries the full rate of all GPUs.
 NVLINK = Bus("nvlink", 18 * 20.6)
 # PCIe 4 x16 has 32 GB/s each way. NCCL counts 24 of them, twice its PCI_BW of generation 3. It
-# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW); a quarter of what all GPUs
-# send to all goes from one socket to the other. Without peer access bytes pass through the host,
-# and it is less.
+# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW). In an exchange of all GPUs
+# with all, a quarter of the bytes goes from one socket to the other. Without peer access bytes pass
+# through the host, and the rate is lower.
 PCIE = Bus("pcie", 24.0, 4 * 24.0)
 BUSES: dict[BusName, Bus] = {bus.name: bus for bus in (NVLINK, PCIE)}
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """The ranks of a peer in their machines, which are alike.
+    """The ranks of a peer in equal machines.
 
     Attributes:
         size: number of ranks.
@@ -68,11 +68,11 @@ class Fabric:
         return -(-self.size // self.per_node)
 
     def exchange_s(self, parts: Sequence[Sequence[int]], leaving: float) -> float:
-        """Seconds of an exchange in which each rank sends the others of its part as much.
+        """Seconds of an exchange in which each rank sends equal amounts to the others of its part.
 
         Args:
             parts: sets of ranks that exchange at the same time.
-            leaving: bytes that leave each rank; nothing leaves a rank that is alone.
+            leaving: bytes that leave each rank. A rank that is alone in its part sends nothing.
         """
         near, far = [0.0] * self.size, [0.0] * self.size
         for part in parts:
@@ -85,7 +85,7 @@ class Fabric:
         return max(mixed_s, self._seconds(near, far))
 
     def stream_s(self, pairs: Sequence[tuple[int, int]], num_bytes: float) -> float:
-        """Seconds in which the first rank of each pair sends to the second, all at once."""
+        """Seconds in which the first rank of each pair sends to the second, all pairs at once."""
         near, far = [0.0] * self.size, [0.0] * self.size
         for sender, receiver in pairs:
             is_near = sender // self.per_node == receiver // self.per_node
@@ -119,9 +119,9 @@ class Cut:
     """The stages of a pipeline.
 
     Attributes:
-        stages: of each rank; every layer is in one of them.
-        shares: of each stage, its part of the operations of a step; they sum to 1.
-        slot: of the slowest chunk, its part of them; without chunks that of the slowest stage.
+        stages: of each rank. Every layer is in one stage.
+        shares: each stage's part of the operations of a step. They sum to 1.
+        slot: the slowest chunk's part of the operations. Without chunks, the slowest stage's part.
         reason: in a sentence.
     """
 
@@ -134,23 +134,23 @@ class Cut:
 def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
     """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
 
-    Of stages that all take as long; the same for gpipe and 1f1b, which have one chunk (Narayanan et
-    al., arXiv 2104.04473, section 2.2, there as a part of the time of products).
+    This holds for stages of equal duration. It is the same for gpipe and 1f1b, which have one chunk
+    (Narayanan et al., arXiv 2104.04473, section 2.2, there as a part of the compute time).
 
     Args:
         stages: ranks of the pipeline, p.
-        micro_batches: that flow through it, m; perhaps a mean.
+        micro_batches: that flow through the pipeline, m. May be a mean.
         chunks: runs of layers that each rank has, v.
     """
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
-    """How many micro-batches flow through an interleaved pipeline in one go.
+    """The micro-batches that an interleaved pipeline takes in one pass of its schedule.
 
-    Torch's schedule takes them in rounds that are alike, which not every number allows: it has to
-    divide by max(1, m // p). Of others those beyond a multiple of the stages come in a go of their
-    own, so that gradients are added up in the same order.
+    Torch's schedule takes micro-batches in equal rounds, so their number must divide by max(1, m //
+    p). For other numbers, the micro-batches beyond a multiple of the stages form a second pass, so
+    that gradients are added up in the same order.
 
     Args:
         micro_batches: of the pipeline, m.
@@ -192,11 +192,12 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
 def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
 
-    Among such cuts it is the one with the least sum of squares, so the other parts are even too.
+    Of all such cuts it takes the one with the least sum of squares, so the other parts are even
+    too.
 
     Args:
         costs: of each item, above 0.
-        stages: number of parts, of one item at least; at most the number of items.
+        stages: number of parts, at most the number of items. Each part has at least one item.
     """
     assert 0 < stages <= len(costs), (stages, len(costs))
     return _cut_evenly(tuple(costs), stages)
@@ -204,13 +205,13 @@ def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
-    """A planner asks for the same cut again and again."""
+    """Cached, because a planner asks for the same cut many times."""
     sums = [0.0, *accumulate(costs)]
     possible = sorted(sums[stop] - sums[start] for start, stop in combinations(range(len(sums)), 2))
     limit = possible[
         bisect.bisect_left(possible, x=True, key=lambda limit: _parts(sums, limit) <= stages)
     ]
-    # Of the first so many items: the least sum of squares, and where the parts end.
+    # For each number of first items: the least sum of squares, and the ends of the parts.
     least: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(stages):
         found: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -226,7 +227,7 @@ def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _parts(sums: Sequence[float], limit: float) -> float:
-    """The least number of consecutive parts that each stay within a limit."""
+    """The least number of consecutive parts whose sums stay within a limit."""
     number, start = 0, 0
     while start < len(sums) - 1:
         stop = start
@@ -239,7 +240,7 @@ def _parts(sums: Sequence[float], limit: float) -> float:
 
 
 Sets = tuple[tuple[int, ...], ...]
-"""Sets of ranks, each rank in one of them."""
+"""Sets of ranks. Each rank is in one set."""
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,9 @@ class Mesh:
 
     Attributes:
         size: number of ranks.
-        ep: ranks of a stage, over which the experts are dealt out.
-        pp: stages of a group, over which the layers are cut; `ep` times `pp` divides `size`.
-        tp: ranks of a stage, over which the heads of attention are cut: 1 or `ep`.
+        ep: ranks of a stage over which the experts are distributed.
+        pp: stages of a group over which the layers are cut. `ep` times `pp` divides `size`.
+        tp: ranks of a stage over which the heads of attention are cut: 1 or `ep`.
     """
 
     size: int
@@ -259,35 +260,35 @@ class Mesh:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        """Holds the rule."""
+        """Checks the sizes."""
         assert self.ep > 0 and self.pp > 0 and self.size % self.width == 0, self
         assert self.tp in {1, self.ep}, self
 
     @property
     def width(self) -> int:
-        """Ranks of a group, which hold every layer and expert once."""
+        """Ranks of a group. Together they hold every layer and expert once."""
         return self.ep * self.pp
 
     @property
     def replicas(self) -> Sets:
-        """The ranks of each seat: they hold the same."""
+        """The ranks of each seat. They hold the same tensors."""
         return tuple(tuple(range(seat, self.size, self.width)) for seat in range(self.width))
 
     @property
     def sharers(self) -> Sets:
-        """The ranks of each stage of each group: they share the experts of its layers."""
+        """The ranks of each stage of each group. They share the experts of its layers."""
         return tuple(tuple(range(at, at + self.ep)) for at in range(0, self.size, self.ep))
 
     @property
     def pipelines(self) -> Sets:
-        """Of each group, and each expert seat in it, a rank of every stage, in their order."""
+        """The pipeline of each expert seat of each group: a rank of every stage, in their order."""
         width, ep = self.width, self.ep
         firsts = (group + seat for group in range(0, self.size, width) for seat in range(ep))
         return tuple(tuple(range(first, first + width, ep)) for first in firsts)
 
     @property
     def stages(self) -> Sets:
-        """The ranks of each stage in all groups: they hold the same shared tensors."""
+        """The ranks of each stage in all groups. They hold the same shared tensors."""
         ranks = range(self.size)
         return tuple(
             tuple(rank for rank in ranks if self.stage(rank) == stage) for stage in range(self.pp)
@@ -295,12 +296,12 @@ class Mesh:
 
     @property
     def streams(self) -> Sets:
-        """Ranks with different micro-batches: all of a stage, unless some share these."""
+        """Ranks with different micro-batches: all of a stage, unless some share micro-batches."""
         return self.stages if self.tp == 1 else self.replicas
 
     @property
     def ends(self) -> Sets:
-        """First and last rank of each pipeline together, all others alone."""
+        """First and last rank of each pipeline as one set, each other rank as a set of its own."""
         if self.pp == 1:
             return tuple((rank,) for rank in range(self.size))
         both = [(ranks[0], ranks[-1]) for ranks in self.pipelines]
@@ -314,7 +315,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Move:
-    """An expert that goes from one seat to another."""
+    """An expert that moves from one seat to another."""
 
     expert: int
     giver: int
@@ -326,8 +327,8 @@ class Dealing:
     """Which seat of a group holds which experts.
 
     Attributes:
-        owned: of each seat the experts that this peer trains, ascending.
-        frozen: of each seat the others, ascending.
+        owned: the experts of each seat that this peer trains, ascending.
+        frozen: the other experts of each seat, ascending.
     """
 
     owned: tuple[tuple[int, ...], ...]
@@ -335,13 +336,13 @@ class Dealing:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All experts: seat after seat, and of each the owned ones first."""
+        """All experts, seat after seat, the owned ones of each seat first."""
         seats = zip(self.owned, self.frozen, strict=True)
         return tuple(expert for owned, frozen in seats for expert in (*owned, *frozen))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many experts each seat holds."""
+        """The number of experts of each seat."""
         return tuple(len(o) + len(f) for o, f in zip(self.owned, self.frozen, strict=True))
 
     @property
@@ -351,7 +352,7 @@ class Dealing:
         return {e: seat for kind in kinds for seat, experts in enumerate(kind) for e in experts}
 
     def moves(self, to: Dealing) -> tuple[Move, ...]:
-        """What goes elsewhere when `to` takes the place of this dealing, by expert."""
+        """The moves when `to` replaces this dealing, by expert."""
         now, then = self.seats, to.seats
         return tuple(Move(e, now[e], then[e]) for e in sorted(now) if now[e] != then[e])
 
@@ -359,17 +360,18 @@ class Dealing:
 def deal(
     owned: Collection[int], num_experts: int, ep: int, former: Dealing | None = None
 ) -> Dealing:
-    """Deals the experts of a layer out over the seats of a group.
+    """Distributes the experts of a layer over the seats of a group.
 
-    Owned and frozen experts are each dealt evenly, since they cost different memory: two seats
-    differ by one of a kind at most. As few experts as possible leave their seat, and among these
-    rather those whose kind changes: what was trained before has moments to take along.
+    Owned and frozen experts cost different memory, so each kind is spread evenly: two seats differ
+    by at most one expert of a kind. As few experts as possible change their seat. Experts that have
+    just become owned or frozen change first, because an expert that stays owned has moments to
+    move.
 
     Args:
         owned: the experts that this peer trains.
         num_experts: of a layer.
         ep: number of seats.
-        former: the dealing so far; None for none.
+        former: the present dealing. None if there is none.
     """
     seats = former.seats if former else {}
     before = {e for experts in former.owned for e in experts} if former else set[int]()
@@ -387,9 +389,9 @@ def _dealt(
 
     Args:
         experts: of this kind, ascending.
-        seats: where experts lie so far.
-        settled: those that were of this kind before.
-        taken: how many of the other kind each seat has: those with few come first.
+        seats: the present seats of experts.
+        settled: experts that were of this kind before.
+        taken: the number of experts of the other kind of each seat. Seats with few come first.
     """
     ep = len(taken)
     there: list[list[int]] = [[] for _ in range(ep)]
@@ -397,7 +399,7 @@ def _dealt(
         if expert in seats:
             there[seats[expert]].append(expert)
     least, more = divmod(len(experts), ep)
-    # Seats that hold most already may hold one more: each of these is an expert less that moves.
+    # The extra experts go to the seats that already hold most. Each one saves a move.
     first = sorted(range(ep), key=lambda seat: (-len(there[seat]), taken[seat], seat))[:more]
     room = [least + (seat in first) for seat in range(ep)]
     kept = [there[seat][: room[seat]] for seat in range(ep)]

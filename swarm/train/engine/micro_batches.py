@@ -1,4 +1,4 @@
-"""A batch as engines compute it: in parts, with masks, and where its tokens were routed."""
+"""A batch as engines compute it: its parts, its masks, and the routing of its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MicroBatch(NamedTuple):
     """The sequences of one forward pass.
 
     Attributes:
-        tokens_BT1: where they came from.
+        tokens_BT1: the original tokens.
         masked: on the device that computes.
     """
 
@@ -27,7 +27,7 @@ class MicroBatch(NamedTuple):
 def micro_batches(
     tokens_BT1: Tensor, masks: Masks | None, rows: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Cuts a batch into micro-batches of so many sequences, the last one perhaps of fewer."""
+    """Cuts a batch into micro-batches of a given number of sequences. The last may have fewer."""
     parts = tokens_BT1.split(rows)
     if masks is None:
         return [MicroBatch(part) for part in parts]
@@ -37,7 +37,7 @@ def micro_batches(
         scored = [None] * len(parts)
     else:
         scored = [part.to(device) for part in scored_BT.split(rows)]
-        # Where nothing is scored the sums are 0 whatever divides them.
+        # Without scored predictions the sums are 0, whatever the divisor.
         mean_over = max(1, int(scored_BT.sum())) / len(parts)
     found = []
     for part, starts_BT, part_BT in zip(parts, starts, scored, strict=True):
@@ -48,12 +48,12 @@ def micro_batches(
 
 
 def num_masked(masks: Masks | None) -> int:
-    """How many predictions of a batch are not in its loss."""
+    """The number of predictions of a batch that are not in its loss."""
     return 0 if masks is None or masks.scored_BT is None else int((~masks.scored_BT).sum())
 
 
 class Routed:
-    """Adds up the figures on routing that the losses of the micro-batches give.
+    """Adds up the figures on routing in the losses of the micro-batches.
 
     Attributes:
         tokens_LE: tokens that chose each expert.
@@ -66,7 +66,7 @@ class Routed:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, losses: Losses) -> None:
-        """Adds one micro-batch; nothing waits for the device."""
+        """Adds one micro-batch without waiting for the device."""
         self.tokens_LE = self.tokens_LE + losses.expert_tokens
         self._dropped = self._dropped + losses.dropped
         if losses.similarity is not None:
@@ -85,7 +85,7 @@ class Routed:
         }
 
     def _alike(self) -> tuple[tuple[int, int, float], ...]:
-        """The mean of each pair of experts over layers and micro-batches, the most alike first."""
+        """Means of pairs of experts over layers and micro-batches, the most similar pair first."""
         found: dict[tuple[int, int], list[float]] = {}
         for pair_P2, alike_P in self._pairs:
             for (first, second), alike in zip(pair_P2.tolist(), alike_P.tolist(), strict=True):

@@ -2,7 +2,7 @@
 
 AdamW has two moments of each element, Muon has one of each element of a matrix.
 
-Each machine chooses its own format. Moments that are handed to another peer travel in fp32.
+Each machine chooses its own format. Moments travel to another peer in fp32.
 
 Shapes: R rows (experts of a stack; 1 for other tensors), X elements of a row, x elements of a
 piece, b blocks of a piece.
@@ -37,8 +37,8 @@ class Piece:
     """A run of elements of one row of a parameter: [start, stop).
 
     Attributes:
-        offset: where the row begins in the flattened parameter.
-        matrix: the shape of the row, which is all of the piece, where Muon updates it.
+        offset: the start of the row in the flattened parameter.
+        matrix: the shape of the row if Muon updates it; the piece is then the whole row.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Piece:
 
     @property
     def in_row(self) -> slice:
-        """Where it lies in its row."""
+        """Its place in its row."""
         return slice(self.start, self.stop)
 
     @property
     def in_whole(self) -> slice:
-        """Where it lies in the flattened parameter."""
+        """Its place in the flattened parameter."""
         return slice(self.offset + self.start, self.offset + self.stop)
 
 
@@ -106,17 +106,18 @@ class Moments:
         return rows, size
 
     def flat(self) -> Moments:
-        """The same memory as one row, where neither scales nor matrices belong to rows.
+        """The same memory as one row, if neither scales nor matrices belong to rows.
 
-        Cut anywhere else than at multiples of a vector register's width, the fused kernel would
-        round its last elements otherwise than it does in the middle of a whole parameter.
+        Pieces of the row can then begin at any multiple of a vector register's width. Elsewhere the
+        fused kernel would round the last elements of a piece differently from those in the middle
+        of a parameter.
         """
         if self.form == "int8" or self.kinds == MUON_MOMENTS:
             return self
         return Moments(self.form, {name: part.view(1, -1) for name, part in self.parts.items()})
 
     def copy_row(self, row: int, old: Moments, old_row: int) -> None:
-        """Takes over a row of other moments, which may have another format."""
+        """Copies a row of other moments, which may have another format."""
         if old.form == self.form:
             for name, part in self.parts.items():
                 part[row] = old.parts[name][old_row]
@@ -151,8 +152,8 @@ class Moments:
             part: of the row.
             values: of the piece, each fp32 [x].
             seed: draws the directions in bf16.
-            among: where the piece begins in a longer one, whose directions are drawn, and the
-                length of that; None for a piece of its own.
+            among: the start of the piece in a longer one, and the length of the longer one, for
+                which directions are drawn. None if the piece is not a part of another.
         """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
@@ -198,7 +199,7 @@ def update_tensors(
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; torch's fused kernel.
     """
-    # The kernel counts in fp32 itself, exact up to 2^24 updates.
+    # The kernel itself counts in fp32, which is exact up to 2^24 updates.
     counts = torch.full((len(parameters),), float(update.count - 1), device=parameters[0].device)
     settings = update.settings
     adamw(
@@ -228,7 +229,7 @@ def update_piece(
     *,
     direction_RC: Tensor | None = None,
 ) -> None:
-    """AdamW or Muon on a piece of a row, whatever the moments' format.
+    """AdamW or Muon on a piece of a row, for any format of moments.
 
     AdamW uses about 8 bytes per element, Muon as `update_matrix`.
 
@@ -236,7 +237,7 @@ def update_piece(
         master_x: the piece of the parameter.
         gradient_x: its fp32 gradient.
         moments: of the parameter; see `Moments.flat`.
-        piece: where; `start` is a multiple of `BLOCK`.
+        piece: its place. `start` is a multiple of `BLOCK`.
         update: lr and count.
         direction_RC: see `direction_of`; None: it is computed here.
 
@@ -296,7 +297,7 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
 
 
 def seed_of(piece: Piece, update: Update) -> int:
-    """Of place and count alone, so that a resumed peer draws the same numbers."""
+    """Depends on place and count alone, so that a resumed peer draws the same numbers."""
     place = f"{update.count} {piece.name} {piece.row} {piece.start}"
     return zlib.crc32(place.encode())
 
@@ -329,11 +330,11 @@ def _in_blocks(values_x: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_x, (0, padding)).view(-1, BLOCK)
 
 
-# int8 codes lie on a curve, since moments of one block differ by orders of magnitude: a mean is
-# the sign times the square of its code, a square (an average of squared gradients) the fourth
-# power. The square is rounded up and never down: one that became 0 would make its update
-# enormous. Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes);
-# the curves are our own, without a table.
+# int8 codes lie on a curve, because moments of one block differ by orders of magnitude. A mean is
+# the sign times the square of its code. A square (an average of squared gradients) is the fourth
+# power. The square is always rounded up, because a square of 0 would make its update enormous.
+# Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes); the curves
+# are our own, without a table.
 
 
 def _encode_mean(mean_x: Tensor) -> tuple[Tensor, Tensor]:

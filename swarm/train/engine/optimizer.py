@@ -25,8 +25,10 @@ from swarm.train.engine.muon import takes_muon
 from swarm.train.engine.tensor_file import Form, forms_of
 
 PIECE = 2**21
-"""Elements that a thread of the CPU updates at once: some 5 ms, against 0.1 ms in which Python
-prepares a piece and no other thread can."""
+"""Elements that a CPU thread updates at once.
+
+This takes some 5 ms, against 0.1 ms in which Python prepares a piece under its lock.
+"""
 PIECE_GPU = 2**24
 OPTIMIZERS = {ADAMW_MOMENTS: "AdamW", MUON_MOMENTS: "Muon"}
 """What has which moments."""
@@ -36,13 +38,13 @@ class OwnedOptimizer:
     """The optimizer of a changing set of parameters, under one common count of updates.
 
     With `optimizer.kind = "muon"` Muon updates matrices, and AdamW all else. Weight decay applies
-    to everything trained (norms and embeddings too) and, since nothing else is here, never to a
-    frozen expert. Source: Loshchilov and Hutter, arXiv 1711.05101; see `muon` for the other.
+    to all trained tensors (norms and embeddings too). It never applies to a frozen expert, which
+    has no parameter here. Source: Loshchilov and Hutter, arXiv 1711.05101; for Muon see `muon`.
 
     Attributes:
-        updates: how many updates bias correction counts. It is common to all parameters: an
-            newly owned expert starts with zero moments under the count of the others, so its
-            first update is about half of the learning rate and needs no warm-up of its own.
+        updates: number of updates for bias correction, common to all parameters. A newly owned
+            expert starts with zero moments under this count, so its first update is about half of
+            the learning rate and needs no warm-up of its own.
     """
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat = "fp32") -> None:
@@ -73,11 +75,11 @@ class OwnedOptimizer:
     def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
         """Trains `parameters` from now on.
 
-        Moments of shared tensors and of experts that stay keep every bit; those of experts
-        that go are freed; those of new experts are zero.
+        Moments of shared tensors and of experts that stay keep every bit. Moments of experts that
+        leave are freed. Moments of new experts are zero.
 
         Args:
-            parameters: by name; owned experts as stacks whose row k is expert `owned[k]`.
+            parameters: by name. Owned experts are stacks whose row k is expert `owned[k]`.
             owned: the experts behind the stacks' rows.
         """
         old, old_owned = self._moments, self._owned
@@ -112,7 +114,7 @@ class OwnedOptimizer:
         new.copy_row(row, old, old_row)
 
     def update(self, lr: float) -> None:
-        """One update by the gradients, all of which must be there; then frees them.
+        """One update. All gradients must be there, and are freed afterwards.
 
         Raises:
             TrainingDiverged: a moment of Muon is not finite; some tensors may be updated already.
@@ -140,11 +142,11 @@ class OwnedOptimizer:
         return gradient
 
     def next_update(self, lr: float) -> Update:
-        """The update that follows those so far."""
+        """The next update."""
         return Update(self._settings, lr, self.updates + 1)
 
     def pieces(self) -> list[Piece]:
-        """All parameters, cut so that each piece can be updated by itself: Muon's by matrix."""
+        """All parameters in pieces that can be updated independently: Muon's are matrices."""
         pieces = []
         for name, parameter in self._parameters.items():
             rows, size = self._moments[name].flat().shape
@@ -166,7 +168,7 @@ class OwnedOptimizer:
         *,
         direction_RC: Tensor | None = None,
     ) -> None:
-        """Updates a piece by its fp32 gradient; any pieces at once, from any threads.
+        """Updates a piece by its fp32 gradient. Threads may update different pieces at once.
 
         The caller adds to `updates` once all pieces are done.
 
@@ -195,7 +197,7 @@ class OwnedOptimizer:
         return self.by_tensor(self._parameters)
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views of a buffer that is laid out as the parameters; see `masters`."""
+        """Views of a buffer with the layout of the parameters; see `masters`."""
         views: dict[str, Tensor] = {}
         for name in self._parameters:
             rows = stacked_tensors(name, self._owned)
@@ -204,10 +206,10 @@ class OwnedOptimizer:
         return views
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of those moments that are here, fp32 on the CPU, whatever their format.
+        """Copies of the moments that this optimizer has, fp32 on the CPU, whatever their format.
 
         Returns:
-            The kind of the moment and a dot before the names, as in `state`.
+            Named as in `state`: the kind of the moment and a dot before the tensor's name.
         """
         found = {}
         for name, (moments, row, shape) in self._rows().items():
@@ -218,7 +220,10 @@ class OwnedOptimizer:
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites those moments that are here; `values` is as `read_moments` gives them."""
+        """Overwrites the moments that this optimizer has.
+
+        `values` has the form of `read_moments`.
+        """
         for name, (moments, row, shape) in self._rows().items():
             kinds = moments.kinds
             if f"{kinds[0]}.{name}" in values:
@@ -229,7 +234,7 @@ class OwnedOptimizer:
                 moments.store(row, slice(0, math.prod(shape)), each, seed=0)
 
     def _rows(self) -> dict[str, tuple[Moments, int, torch.Size]]:
-        """Where each tensor's moments are: storage, row of it, shape of the tensor."""
+        """The place of each tensor's moments: storage, row, shape of the tensor."""
         rows = {}
         for name, parameter in self._parameters.items():
             experts = stacked_tensors(name, self._owned)
@@ -251,18 +256,18 @@ class OwnedOptimizer:
         return state
 
     def take(self, stored: Mapping[str, Tensor]) -> None:
-        """Overwrites some tensors under the names of `state`, as they are stored."""
+        """Overwrites some tensors, named as in `state`, in their stored form."""
         views = self.state()
         for name, tensor in stored.items():
             views[name].copy_(tensor)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over masters and moments under the names of `state`, in whatever format.
+        """Loads masters and moments, named as in `state`, in any format.
 
-        `tensors` may read a tensor whenever it is asked for, which is once.
+        Each tensor is looked up once, so `tensors` may read it from disk at that time.
 
         Raises:
-            CorruptState: a tensor is missing or of another shape; nothing was changed then.
+            CorruptState: a tensor is missing or has another shape. Nothing is changed then.
         """
         forms, masters = forms_of(tensors), self.masters()
         for name, master in masters.items():
@@ -300,14 +305,14 @@ def stored_kinds(forms: Mapping[str, Form], name: str) -> tuple[str, ...]:
 
 
 def is_coded(forms: Mapping[str, Form], name: str) -> bool:
-    """Whether a private state has int8 moments of a tensor, so that scales belong to them."""
+    """Whether a private state has int8 moments, and so scales, of a tensor."""
     kind = next(iter(stored_kinds(forms, name)), "")
     dtype, _ = forms.get(f"{kind}.{name}", (torch.float32, ()))
     return dtype.itemsize == 1
 
 
 def stored_moments(tensors: Mapping[str, Tensor], forms: Mapping[str, Form], name: str) -> Moments:
-    """Moments of one tensor as a private state has them, see `require_stored`."""
+    """Moments of one tensor from a private state; see `require_stored`."""
     formats: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
     whole = stored_kinds(forms, name)
     kinds = [*whole, *(kind + SCALE for kind in whole if is_coded(forms, name))]

@@ -1,4 +1,4 @@
-"""What each rank did in a step, and what of it a person needs. Pure."""
+"""Figures of each rank in a step, and their summary for a person. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from swarm.train.engine.mesh import bubble_of, flows_of
 
 STANDS_OUT = 1.1
-"""A rank that computes so many times as long as the others' median is named."""
+"""A rank is named if it computes this many times as long as the others' median."""
 SHOWN = 0.005
-"""Share of a step from which an operation is worth a word."""
+"""Share of a step from which an operation is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class RankFigures:
         steps: number.
         seconds: from the command until the step is done.
         micro_batches: that it computed.
-        idle: slots without work of its own: micro-batches that the rank with most had more.
-        stage: which one of its pipeline.
+        idle: slots without own work: micro-batches fewer than the rank with the most.
+        stage: its number in the pipeline.
         stages: of the pipeline; 1 for none.
         chunks: runs of layers that each rank of a pipeline has.
         pipeline_s: seconds of the pipeline's schedule.
-        stage_s: of these the seconds in layers, with the exchanges of tokens that are part of them.
+        stage_s: seconds of the schedule in layers, with their exchanges of tokens.
         operations: between ranks, by kind.
-        num_bytes: that left this rank for others, by kind.
-        waited_s: seconds in operations between ranks, by kind: from when this rank is ready until
-            it has what the others send, so the wait for slower ones is part of it. What goes from
-            stage to stage is not, since it overlaps products: it is in `pipeline_s`.
+        num_bytes: sent by this rank to others, by kind.
+        waited_s: seconds in operations between ranks, by kind: from the moment when this rank is
+            ready until it has received the others' values. Waiting for slower ranks is included.
+            Transfers from stage to stage overlap compute, so they are in `pipeline_s` instead.
     """
 
     steps: int = 1
@@ -56,24 +56,24 @@ class RankFigures:
 
     @property
     def own_s(self) -> float:
-        """Seconds that it neither spent in operations between ranks nor waited for a stage."""
+        """Seconds of the rank outside of operations between ranks and of waits for a stage."""
         return self.seconds - sum(self.waited_s.values()) - (self.pipeline_s - self.stage_s)
 
 
 @dataclass(frozen=True)
 class WorkersStats:
-    """All ranks in some steps; means over these.
+    """All ranks in some steps, with means over these steps.
 
     Attributes:
         number: of ranks.
         step_s: seconds of a step.
-        shares: of each kind of operation its part of a step's time, mean over the ranks.
-        bubble: part of a pipeline's time in which a stage computes nothing, mean over the ranks;
-            None without one.
-        expected: the same of stages that all take as long, by `bubble_of`.
+        shares: the part of a step's time of each kind of operation, mean over the ranks.
+        bubble: part of a pipeline's time in which a stage computes nothing, mean over the ranks.
+            None without a pipeline.
+        expected: the same for stages of equal duration, by `bubble_of`.
         idle: ranks that computed fewer micro-batches than others.
-        slowest: the rank that computes longest, if it stands out; None if all are alike.
-        why: what is known of the reason; "" if none stands out.
+        slowest: the rank that computes longest, if it stands out. None if all are alike.
+        why: the reason, if known. "" if none stands out.
     """
 
     number: int
@@ -101,7 +101,7 @@ class WorkersStats:
 
 
 def together(steps: Iterable[Sequence[RankFigures]]) -> tuple[RankFigures, ...]:
-    """Of each rank the sum over steps; of those after which the ranks were others, none."""
+    """The sum over steps of each rank. Steps before a change of the ranks are left out."""
     found: list[RankFigures] = []
     for ranks in steps:
         alike = [_place(rank) for rank in ranks] == [_place(rank) for rank in found]
@@ -110,7 +110,7 @@ def together(steps: Iterable[Sequence[RankFigures]]) -> tuple[RankFigures, ...]:
 
 
 def folded(ranks: Sequence[RankFigures]) -> WorkersStats | None:
-    """What the ranks of a peer did; None where there are fewer than two.
+    """The figures of a peer's ranks. None for fewer than two ranks.
 
     Args:
         ranks: in their order, all over the same steps.
@@ -137,7 +137,7 @@ def folded(ranks: Sequence[RankFigures]) -> WorkersStats | None:
 
 
 def _bubble(ranks: Sequence[RankFigures]) -> float | None:
-    """Stages that are done sooner wait for the last one elsewhere, which counts too."""
+    """Stages that finish sooner wait for the last one outside of the schedule. This counts too."""
     pipeline_s = max(rank.pipeline_s for rank in ranks)
     if ranks[0].stages == 1 or not pipeline_s:
         return None
@@ -145,7 +145,10 @@ def _bubble(ranks: Sequence[RankFigures]) -> float | None:
 
 
 def _expected(ranks: Sequence[RankFigures]) -> float | None:
-    """Of a rank with most micro-batches; others go through its slots without tokens, or wait."""
+    """Computed for a rank with the most micro-batches.
+
+    Other ranks go through its slots without tokens, or wait.
+    """
     one = max(ranks, key=lambda rank: rank.micro_batches)
     if one.stages == 1 or not one.micro_batches:
         return None

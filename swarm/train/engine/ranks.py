@@ -1,4 +1,4 @@
-"""Processes that compute together, the operations between them, and what these move.
+"""Processes that compute together, the operations between them, and the traffic of these.
 
 Sums are added up in the order of the ranks, so that their bits depend on the number of ranks alone.
 
@@ -25,15 +25,15 @@ from swarm.train.engine.mesh import Sets
 from swarm.train.engine.sizes import BUCKET
 
 PIPELINE, STAGE = "pipeline", "stage"
-"""Names of what is no operation between ranks: a pipeline's schedule, and in it all of its stage's
-forwards and backwards."""
+"""Names of times that are not operations between ranks: a pipeline's schedule, and all forwards and
+backwards of the stage within it."""
 
 
 class Watch:
     """Adds up seconds by name.
 
-    Of a GPU they are those between two events in its queue of work, so that nothing waits for it
-    until the seconds are taken, once a step.
+    On a GPU, seconds are measured between two events in its queue, so nothing waits for the GPU
+    until the seconds are read, once a step.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Watch:
 
     @contextmanager
     def timing(self, name: str, device: torch.device) -> Iterator[None]:
-        """Counts what is done within, on this device; also if it fails."""
+        """Counts the time of the context on this device, also if it fails."""
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -59,7 +59,7 @@ class Watch:
             self._add(name, time.perf_counter() - began_s)
 
     def take(self) -> dict[str, float]:
-        """Returns seconds by name and resets them; waits for a GPU that lags behind."""
+        """Returns seconds by name and resets them. Waits for a GPU that lags behind."""
         for name, begin, end in self._events:
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1000)
@@ -72,7 +72,7 @@ class Watch:
 
 
 COLLECTIVE_S = 1800.0
-"""A rank waits for the others so long; the controller ends all of them much sooner."""
+"""Longest wait of a rank for the others. The controller ends all of them much sooner."""
 
 
 class Disconnected(Exception):
@@ -80,12 +80,13 @@ class Disconnected(Exception):
 
 
 def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
-    """A store of torch.distributed, where ranks of several machines find each other.
+    """A store of torch.distributed by which ranks of several machines find each other.
 
     Args:
         host: address of the machine that listens.
         port: that it listens on.
-        listening: descriptor of its socket, which is taken over; None on who goes there.
+        listening: descriptor of the listening socket, which the store takes over. None for a
+            client.
     """
     own: dict[str, Any] = {
         "is_master": True,
@@ -104,12 +105,12 @@ def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
 
 @dataclass
 class Traffic:
-    """Operations that one rank took part in, by what they were for.
+    """Operations of one rank, by their purpose.
 
     Attributes:
         operations: number of each kind.
-        num_bytes: that left this rank for others, of each kind.
-        watch: how long they took, of each kind.
+        num_bytes: sent by this rank to others, of each kind.
+        watch: seconds of each kind.
     """
 
     operations: dict[str, int] = field(default_factory=dict)
@@ -132,14 +133,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among those that compute together, all of a peer or some of them.
+    """The rank of this process in a set of processes that compute together: all of a peer, or some.
 
     Attributes:
         rank: of this process.
         size: number of ranks, at least one.
-        device: where the operations between ranks take their tensors from.
+        device: device of the tensors in operations between ranks.
         handle: of these ranks in torch.distributed; None for all.
-        traffic: one record for all the sets of ranks that a process is in.
+        traffic: one record for all sets of ranks that contain this process.
     """
 
     rank: int
@@ -150,7 +151,7 @@ class Ranks:
     _parts: dict[Sets, Ranks] = field(default_factory=dict, compare=False, repr=False)
 
     def block(self, count: int, rank: int | None = None) -> range:
-        """Which of so many micro-batches a rank computes: consecutive ones, or none.
+        """The consecutive micro-batches that a rank computes, perhaps none.
 
         Args:
             count: micro-batches.
@@ -160,12 +161,12 @@ class Ranks:
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def part(self, parts: Sets) -> Ranks:
-        """Those of this rank among several sets of ranks, each rank being in one of them.
+        """The set that contains this rank, out of several disjoint sets of ranks.
 
-        All ranks call it together. The same sets again give the same ranks.
+        All ranks call it together. A second call with the same sets returns the same object.
 
         Args:
-            parts: the sets, which all ranks name alike.
+            parts: the sets, the same at all ranks.
 
         Raises:
             Disconnected: another rank has ended.
@@ -177,8 +178,8 @@ class Ranks:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
 
-        Each element crosses to one rank that adds it up, and from there to all: as many bytes as a
-        ring moves, and one addition after the other on every number of ranks.
+        Each element goes to one rank, which adds it up and sends the sum to all. This moves as many
+        bytes as a ring, and the order of additions is the same for every number of ranks.
 
         Raises:
             Disconnected: another rank has ended.
@@ -196,7 +197,7 @@ class Ranks:
     def add_up_shares(self, shares: Sequence[Sequence[Tensor]]) -> None:
         """Replaces this rank's share of fp32 tensors by its sums over the ranks, in their order.
 
-        As `add_up`, without the way back.
+        As `add_up`, but each sum stays at its rank.
 
         Args:
             shares: for each rank, flat views of the tensors whose sums it receives.
@@ -219,10 +220,11 @@ class Ranks:
                 each.copy_(found)
 
     def spread(self, shares: Sequence[Sequence[Tensor]]) -> None:
-        """Sends each rank's own share to all ranks; all tensors are of one type.
+        """Copies each rank's share to all ranks: an all-gather. All tensors have one type.
 
         Args:
-            shares: for each rank, flat views of the tensors that come from it.
+            shares: for each rank, flat views of the tensors of its share. The views of other ranks
+                are overwritten.
 
         Raises:
             Disconnected: another rank has ended.
@@ -246,9 +248,9 @@ class Ranks:
     def shared(
         self, mine: Sequence[Sequence[float]], count: int, width: int, own: range | None = None
     ) -> Tensor:
-        """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
+        """Rows of numbers of all micro-batches, fp64 [count, width], from the rows of each rank.
 
-        Fp32 values and whole numbers below 2^53 come through unchanged.
+        Fp32 values and whole numbers below 2^53 are sent exactly.
 
         Args:
             mine: the rows of this rank.
@@ -265,7 +267,7 @@ class Ranks:
         return self.united(rows)
 
     def united(self, numbers: Tensor) -> Tensor:
-        """Fp64 numbers on the CPU; one rank alone knows each number, the others have 0 there.
+        """Fp64 numbers on the CPU. One rank knows each number, and the others have 0 there.
 
         Raises:
             Disconnected: another rank has ended.
@@ -280,20 +282,20 @@ class Ranks:
     def exchange(
         self, rows_MX: Tensor, sent: Sequence[int], received: Sequence[int], kind: str
     ) -> Tensor:
-        """Gives rows away and gets others, both in the order of the ranks; of any type.
+        """Sends rows and receives others, both in the order of the ranks. Rows may have any type.
 
         Args:
-            rows_MX: what is given, the first rows to the first rank.
-            sent: how many rows to each rank.
-            received: how many from each.
-            kind: what for, in the record.
+            rows_MX: the rows to send, the first ones to the first rank.
+            sent: number of rows to each rank.
+            received: number of rows from each rank.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
         """
         if self.size == 1:
             return rows_MX
-        # As bytes: gloo has not all types.
+        # As bytes, because gloo does not support all types.
         mine = rows_MX.contiguous().view(torch.uint8).to(self.device)
         row_bytes = mine.shape[1]
         theirs = mine.new_empty(sum(received), row_bytes)
@@ -304,8 +306,8 @@ class Ranks:
     def total(self, part: Tensor, kind: str) -> Tensor:
         """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
 
-        Each element is added up in fp32 by one rank, in the order of the ranks, and rounded once;
-        as many bytes as a ring moves. In the record these are two operations of a `kind`.
+        One rank adds up each element in fp32, in the order of the ranks, and rounds once. This
+        moves as many bytes as a ring. In the record these are two operations of a `kind`.
 
         Raises:
             Disconnected: another rank has ended.
@@ -315,11 +317,13 @@ class Ranks:
         return self.gathered(self.scattered(mine_X, kind), kind)[:size].view(part.shape)
 
     def gathered(self, rows_nX: Tensor, kind: str) -> Tensor:
-        """As many rows of each rank, of any one type, on every rank: [N, X], in their order.
+        """The rows of all ranks, in the order of ranks, on every rank: an all-gather, [N, X].
+
+        Each rank has the same number of rows, of one type.
 
         Args:
             rows_nX: of this rank.
-            kind: what for, in the record.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -333,13 +337,13 @@ class Ranks:
         return found_NX.to(rows_nX.device)
 
     def scattered(self, rows_NX: Tensor, kind: str) -> Tensor:
-        """Of the sums of rows over the ranks an equal share for each: a reduce-scatter, [n, X].
+        """A reduce-scatter: each rank gets an equal share of the sums of rows over the ranks.
 
-        They are added up as in `total`.
+        The share has the shape [n, X]. Rows are added up as in `total`.
 
         Args:
-            rows_NX: of this rank, of any one type; a multiple of the ranks.
-            kind: what for, in the record.
+            rows_NX: of this rank, of one type. Their number is a multiple of the number of ranks.
+            kind: its purpose, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -356,7 +360,7 @@ class Ranks:
         return total_X.view(-1, *rows_NX.shape[1:]).to(rows_NX.device)
 
     def _counted(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Records an operation, and how long it takes."""
+        """Records an operation and its duration."""
         self.traffic.count(kind, num_bytes)
         return self.traffic.watch.timing(kind, self.device)
 
@@ -396,12 +400,12 @@ class Ranks:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """All its bytes in a row: gloo has not all types."""
+    """The tensor as flat bytes, because gloo does not support all types."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _in_order(parts_RX: Tensor) -> Tensor:
-    """The fp32 sum of what R ranks have sent, one after the other."""
+    """The fp32 sum of the values of R ranks, added in order."""
     total = parts_RX[0].to(torch.float32, copy=True)
     for part in parts_RX[1:]:
         total += part
@@ -409,12 +413,12 @@ def _in_order(parts_RX: Tensor) -> Tensor:
 
 
 def _rounds(shares: Sequence[Sequence[Tensor]], most: int) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """The shares of all ranks, of each so many elements at once at most."""
+    """The shares of all ranks, in rounds with a limit of elements of each share."""
     yield from itertools.zip_longest(*(_buckets(each, most) for each in shares), fillvalue=())
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists of so many elements at most."""
+    """Flat views of all elements, in lists with a limit of elements."""
     bucket: list[Tensor] = []
     room = most
     for tensor in tensors:

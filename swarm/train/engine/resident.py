@@ -1,9 +1,9 @@
 """The engine that keeps the whole model in the memory of one device.
 
-Legend: B sequences, T tokens that a sequence predicts.
+Legend: B sequences, T predicted tokens of a sequence.
 """
 
-# What the methods do is said in `Engine`.
+# `Engine` documents the methods.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from swarm.train.engine.optimizer import OwnedOptimizer
 
 
 class ResidentEngine:
-    """An engine that keeps the whole model in the memory of one device; see `Engine`."""
+    """An `Engine` that keeps the whole model in the memory of one device."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class ResidentEngine:
         pieces: Pieces = WHOLE,
         stage: Stage | None = None,
     ) -> None:
-        """Builds a model that owns nothing; its tensors hold nothing until they are written.
+        """Builds a model without owned experts. Its tensors are uninitialized until written.
 
         Args:
             run: the model.
             options: None for the run's settings.
-            pieces: what the model is made of.
-            stage: the part of the model that it holds; None for all.
+            pieces: the modules of the model.
+            stage: the part of the model that this engine holds. None for all.
         """
         options = options or EngineOptions.of(run)
         self._run = run
@@ -70,7 +70,7 @@ class ResidentEngine:
         self._wait: Callable[[], None] = lambda: None
 
     def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
-        """What updates the trained tensors."""
+        """The optimizer of the trained tensors."""
         return OwnedOptimizer(self._run.optimizer, options.moments)
 
     @property
@@ -88,7 +88,7 @@ class ResidentEngine:
     def own(self, experts: Sequence[int]) -> None:
         wanted = tuple(sorted(set(experts)))
         if wanted != self.owned:
-            # Where memory runs out in this, the optimizer has every master and moment of before.
+            # If memory runs out here, the optimizer still has every earlier master and moment.
             self._model.own(wanted)
             self._intact = False
             self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
@@ -175,7 +175,7 @@ class ResidentEngine:
         return False
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`; copies them."""
+        """See `Engine`. Copies the tensors."""
         self.write(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -229,19 +229,19 @@ class ResidentEngine:
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
     def close(self) -> None:
-        """See `Engine`; no work runs in the background."""
+        """See `Engine`. No work runs in the background."""
 
     def _biases(self) -> Sequence[str]:
-        """The selection biases that it holds."""
+        """The selection biases of its layers."""
         return selection_biases(self._run.model)
 
     def _accumulate(
         self, tokens_BT1: Tensor, controls: RoutingControls, masks: Masks | None = None
     ) -> tuple[dict[str, Any], Routed]:
-        """Forms the gradient of the mean loss over micro-batches.
+        """Computes the gradient of the mean loss over micro-batches.
 
         Returns:
-            The mean of each term of the loss, and where the tokens went.
+            The mean of each term of the loss, and the routing of the tokens.
         """
         rows = self._run.train.micro_batch_sequences
         found = self._gradients(micro_batches(tokens_BT1, masks, rows, self._device), controls)
@@ -253,7 +253,7 @@ class ResidentEngine:
         return dict(zip(engine.TERMS, means, strict=True)), routed
 
     def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
-        """Adds up the gradients of all micro-batches; returns the losses of each, detached."""
+        """Adds up the gradients of all micro-batches. Returns the detached losses of each."""
         return [self._backward(parts, index, controls) for index in range(len(parts))]
 
     def _backward(
@@ -272,7 +272,7 @@ class ResidentEngine:
 
 @contextlib.contextmanager
 def _computing_fp32(model: Transformer) -> Iterator[None]:
-    """Lets every module of a model that has a compute type use fp32."""
+    """Makes all modules with a compute type use fp32."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "compute")]
     before = [module.compute for module in modules]
     try:
@@ -286,7 +286,7 @@ def _computing_fp32(model: Transformer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standing_in(model: Transformer, agreed: engine.StandIn | None) -> Iterator[None]:
-    """Lets each layer compute with other values of its owned experts, one layer at a time."""
+    """Replaces the values of the owned experts while each layer computes, one layer at a time."""
     kept: dict[str, Tensor] = {}
 
     def restore(*_: Any) -> None:

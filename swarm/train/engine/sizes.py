@@ -1,4 +1,4 @@
-"""Sizes behind predictions of memory: what an engine needs, parameters as it holds them. Pure."""
+"""Sizes for predictions of memory: an engine's needs, and the parameters that it holds. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swarm.train.engine.moments import MOMENT_BYTES, MomentsFormat
 from swarm.train.engine.optimizer import PIECE, PIECE_GPU
 
 BUCKET = 2**22
-"""Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
+"""Gradient elements that workers add up at once: 16 MiB, and as much of the other workers'."""
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
-"""Bytes per element of a piece during its update, besides gradients: moments in fp32, and the
+"""Bytes per element of a piece during its update, without gradients: moments in fp32, and the
 memory for rounding them."""
 DIRECTION_BYTES = 2
 """Of a matrix of Muon's, from the device that computes it to the host."""
@@ -38,7 +38,7 @@ class Need:
         activations: the peak on top of `device_state` on the device, in a step or, of a streaming
             engine, while a held-out loss is computed.
         host: masters, moments, gradients and activation checkpoints in host memory.
-        disk: frozen experts in mapped files of the engine's own; what is kept for new workers.
+        disk: frozen experts in the engine's own mapped files, and the history for new workers.
         crowding: additional device memory of a rank whose experts get tokens of other ranks:
             for `CROWDING` more rows than an even share.
     """
@@ -56,22 +56,23 @@ class Need:
 
     @property
     def crowded(self) -> float:
-        """Peak on the device where tokens crowd, by which a plan is chosen."""
+        """Peak on the device with crowded tokens, which the choice of a plan uses."""
         return self.device + self.crowding
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters, split as engines hold them.
+    """Numbers of parameters, divided as in engines.
 
     Attributes:
-        layer_shared: of a layer, trained by everybody.
-        layer_cast: those of them that travel in the compute type.
-        layer_owned: of a layer's experts, the owned ones.
+        layer_shared: shared parameters of a layer.
+        layer_cast: shared parameters of a layer that are copied in the compute type.
+        layer_owned: parameters of a layer's owned experts.
         table: embedding or head.
-        trained: all that is trained.
-        layer_heads: of a layer's shared ones, those of this rank's heads where these are cut.
-        layer_elsewhere: the heads of other ranks; counted nowhere else.
+        trained: all trained parameters.
+        layer_heads: shared parameters of a layer that belong to this rank's heads, where heads are
+            cut.
+        layer_elsewhere: parameters of the heads of other ranks. They are counted nowhere else.
     """
 
     layer_shared: int
@@ -90,12 +91,12 @@ class Sizes:
 
 @lru_cache(maxsize=256)
 def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
-    """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
+    """Counts the parameters of a peer by its number of owned experts, on one of `tp` ranks."""
     first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
     counted = parameters(model)
     layers = model.num_hidden_layers
     per_layer = counted.per_expert // layers
-    # Attention's matrices are cut over heads, and are all that is cast.
+    # Only attention's matrices are cast, and they are cut over heads.
     cast = num_elements({name: shape for name, shape in first.items() if is_matrix(name)})
     cut = cast
     if model.qk_norm == "projection":
@@ -170,17 +171,17 @@ def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
-    """Frozen experts of one layer, on the worker that has most where they are dealt out."""
+    """Frozen experts of one layer, on the worker that has the most of them."""
     frozen = -(-(run.model.num_experts - num_owned) // options.ep)
     shapes = matrix_shapes(run.model).values()
     return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
 
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
-    """The stages of a pipeline: by what a peer owns in the beginning, so that layers never move."""
+    """The stages of a pipeline, by the peer's initial experts, so that layers never move."""
     return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 
 def num_elements(shapes: dict[str, Shape]) -> int:
-    """Of tensors of these shapes."""
+    """Elements of tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())

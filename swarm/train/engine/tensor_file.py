@@ -1,4 +1,4 @@
-"""Named tensors that lie in a file and are read one at a time, when they are asked for."""
+"""Named tensors in a file, which are read one at a time, on look-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.errors import CorruptState, StateError
 
 CHUNK_BYTES = 16 * 2**20
-"""Written at once; tensors on a GPU come to the host in such pieces."""
+"""Bytes of one write. Tensors on a GPU come to the host in such pieces."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -23,7 +23,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the file."""
+    """The place of a tensor in the file."""
 
     offset: int
     dtype: torch.dtype
@@ -36,15 +36,15 @@ class Place:
 
 
 class OpenFile:
-    """A file that stays open for as long as anybody refers to it, whatever becomes of its name."""
+    """A file that stays open as long as this object is referenced, even if its name is removed."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes a descriptor over."""
+        """Takes ownership of a descriptor."""
         self.descriptor = descriptor
 
     @classmethod
     def at(cls, path: Path) -> OpenFile:
-        """Opens a file for reading and writing; raises OSError."""
+        """Opens a file for reading and writing. Raises OSError."""
         return cls(os.open(path, os.O_RDWR))
 
     def __del__(self) -> None:
@@ -56,17 +56,17 @@ class LazyTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def forms(self) -> dict[str, Form]:
-        """Type and shape of each, without a look at any."""
+        """Type and shape of each tensor, without reading any."""
 
 
 class TensorFile(LazyTensors):
-    """A mapping whose values are fresh tensors on the CPU, each read as it is looked up.
+    """A mapping whose values are new tensors on the CPU, each read on look-up.
 
-    It holds the open file and nothing of the tensors. Reading raises CorruptState when the file
-    has become too short, StateError when the disk fails.
+    It holds the open file, but no tensors. Reading raises CorruptState if the file has become too
+    short, and StateError if the disk fails.
 
     Attributes:
-        file: that they lie in.
+        file: of the tensors.
     """
 
     def __init__(self, file: OpenFile, places: Mapping[str, Place]) -> None:
@@ -78,7 +78,7 @@ class TensorFile(LazyTensors):
         """An empty file without a name, which disappears with this object.
 
         Args:
-            folder: the file lies on its disk; None for the system's folder for temporary files.
+            folder: on the disk to use. None for the system's folder for temporary files.
 
         Raises:
             StateError: it cannot be made.
@@ -94,7 +94,7 @@ class TensorFile(LazyTensors):
 
     @classmethod
     def in_memory(cls) -> TensorFile:
-        """An empty file that is in memory only, for other processes to read or write.
+        """An empty file in memory only, which other processes can read or write.
 
         Raises:
             MemoryError: there is none left.
@@ -105,14 +105,14 @@ class TensorFile(LazyTensors):
             raise MemoryError(f"no memory for tensors: {error.strerror}") from error
 
     def behind(self) -> TensorFile:
-        """An empty one in the same file, which writes behind this one."""
+        """An empty `TensorFile` in the same file. It writes after this one's tensors."""
         more = TensorFile(self.file, {})
         more._end = self._end
         return more
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """Where the tensors lie."""
+        """The places of the tensors."""
         return self._places
 
     def forms(self) -> dict[str, Form]:
@@ -120,7 +120,7 @@ class TensorFile(LazyTensors):
         return {name: (place.dtype, place.shape) for name, place in self._places.items()}
 
     def append(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor behind the others, in pieces of `CHUNK_BYTES`.
+        """Writes a tensor after the others, in pieces of `CHUNK_BYTES`.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -130,12 +130,12 @@ class TensorFile(LazyTensors):
         self._places[name], self._end = place, self._end + place.num_bytes
 
     def leave_room(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Lists a tensor behind the others that is put there later, or by another process."""
+        """Reserves room after the others for a tensor that is written later or elsewhere."""
         place = Place(self._end, dtype, shape)
         self._places[name], self._end = place, self._end + place.num_bytes
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor where there is room for it; raises as `append`."""
+        """Writes a tensor into its reserved room. Raises as `append`."""
         place = self._places[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), (name, place)
         self._fill(place, tensor)
@@ -153,7 +153,7 @@ class TensorFile(LazyTensors):
             ) from error
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Appends tensors, looking up one at a time; raises as `append`."""
+        """Appends tensors, looking up one at a time. Raises as `append`."""
         for name in tensors:
             self.append(name, tensors[name])
 
@@ -186,7 +186,7 @@ class JoinedFiles(LazyTensors):
     """The tensors of several files as one mapping.
 
     Attributes:
-        files: which; no name is in two of them.
+        files: the files. No name is in two of them.
     """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
@@ -211,7 +211,7 @@ class JoinedFiles(LazyTensors):
 
 
 def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
-    """Type and shape of each tensor; those that would have to be read are not looked up."""
+    """Type and shape of each tensor, without reading lazy tensors."""
     if isinstance(tensors, LazyTensors):
         return tensors.forms()
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -1,17 +1,16 @@
-"""A peer's private state on disk: all it needs, besides a manifest, to go on bit for bit.
+"""A peer's private state on disk: with a manifest, all that bit-exact resuming needs.
 
-The file is a safetensors file with the tensors, then one JSON object with all else, the length of
-that (8 bytes) and the BLAKE3 digest of everything before (32). It is written under a
-temporary name, fsynced and renamed. The previous file stays as `NAME.previous`. Nothing in the
-file is executed, and nothing is read before the digest of the whole file was checked.
+The file begins with the tensors in the safetensors format. One JSON object with all other fields
+follows, then its length (8 bytes) and the BLAKE3 digest of everything before (32). The file is
+written under a temporary name, fsynced and renamed. The previous file stays as `NAME.previous`.
+Loading executes nothing in the file, and checks the digest of the whole file first.
 
-Tensors that worker processes hold they write themselves, each to a file of its own
-(`hashed_file.py`). The state is the index of these: its JSON lists their lengths and digests, and
-it holds the tensors that are in none of them. It is written last. Parts that neither the state nor
-the one before lists are removed.
+Worker processes write their own tensors, each process to one file (`hashed_file.py`). The state is
+the index of these parts: its JSON lists their lengths and digests, and it holds all other tensors.
+The state is written last. Parts that neither this state nor the previous one lists are removed.
 
-The offered digests stand at the end, so that tensors are hashed and written, each in a thread of
-its own, while the offered values are still encoded and stored.
+The offered digests stand at the end. So one thread can hash the tensors and another one can write
+them while the offered values are still encoded and stored.
 """
 
 from __future__ import annotations
@@ -44,24 +43,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrivateState:
-    """Everything of a peer that no manifest holds.
+    """The state of a peer that no manifest contains.
 
     Attributes:
         engine: masters, moments and counts.
         run_id: the run it belongs to.
-        base_tip: digest of the manifest that it was trained from.
-        round: the round it was offered for.
+        base_tip: digest of the manifest that training started from.
+        round: the round that it was offered for.
         steps: local steps that are offered,
         tokens: their tokens, and
         seconds: how long they took.
-        data_position: samples of the peer's own text that it has trained on, these included.
+        data_position: samples of the peer's own text that it has trained on, including these steps.
         offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
-        carried: what the round before left out already, see `swarm.protocol.training.adoption`.
-        deltas: unit -> digest of the delta that makes its offered value, where there is one.
-        part_bases: part of the shared tensors -> the same, if not all are due in each round.
-        is_offered: False if the steps are in no offer yet: written as the peer stopped.
+        carried: units that the previous round already left out, see
+            `swarm.protocol.training.adoption`.
+        deltas: unit -> digest of the delta that makes its offered value, for units with a delta.
+        part_bases: part of the shared tensors -> digest of the agreed value that its progress
+            extends. Empty if all parts are due in each round.
+        is_offered: False if the steps are in no offer yet, because the peer was stopping.
     """
 
     engine: EngineState
@@ -83,26 +84,27 @@ class PrivateState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A private state and which of the two files it came from, also in a sentence."""
+    """A private state and its source, one of two files, with a sentence about the choice."""
 
     state: PrivateState
     reason: str
     newest_is_lost: bool
-    """Whether it is the state before, since the newest is damaged or missing, not just unread."""
+    """Whether this is the previous state because the newest one is damaged or missing. False if the
+    newest one merely could not be read."""
 
 
 class Saving:
-    """A private state that is being written: tensors are hashed and written by threads, or workers.
+    """A private state that threads or workers are hashing and writing.
 
-    The tensors must not change until it was finished or given up. A context manager: a file that
-    was not finished when the context ends is given up, and the threads have ended.
+    The tensors must not change before `finish` or `give_up`. As a context manager, it gives up an
+    unfinished file at the end, and waits for the threads.
     """
 
     def __init__(self, path: Path, engine: EngineState, rng: Mapping[str, Tensor]) -> None:
-        """Begins to write; `finish` raises the errors of writing."""
+        """Begins to write. `finish` raises the errors of writing."""
         self.path = path
         self.is_open = True
-        """Whether it can be finished: once, whatever comes of it."""
+        """Whether `finish` may be called. It may be called once, whether it succeeds or not."""
         self._is_in_place = False
         self._tensors = engine.tensors
         self._rng = {f"rng.{name}": each for name, each in rng.items()}
@@ -116,7 +118,7 @@ class Saving:
         self.give_up()
 
     def give_up(self) -> None:
-        """Leaves nothing of it on the disk, unless it is finished; the threads have ended."""
+        """Removes the file unless it is finished, and waits for the threads."""
         self.is_open = False
         self._file.give_up()
         if not self._is_in_place:
@@ -125,11 +127,11 @@ class Saving:
             self._tidy_if_possible()
 
     def finish(self, state: PrivateState) -> None:
-        """Adds all that is no tensor and puts the file into its place, durable.
+        """Adds all other fields, and puts the file durably into its place.
 
         Raises:
             OSError: the disk refused, now or while the tensors were written.
-            SwarmError: workers that hold them cannot go on.
+            SwarmError: the workers that hold the tensors have failed.
         """
         self.is_open = False
         self._file.finish(lambda: _trailer(state, self._finished_parts()), seal=True)
@@ -149,7 +151,7 @@ class Saving:
         return [tensors, self._rng]
 
     def _finished_parts(self) -> Sequence[hashed_file.Part]:
-        """Parts that are durable, and so are their names."""
+        """The parts, after they and their names are durable."""
         if self._parts is None:
             return ()
         parts = self._parts.finish()
@@ -160,12 +162,10 @@ class Saving:
         try:
             self._tidy()
         except OSError as error:
-            logger.warning(
-                "%s: files that nobody needs are left: %s", hashed_file.folder_of(self.path), error
-            )
+            logger.warning("%s: unneeded files remain: %s", hashed_file.folder_of(self.path), error)
 
     def _tidy(self) -> None:
-        """Removes what was given up, or belongs to no state any more."""
+        """Removes abandoned parts, and parts of no present state."""
         states = [each for each in (self.path, previous_path(self.path)) if each.exists()]
         listed = [_peek_parts(each) for each in states]
         if None not in listed:
@@ -175,12 +175,12 @@ class Saving:
 
 
 def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -> None:
-    """Makes a private state durable; the one before is kept as `NAME.previous`.
+    """Makes a private state durable, and keeps the previous one as `NAME.previous`.
 
-    When this returns the file survives a power cut. Killed at any moment, it leaves a whole file at
+    When this returns the file survives a power cut. A kill at any moment leaves a whole file at
     `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
 
-    `begun` is the saving of just its tensors, if that was begun; it is tried once.
+    `begun` is an already begun saving of its tensors, which is tried once.
 
     Raises:
         StateError: the disk is full or cannot be written.
@@ -196,7 +196,7 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
 
 
 def drop_unfinished(path: Path) -> None:
-    """Removes what a saving that was killed, or given up, has written of the state at `path`."""
+    """Removes the temporary file of a killed or abandoned saving of the state at `path`."""
     try:
         durable.beside(path).unlink(missing_ok=True)
     except OSError as error:
@@ -204,14 +204,14 @@ def drop_unfinished(path: Path) -> None:
 
 
 def load_private(path: Path) -> PrivateState:
-    """Reads a private state; its tensors are read from the file as they are asked for.
+    """Reads a private state. Tensors are read from the file on look-up.
 
-    The file may be replaced meanwhile: it is held open. Cost: one pass for the digest; a piece is
-    held, not the state.
+    The file stays open, so it may be replaced meanwhile. Cost: one pass for the digest, and memory
+    for a piece.
 
     Raises:
         CorruptState: the file is torn, truncated or changed.
-        UnreadableState: it is missing, cannot be read now, or is of another format.
+        UnreadableState: it is missing, cannot be read now, or has another format.
     """
     try:
         file = OpenFile.at(path)
@@ -220,7 +220,7 @@ def load_private(path: Path) -> PrivateState:
     except OSError as error:
         raise hashed_file.UnreadableState(f"{path}: cannot be read: {error}") from error
     if not sound:
-        raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+        raise CorruptState(f"{path}: the content has changed ({size} bytes)")
     meta = _read_meta(file, size)
     if meta.pop("format") not in _READABLE:
         raise hashed_file.UnreadableState(
@@ -239,10 +239,10 @@ def load_private(path: Path) -> PrivateState:
 
 
 def peek_counts(path: Path) -> Counts | None:
-    """What `EngineState.counts` is in the file at `path`; it is read without a check of the digest.
+    """`EngineState.counts` of the file at `path`, without a check of the digest.
 
     Returns:
-        None if there is no such file, or nothing like one.
+        None if there is no such file, or it has no such form.
     """
     try:
         file = OpenFile.at(path)
@@ -254,7 +254,7 @@ def peek_counts(path: Path) -> Counts | None:
 
 
 def _peek_parts(path: Path) -> list[hashed_file.Part] | None:
-    """The parts of a state, without a check of the digest; None if it is unreadable."""
+    """The parts of a state, without a check of the digest. None if it is unreadable."""
     try:
         file = OpenFile.at(path)
         meta = _read_meta(file, os.fstat(file.descriptor).st_size)
@@ -277,10 +277,10 @@ def _is_sound(file: OpenFile, body_bytes: int) -> bool:
 
 
 def load_newest(path: Path) -> Loaded | None:
-    """The private state at `path`, or the one before it if that file is damaged or unreadable.
+    """The private state at `path`, or the previous one if that file is damaged or unreadable.
 
     Returns:
-        None if there is neither file: nothing was ever saved.
+        None if both files are missing, because nothing was ever saved.
 
     Raises:
         CorruptState: all files that are there are damaged or unreadable.
@@ -306,12 +306,13 @@ def load_newest(path: Path) -> Loaded | None:
 
 
 def resume_newest(path: Path) -> Loaded | None:
-    """The same for the peer that saves here, before it does: what is of no use to it goes.
+    """As `load_newest`, for the peer that will save here: also removes useless files.
 
-    So does what a saving that was killed has left. A damaged state gives its place to the one
-    before, whose place it would take with the next saving: killed then, that would leave none.
-    A file that cannot be read now, or not by this version, stays until the next saving: an earlier
-    start that can read the file resumes from it.
+    It removes the temporary file of a killed saving. If the newest state is damaged, the previous
+    one takes its place. Otherwise the next saving would replace the previous state by the damaged
+    one, and a kill during that saving would leave no good state. A file that cannot be read now, or
+    not by this version, stays until the next saving, so that a start that can read it resumes from
+    it.
 
     Raises:
         CorruptState: all files that are there are damaged or unreadable.
@@ -328,7 +329,7 @@ def resume_newest(path: Path) -> Loaded | None:
 
 
 def previous_path(path: Path) -> Path:
-    """Where the private state before the one at `path` is kept."""
+    """The path of the private state before the one at `path`."""
     return path.with_name(path.name + hashed_file.PREVIOUS)
 
 
@@ -341,14 +342,14 @@ def read_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets torch's random generators to the states that `read_rng` found."""
+    """Sets torch's random generators to states from `read_rng`."""
     torch.set_rng_state(states["cpu"].clone())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def _trailer(state: PrivateState, parts: Sequence[hashed_file.Part]) -> Iterator[bytes]:
-    """The end of the file, behind the tensors, without the digest."""
+    """The end of the file, after the tensors, without the digest."""
     engine = state.engine
     meta = {
         each.name: getattr(state, each.name)

@@ -1,4 +1,4 @@
-"""Safetensors files that are hashed while they are written, and read by their header.
+"""Safetensors files that are hashed during writing, and read by their header.
 
 Several processes may each write a part of one private state.
 """
@@ -33,16 +33,16 @@ from swarm.train.engine import tensor_file
 LENGTH_BYTES = 8
 DIGEST_BYTES = 32
 CHUNKS_AHEAD = 4
-"""Chunks that are hashed and not written: the memory that saving takes."""
+"""Most chunks that are hashed but not yet written. They are the memory that saving takes."""
 HASHED_BYTES = 64 * 2**20
-"""Read and hashed at once: enough for all cores."""
+"""Bytes that are read and hashed at once: enough for all cores."""
 FLUSH_BYTES = 256 * 2**20
-"""Written at once, before the disk is made to keep up: the last fsync shall be short."""
+"""Bytes that are written between two flushes to disk, so that the last fsync is short."""
 STALLED_S = 120.0
-"""A disk that takes longer for `FLUSH_BYTES` is broken."""
+"""A disk that takes longer for `FLUSH_BYTES` counts as broken."""
 LOOK_S = 1.0
 END_S = 10.0
-"""How long threads are waited for that were given up."""
+"""Longest wait for the threads of an abandoned file."""
 Result = TypeVar("Result")
 _DTYPES = {
     torch.float32: "F32",
@@ -66,19 +66,19 @@ class Written:
 
 
 class HashedFile:
-    """Tensors on their way into a file: one thread hashes them, another one writes.
+    """Writes tensors into a file: one thread hashes them, another one writes.
 
-    They must not change until `finish` or `give_up` has returned, and nothing here refers to them
-    after `give_up`: an engine that changes its experts then would hold their old values as well.
+    The tensors must not change until `finish` or `give_up` has returned. After `give_up` nothing
+    here refers to them. Otherwise an engine that then changes its experts would keep their old
+    values in memory.
     """
 
     def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
         """Begins to write.
 
         Args:
-            path: of the file; an older one is replaced.
-            groups: called by the thread that hashes; gives the tensors in the order in which they
-                are written.
+            path: of the file. An older file is replaced.
+            groups: called by the hashing thread. It returns the tensors in the order of the file.
         """
         self._path = path
         self._digest = blake3(max_threads=blake3.AUTO)
@@ -86,22 +86,23 @@ class HashedFile:
         self._room = threading.Semaphore(CHUNKS_AHEAD)
         self._given_up = False
         self._in_disk_since_s: float | None = None
-        """Since when the thread that writes has waited for the disk; None while it does not."""
+        """When the writing thread began its present wait for the disk. None while it does not
+        wait."""
         self._pool = Helpers("swarm-private", 2)
         self._written: Future[BinaryIO] | None = self._pool.submit(self._write)
         self._hashed: Future[None] | None = self._pool.submit(self._hash, groups)
 
     def finish(self, trailer: Callable[[], Iterable[bytes]] = tuple, *, seal: bool) -> Written:
-        """Waits until all is written and durable; to be called once.
+        """Waits until all is written and durable. Call it once.
 
         Args:
-            trailer: asked for what comes behind the tensors, once these are hashed.
+            trailer: called after the tensors are hashed. It returns the bytes after the tensors.
             seal: whether the digest of everything before is written at the end.
 
         Raises:
             OSError: the disk refused, now or while the tensors were written, or has not answered
                 for `STALLED_S`.
-            Exception: what asking for tensors has raised.
+            Exception: an error of `groups` or of a tensor's look-up.
         """
         self._once_done(self._hashed)
         with self._once_done(self._written) as file:
@@ -116,13 +117,13 @@ class HashedFile:
             return Written(file.tell(), digest)
 
     def give_up(self) -> None:
-        """Returns when nothing is written any more; after `finish` nothing but that is done.
+        """Stops writing, and waits until it has stopped. Harmless after `finish`.
 
-        A thread that the disk does not answer is logged and left alone. It may write once more into
-        the file that it has open, so the caller removes that instead of writing it again.
+        A thread that hangs in the disk is logged and abandoned. It may write once more into its
+        open file, so the caller removes this file instead of reusing it.
         """
         self._given_up = True
-        self._room.release()  # for the thread that hashes
+        self._room.release()  # for the hashing thread
         self._pool.end(END_S, cancels=False)
         if self._written is not None:
             self._written.add_done_callback(_close)
@@ -182,13 +183,13 @@ class HashedFile:
 
 
 def _close(written: Future[BinaryIO]) -> None:
-    """Closes a file that is written as far as it will be."""
+    """Closes the file after its last write."""
     if written.exception() is None:
         written.result().close()
 
 
 def _emptied(file: BinaryIO) -> None:
-    """Gives back the room of a file, for which others wait; its name may be another's by now."""
+    """Frees the room of a file for others that wait. Another file may have its name by now."""
     descriptor = os.dup(file.fileno())
     try:
         with contextlib.suppress(OSError):
@@ -200,7 +201,7 @@ def _emptied(file: BinaryIO) -> None:
 
 
 def encoded(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece, at most a few MB of it at a time.
+    """A safetensors file in pieces of at most a few MB.
 
     Args:
         groups: tensors by name, written group by group, and by name within each.
@@ -225,7 +226,7 @@ def encoded(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def places_in(file: tensor_file.OpenFile) -> dict[str, tensor_file.Place]:
-    """Where the tensors of a file lie, by name; the file is one that `encoded` has made.
+    """The places of the tensors of a file that `encoded` has made, by name.
 
     Raises:
         OSError: the disk failed.
@@ -236,7 +237,7 @@ def places_in(file: tensor_file.OpenFile) -> dict[str, tensor_file.Place]:
 
 
 def digest_of(file: tensor_file.OpenFile, num_bytes: int) -> bytes:
-    """BLAKE3 of the first bytes of a file; raises OSError."""
+    """BLAKE3 of the first bytes of a file. Raises OSError."""
     digest = blake3(max_threads=blake3.AUTO)
     for start in range(0, num_bytes, HASHED_BYTES):
         digest.update(os.pread(file.descriptor, min(HASHED_BYTES, num_bytes - start), start))
@@ -249,11 +250,11 @@ def _place(start: int, entry: Mapping[str, Any]) -> tensor_file.Place:
 
 
 PREVIOUS = ".previous"
-"""Behind the name of the state before."""
+"""Suffix of the name of the previous state."""
 
 
 class UnreadableState(CorruptState):
-    """A file may be sound, but cannot be read now, or not by this version.
+    """A file that may be sound, but cannot be read now, or not by this version.
 
     The caller treats it as damaged for now. The file is kept for a later start.
     """
@@ -275,52 +276,52 @@ class Part:
 
 
 class Parts(ABC):
-    """Parts that are being written, which has begun.
+    """Parts that are being written.
 
     Attributes:
-        rest: the tensors that are in none of them.
+        rest: the tensors that are in no part.
     """
 
     rest: Mapping[str, Tensor]
 
     @abstractmethod
     def finish(self) -> Sequence[Part]:
-        """Waits until all are whole and durable.
+        """Waits until all parts are whole and durable.
 
         Raises:
             OSError: the disk refused.
-            SwarmError: those that write them cannot go on.
+            SwarmError: the writing processes have failed.
         """
 
 
 class PartedTensors(tensor_file.LazyTensors):
-    """Tensors that others hold, who can write them to files themselves."""
+    """Tensors of other processes, which can write them to files themselves."""
 
     @abstractmethod
     def begin_parts(self, folder: Path, stem: str) -> Parts:
-        """Has them begin; the tensors must not change until they have finished.
+        """Starts the writing of parts. The tensors must not change until it has finished.
 
         Args:
-            folder: where the parts come, which exists.
-            stem: their names begin with it, and no others do.
+            folder: the existing folder of the parts.
+            stem: the beginning of their names, and of no others.
 
         Raises:
-            SwarmError: they cannot.
+            SwarmError: the processes cannot write.
         """
 
 
 def folder_of(path: Path) -> Path:
-    """Where the parts of the state at `path` lie, and those of the state before it."""
+    """The folder of the parts of the state at `path`, and of the previous state."""
     return path.with_name(f"{path.name.removesuffix(PREVIOUS)}.parts")
 
 
 def new_stem() -> str:
-    """The beginning of names that no other parts have."""
+    """A new beginning of names, which no other parts have."""
     return secrets.token_hex(8)
 
 
 def open_part(folder: Path, part: Part) -> tensor_file.TensorFile:
-    """The tensors of a part, which was checked.
+    """The tensors of a part, after a check of its digest.
 
     Raises:
         CorruptState: the file is missing, torn or changed.
@@ -331,7 +332,7 @@ def open_part(folder: Path, part: Part) -> tensor_file.TensorFile:
         file = tensor_file.OpenFile.at(path)
         size = os.fstat(file.descriptor).st_size
         if size != part.num_bytes or digest_of(file, size).hex() != part.digest:
-            raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+            raise CorruptState(f"{path}: the content has changed ({size} bytes)")
         return tensor_file.TensorFile(file, places_in(file))
     except OSError as error:
         kind = CorruptState if isinstance(error, FileNotFoundError) else UnreadableState
@@ -339,7 +340,7 @@ def open_part(folder: Path, part: Part) -> tensor_file.TensorFile:
 
 
 def drop_parts(folder: Path, named: Iterable[Part]) -> None:
-    """Removes the files of a folder that are none of the named parts; raises OSError."""
+    """Removes all files of a folder except the named parts. Raises OSError."""
     kept = {part.name for part in named}
     if folder.is_dir():
         for path in folder.iterdir():

@@ -1,1 +1,1 @@
-"""Worker processes of one peer: started, asked, watched, and brought back to where they were."""
+"""Worker processes of one peer: starting, commanding, watching and restoring them."""

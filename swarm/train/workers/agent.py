@@ -1,8 +1,8 @@
-"""A node's side: starts workers when its controller says so, and passes on what both say.
+"""The program on a node: starts workers for its controller, and forwards messages both ways.
 
-Workers see no difference: they have a socket and files of their own machine. What a controller
-sends is kept once for all of them, in a file without a name. When the connection ends, on
-either side, the workers are killed and the agent dials again.
+Workers see no difference, because they use a socket and files of their own machine. The agent keeps
+the controller's tensors once for all workers, in a file without a name. When either side ends the
+connection, the agent kills the workers and dials again.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from swarm.train.workers.roster import Node, pause_s
 logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
-"""A controller that could not be reached for so long after it was served has ended."""
+"""A served controller has ended when it could not be reached for this long."""
 SAY_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class Agent:
-    """What a node needs to serve a controller.
+    """Serves a controller on a node.
 
     Attributes:
         controller: host and port.
-        key: which both hold.
-        node: what this node has.
-        local: GPU of its only worker; None counts them from 0.
-        folder: for what the controller sends; None for the system's folder for temporary files.
+        key: the key that both hold.
+        node: the hardware and versions of this node.
+        local: GPU of its only worker. None gives the workers GPUs from 0 on.
+        folder: for tensors of the controller. None for the system's folder for temporary files.
     """
 
     controller: tuple[str, int]
@@ -51,10 +51,11 @@ class Agent:
         """Serves the controller again and again.
 
         Args:
-            once: returns once a served controller has disconnected; otherwise never returns.
+            once: whether to return after a served controller has disconnected. Otherwise it never
+                returns.
 
         Raises:
-            ConfigError: the controller does not want this node, or is none.
+            ConfigError: the controller refuses this node, or the address is no controller.
         """
         failures, said_s = 0, float("-inf")
         served_s: float | None = None
@@ -64,7 +65,7 @@ class Agent:
             except (OSError, Closed) as error:
                 now_s = time.monotonic()
                 if once and served_s is not None and now_s > served_s + GONE_S:
-                    logger.info("the controller is gone")
+                    logger.info("the controller has ended")
                     return
                 if now_s > said_s + SAY_EVERY_S:
                     said_s = now_s
@@ -80,7 +81,7 @@ class Agent:
         return f"{self.controller[0]}:{self.controller[1]}"
 
     def _dial(self) -> controller_wire.Wire:
-        """Raises OSError or Closed if there is nobody, ConfigError as `serve`."""
+        """Raises OSError or Closed if nobody answers, and ConfigError as `serve`."""
         wire = controller_wire.Wire(
             socket.create_connection(self.controller, timeout=controller_wire.HANDSHAKE_S)
         )
@@ -93,7 +94,7 @@ class Agent:
             wire.close()
             hint = "both need the same key file, swarm and torch, and the port of --workers-from"
             raise ConfigError(
-                f"no controller for us at {self._name}: {error}", hint=hint
+                f"no controller for this node at {self._name}: {error}", hint=hint
             ) from error
         except BaseException:
             wire.close()
@@ -101,13 +102,13 @@ class Agent:
         return wire
 
     def _serve_one(self, wire: controller_wire.Wire) -> None:
-        """Until the connection ends, or a worker does."""
+        """Serves until the connection or a worker ends."""
         logger.info("a node of the peer at %s; its workers begin when all are there", self._name)
         session = _Session(self, wire)
         try:
             session.run()
         except Closed as error:
-            logger.info("the controller lets the workers go: %s", error)
+            logger.info("the controller has closed the connection: %s", error)
         except (Lost, StateError, BadMessage, OSError) as error:
             logger.warning("%s", error)
             with contextlib.suppress(Closed):
@@ -127,7 +128,7 @@ class _Session:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Passes messages on; raises Closed, Lost, StateError, BadMessage or OSError in the end."""
+        """Forwards messages. Ends with Closed, Lost, StateError, BadMessage or OSError."""
         self._selector.register(self._wire.socket, selectors.EVENT_READ, None)
         self._obey_all()  # the first command may have come with the welcome
         while True:
@@ -181,7 +182,7 @@ class _Session:
         logger.info("workers %d to %d begin", first, first + count - 1)
 
     def _pass_back(self, worker: WorkerProcess) -> None:
-        """Passes on what a worker answers, with the tensors that it has put into the file."""
+        """Forwards a worker's answer with the tensors that the worker has put into the file."""
         for rank, answer in worker.receive().items():
             file, segments = None, []
             if self._answer is not None and "mine" in answer:

@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 def part_name(stem: str, rank: int) -> str:
-    """The file name of what a rank writes."""
+    """The file name of a rank's part."""
     return f"{stem}.{rank}"
 
 
 def flags_of(names: Collection[str], chosen: Collection[str]) -> str:
-    """Which of some names are chosen, as hex digits."""
+    """The chosen names as a bit mask over all names, in hex digits."""
     return f"{sum((name in chosen) << k for k, name in enumerate(names)):x}"
 
 
 def flagged(names: Collection[str], flags: str) -> list[str]:
-    """The names that `flags_of` has marked."""
+    """The names that `flags_of` has chosen."""
     bits = int(flags, 16)
     return [name for k, name in enumerate(names) if bits >> k & 1]
 
 
 def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -> set[str]:
-    """Tensors that a rank has whole in memory, so that it can write them by itself."""
+    """Tensors that a rank holds whole in memory, so that it can write them alone."""
     if isinstance(tensors, tensor_file.LazyTensors):
         return set()
     return {n for n, each in tensors.items() if forms.get(n) == (each.dtype, tuple(each.shape))}
@@ -51,14 +51,14 @@ def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -
 def deal_out(
     forms: Mapping[str, tensor_file.Form], holders: Sequence[Collection[str]]
 ) -> list[list[str]]:
-    """Which rank writes what: as evenly as the largest allow, masters with their moments.
+    """Assigns tensors to writing ranks: evenly in bytes, and masters with their moments.
 
     Args:
         forms: of all tensors of the state.
         holders: the names that each rank has.
 
     Returns:
-        The names for each rank; names that nobody has are in none.
+        The names for each rank. Names that no rank has are left out.
     """
     kinds: dict[str, list[str]] = {}
     for name in forms:
@@ -83,14 +83,14 @@ class PartSaving:
     """
 
     def __init__(self, stem: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Begins; nothing is written where there are no tensors."""
+        """Begins to write. Without tensors it writes nothing."""
         self.stem, self._name = stem, path.name
         self._file = HashedFile(path, lambda: [tensors]) if tensors else None
         self._pool = Helpers("swarm-part", 1)
         self._done = self._pool.submit(self._finish)
 
     def answer(self) -> Message:
-        """How far it is, for JSON."""
+        """The progress, for JSON."""
         if not self._done.done():
             return {"is": "going"}
         try:
@@ -99,7 +99,7 @@ class PartSaving:
             return {"is": "refused", "errno": error.errno, "text": error.strerror or str(error)}
 
     def give_up(self) -> None:
-        """Returns when nothing is read any more; see `HashedFile.give_up`."""
+        """Returns when no tensor is read any more; see `HashedFile.give_up`."""
         if self._file is not None:
             self._file.give_up()
         self._pool.end()
@@ -117,12 +117,12 @@ def num_bytes_of(form: tensor_file.Form) -> int:
 
 
 Stamp = tuple[int, int]
-"""What tells a file from one that takes its place."""
+"""Distinguishes a file from one that replaces it."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Something that all workers shall do, and the tensors for it; None if it has none."""
+    """A command for all workers, and its tensors. None for a command without tensors."""
 
     message: Message
     tensors: Mapping[str, Tensor] | None = None
@@ -133,8 +133,8 @@ class Saved:
     """The private state of this machine, where the trainer saves it.
 
     Attributes:
-        peek: counts of the newest one and what tells its file from others; None if there is none.
-        load: the newest one, checked.
+        peek: counts and stamp of the newest state. None if there is none.
+        load: the newest state, checked.
     """
 
     peek: Callable[[], tuple[Counts, Stamp] | None]
@@ -142,7 +142,7 @@ class Saved:
 
     @classmethod
     def at(cls, path: Path | None) -> Saved:
-        """The one at `path`; None for a machine that saves none."""
+        """The state at `path`. None for a machine that saves none."""
 
         def peek() -> tuple[Counts, Stamp] | None:
             counts = peek_counts(path) if path else None
@@ -154,7 +154,7 @@ class Saved:
         def load() -> EngineState | None:
             try:
                 newest = load_newest(path) if path else None
-            except CorruptState:  # the log has it
+            except CorruptState:  # already logged
                 return None
             return newest.state.engine if newest else None
 
@@ -163,13 +163,13 @@ class Saved:
 
 @dataclass
 class _Stretch:
-    """The commands after a private state was begun to be read.
+    """The commands after the saving of a private state has begun.
 
     Attributes:
-        counts: of that state; None before the first.
-        before: the file that was on disk before that state; None if there was none.
-        frozen: where the values of matrices lie that were frozen then, by name.
-        commands: since.
+        counts: of that state. None before the first saving.
+        before: the file on disk before that saving. None if there was none.
+        frozen: where the values of the then frozen matrices lie, by name.
+        commands: since then.
     """
 
     counts: Counts | None
@@ -179,22 +179,22 @@ class _Stretch:
 
 
 class History:
-    """Remembers commands for as long as new workers would need them."""
+    """Keeps commands as long as new workers would need them."""
 
     def __init__(self, folder: Path | None, saved: Saved) -> None:
-        """Tensors go to files in `folder`; None for the system's folder for temporary files."""
+        """Writes tensors to files in `folder`. None for the system's folder for temporary files."""
         self._folder, self._saved = folder, saved
         self._stretches = [_Stretch(None, None, {})]
         self._frozen: dict[str, Mapping[str, Tensor]] = {}
         self._last: tensor_file.TensorFile | None = None
 
     def kept(self, tensors: Mapping[str, Tensor]) -> tensor_file.TensorFile:
-        """Tensors in a file, to be sent now and, if the command is added, again."""
+        """A file with tensors, to send now and, if the command is added, to new workers."""
         self._last = self._filled(tensors, self._last)
         return self._last
 
     def aside(self, tensors: Mapping[str, Tensor]) -> tensor_file.TensorFile:
-        """Tensors in a file of their own, to be sent once."""
+        """A separate file with tensors, to send once."""
         return self._filled(tensors, None)
 
     def _filled(
@@ -204,24 +204,24 @@ class History:
             file = last.behind() if last else tensor_file.TensorFile.temporary(self._folder)
             file.take(tensors)
         except StateError as error:
-            # A full disk is waited for where the state is saved; until then there is memory.
+            # Saving the state waits for a full disk. Until then the tensors stay in memory.
             logger.warning("%s; held in memory instead", error)
             file = tensor_file.TensorFile.in_memory()
             file.take(tensors)
         return file
 
     def add(self, command: Command) -> None:
-        """A command was carried out; what came before a state that is on disk by now goes."""
+        """Records an executed command. Drops commands before a state that is on disk by now."""
         self._stretches[-1].commands.append(command)
         if len(self._stretches) > 1:
             self._forget()
 
     def froze(self, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
-        """Frozen matrices have these values from now on; they stay where they are."""
+        """Frozen matrices have these values from now on. The values are not copied."""
         self._frozen |= dict.fromkeys(names, values)
 
     def mark(self, counts: Counts, trained: Callable[[str], bool]) -> None:
-        """The private state is about to be saved; what came before the one on disk is forgotten.
+        """The private state is about to be saved. Drops commands before the one on disk.
 
         Args:
             counts: of the state.
@@ -234,10 +234,10 @@ class History:
         self._last = None
 
     def commands(self) -> list[Command]:
-        """What new workers are to do, in order.
+        """The commands for new workers, in order.
 
         Raises:
-            CorruptState: the private state that it begins with was damaged or exchanged.
+            CorruptState: the private state at the beginning was damaged or replaced.
         """
         index = self._index()
         first = self._stretches[index]
@@ -260,9 +260,10 @@ class History:
         self._stretches = self._stretches[self._index() :]
 
     def _index(self) -> int:
-        """The first stretch that may begin with the state on disk; the oldest if none does.
+        """The first stretch that may begin with the state on disk. The oldest if none does.
 
-        The first: what was written between two states with the same counts may be written twice.
+        Two states may have equal counts. Repeating the writes between them does no harm, so the
+        first stretch is right for both.
         """
         peeked = self._saved.peek()
         if peeked is not None:
@@ -274,10 +275,10 @@ class History:
 
 
 class Found(Mapping[str, Tensor]):
-    """Tensors that are looked up, by their names, where each of them is."""
+    """Tensors in several places, which are read on look-up."""
 
     def __init__(self, sources: Mapping[str, StandIn]) -> None:
-        """Names and what gives the tensor of a name."""
+        """Takes the names, and the function that returns the tensor of a name."""
         self._sources = sources
 
     def __getitem__(self, name: str) -> Tensor:
@@ -291,7 +292,7 @@ class Found(Mapping[str, Tensor]):
 
 
 def _by_expert(frozen: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Found]:
-    """The matrices of one expert after the other, so that few are on their way at once."""
+    """The matrices of one expert after the other, so that few are in flight at once."""
     for _, names in itertools.groupby(sorted(frozen, key=_expert), _expert):
         yield Found({name: frozen[name].__getitem__ for name in names})
 
@@ -302,7 +303,7 @@ def _expert(name: str) -> int:
 
 
 def load_commands(state: EngineState) -> list[Command]:
-    """Has workers take over a private state, whose files are all read with the last of them."""
+    """Commands that load a private state. The last one makes the workers read all its files."""
     tensors = state.tensors
     *parts, last = tensors.files if isinstance(tensors, tensor_file.JoinedFiles) else (tensors,)
     size = sum(map(num_bytes_of, tensor_file.forms_of(tensors).values()))

@@ -1,6 +1,7 @@
 """Messages between a controller and its nodes.
 
-JSON and raw bytes of announced length, after both have proved that they hold the same key.
+Messages are JSON and raw bytes of announced length. First both sides prove that they hold the same
+key.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ MAGIC = b"SWK1"
 MAX_MESSAGE_BYTES = 64 * 2**20
 """The forms of all tensors of a private state of 100 layers with 512 experts take 30 MB."""
 MAX_OFFSET = 2**53
-"""Whole numbers below it are the same in every JSON."""
+"""Whole numbers below it are exact in every JSON decoder."""
 STALL_S = 60.0
-"""The other side counts as lost when nothing moves for so long within a message."""
+"""The other side counts as lost when nothing moves for this long within a message."""
 CHUNK_BYTES = 2**20
 _HEAD = struct.Struct(">4sIQ")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, linux/sockios.h
@@ -41,15 +42,15 @@ Segments = Sequence[tuple[int, int]]
 
 
 class Wire:
-    """One end of a connection; one thread sends, one receives.
+    """One end of a connection, for one sending and one receiving thread.
 
     Attributes:
         socket: readable when there is something to `receive`.
-        limit: bytes that the JSON of a message may have.
+        limit: most bytes of a message's JSON.
     """
 
     def __init__(self, end: socket.socket, limit: int = MAX_MESSAGE_BYTES) -> None:
-        """Takes the socket over; a side that vanishes without a word is noticed within 10 s."""
+        """Takes ownership of the socket. A side that vanishes silently is noticed within 10 s."""
         self.socket, self.limit = end, limit
         self._received = bytearray()
         end.settimeout(STALL_S)
@@ -59,10 +60,10 @@ class Wire:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, message: Message, file: int | None = None, segments: Segments = ()) -> None:
-        """Sends a message, and these places of a file, if there is one.
+        """Sends a message and, if a file is given, these places of the file.
 
         Raises:
-            Closed: nobody is there, or takes it; or the file is too short.
+            Closed: the other side has ended or does not read, or the file is too short.
         """
         try:
             self.socket.sendall(encoded(message, segments))
@@ -73,16 +74,16 @@ class Wire:
             raise Closed(str(error)) from error
 
     def _send_part(self, file: int, offset: int, count: int) -> None:
-        # sendfile sets the position of the descriptor it is given, which nobody else reads by.
+        # sendfile sets the position of its descriptor. Nobody else reads by this position.
         with open(file, "rb", buffering=0, closefd=False) as content:
             if count and self.socket.sendfile(content, offset, count) < count:
                 raise OSError(errno.EIO, "a file of tensors is too short")
 
     def receive(self) -> None:
-        """Waits for bytes of the other side; `take` has what they complete.
+        """Waits for bytes of the other side. `take` returns the messages that they complete.
 
         Raises:
-            Closed: there will be none.
+            Closed: no bytes will come.
         """
         try:
             content = self.socket.recv(2**16)
@@ -93,13 +94,13 @@ class Wire:
         self._received += content
 
     def take(self) -> tuple[Message, Segments] | None:
-        """The next message, and the places of the bytes to be fetched before the one after it.
+        """The next message, and the file places of its bytes, which must be fetched first.
 
         Returns:
-            None if it is not whole by now.
+            None if no message is complete yet.
 
         Raises:
-            BadMessage: it is none, or too large.
+            BadMessage: the bytes are no message, or it is too large.
         """
         found = first_message(self._received, self.limit)
         if found is None:
@@ -109,10 +110,10 @@ class Wire:
         return message, segments
 
     def wait(self, within_s: float) -> Message:
-        """The next message, which comes without raw bytes.
+        """Waits for the next message, which must come without raw bytes.
 
         Raises:
-            Closed: there is none within the deadline.
+            Closed: no message within the deadline.
             BadMessage: see `take`.
         """
         end_s = time.monotonic() + within_s
@@ -131,10 +132,10 @@ class Wire:
         return message
 
     def fetch(self, file: int, segments: Segments) -> None:
-        """Writes the bytes of the message that was taken to their places in a file.
+        """Writes the bytes of the last taken message to their places in a file.
 
         Raises:
-            Closed: they do not come.
+            Closed: the bytes do not come.
             OSError: the file cannot be written.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, _total(segments)))))
@@ -147,7 +148,7 @@ class Wire:
                     piece, offset = piece[written:], offset + written
 
     def _read_into(self, buffer: memoryview) -> int:
-        """Bytes that came; those that came with the message first."""
+        """Received bytes, those that came with the message first."""
         early = min(len(buffer), len(self._received))
         if early:
             buffer[:early] = self._received[:early]
@@ -162,7 +163,7 @@ class Wire:
         return count
 
     def is_open(self) -> bool:
-        """Whether the other side is connected; there must be nothing to receive now."""
+        """Whether the other side is connected. Call it only when nothing is to be received."""
         self.socket.settimeout(0)
         try:
             return bool(self.socket.recv(1, socket.MSG_PEEK))
@@ -174,12 +175,12 @@ class Wire:
             self.socket.settimeout(STALL_S)
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket."""
         self.socket.close()
 
 
 def encoded(message: Message, segments: Segments = ()) -> bytes:
-    """What is sent before the raw bytes of these places; `first_message` reads it."""
+    """The bytes before the raw bytes of these places. `first_message` reads them."""
     line = json.dumps(message | {"segments": segments}).encode()
     return _HEAD.pack(MAGIC, len(line), _total(segments)) + line
 
@@ -187,17 +188,18 @@ def encoded(message: Message, segments: Segments = ()) -> bytes:
 def first_message(
     received: bytes | bytearray, limit: int
 ) -> tuple[Message, list[tuple[int, int]], int] | None:
-    """The message with which some bytes begin.
+    """The message at the start of some bytes.
 
     Args:
-        received: what came.
-        limit: bytes that its JSON may have.
+        received: the received bytes.
+        limit: most bytes of its JSON.
 
     Returns:
-        It, the places of the raw bytes after it, and where these begin; None if it is not whole.
+        The message, the places of the raw bytes after it, and the offset of these bytes. None if
+        the message is incomplete.
 
     Raises:
-        BadMessage: there is none, or it is too large.
+        BadMessage: the bytes are no message, or it is too large.
     """
     if not MAGIC.startswith(bytes(received[: len(MAGIC)])):
         raise BadMessage("worker_wire", "this is no message of a worker or its controller")
@@ -217,7 +219,7 @@ def first_message(
 
 
 def segments_of(file: TensorFile) -> list[tuple[int, int]]:
-    """Where the bytes of all tensors of a file lie."""
+    """The places of the bytes of all tensors of a file."""
     return merged([(place.offset, place.num_bytes) for place in file.places.values()])
 
 
@@ -233,7 +235,7 @@ def merged(segments: Segments) -> list[tuple[int, int]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address, for torch's own connections; None if none.
+    """The network interface with an IPv4 address, for torch's connections. None if none has it.
 
     Args:
         address: of this machine.
@@ -288,20 +290,20 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(Exception):
-    """The other side does not want this one; the message says why."""
+    """The other side refuses this one. The message names the reason."""
 
 
 def key_at(path: Path, *, may_make: bool) -> bytes:
-    """The key of a file, made if it is missing and may be.
+    """Reads the key in a file. Makes a missing file if allowed.
 
     Args:
-        path: of one line of 64 hexadecimal digits.
-        may_make: the controller makes it; nodes get a copy.
+        path: of a file with one line of 64 hexadecimal digits.
+        may_make: whether to make a missing file. The controller does, and nodes get a copy.
 
     Raises:
         ConfigError: it is missing.
-        CorruptState: it holds something else.
-        StateError: others may read it, or it cannot be read or written.
+        CorruptState: it holds no key.
+        StateError: other users may read it, or it cannot be read or written.
     """
     try:
         if may_make and not path.exists():
@@ -322,15 +324,15 @@ def key_at(path: Path, *, may_make: bool) -> bytes:
 
 
 def admit(wire: Wire, key: bytes) -> Message:
-    """Finds out whether a stranger holds the key.
+    """Checks that a stranger holds the key.
 
     Returns:
-        What the node has.
+        The hardware and versions of the node.
 
     Raises:
-        Refused: it does not.
-        Closed: it says nothing.
-        BadMessage: it says something else.
+        Refused: it does not hold the key.
+        Closed: it does not answer.
+        BadMessage: its answer is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     ours, limit, wire.limit = secrets.token_hex(NONCE_BYTES), wire.limit, MAX_STRANGER_BYTES
@@ -347,12 +349,12 @@ def admit(wire: Wire, key: bytes) -> Message:
 
 
 def introduce(wire: Wire, key: bytes, hello: Message) -> None:
-    """Shows a controller that this node holds the key, and sees that it does; then says `hello`.
+    """Proves to a controller that this node holds the key, checks the same, and sends `hello`.
 
     Raises:
-        Refused: one of them does not, or its version is another.
-        Closed: it says nothing.
-        BadMessage: it says something else.
+        Refused: one side does not hold it, or has another version.
+        Closed: the controller does not answer.
+        BadMessage: its answer is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     limit, wire.limit = wire.limit, MAX_STRANGER_BYTES
@@ -371,11 +373,11 @@ def introduce(wire: Wire, key: bytes, hello: Message) -> None:
 
 
 def proof(key: bytes, side: str, nonces: tuple[str, str]) -> str:
-    """What only a holder of the key can say.
+    """A proof that only a holder of the key can compute.
 
     Args:
         key: 32 bytes.
-        side: "controller" or "node", that which proves.
+        side: the proving side, "controller" or "node".
         nonces: the controller's and the node's, 64 hexadecimal digits each.
     """
     text = " ".join(("swarm-workers", str(PROTOCOL), side, *nonces))
@@ -383,7 +385,7 @@ def proof(key: bytes, side: str, nonces: tuple[str, str]) -> str:
 
 
 def _digits(message: Message, name: str) -> str:
-    """Raises BadMessage if there are none."""
+    """Returns the digits under a name. Raises BadMessage if there are none."""
     value = message.get(name)
     if not (isinstance(value, str) and _HEX.fullmatch(value)):
         raise BadMessage("worker_handshake", f"a message without its {name}")

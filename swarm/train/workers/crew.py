@@ -1,4 +1,4 @@
-"""The workers of one `ParallelEngine`: started or called together, asked, watched and ended."""
+"""The workers of one `ParallelEngine`: starting, calling, asking, watching and ending them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from swarm.train.workers.members import START_S, SYMPTOM_S, Lost, Member, Worker
 from swarm.train.workers.nodes import LOOK_S, Nodes
 
 OVERTIME_S = 10.0
-"""So long a question may take when the peer's time to leave is over; its last ones are short."""
+"""Longest time of a question when the peer's time to leave is over. Its last questions are
+short."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where workers compute.
+    """The devices on which the workers of this machine compute.
 
     Attributes:
         size: number of workers on this machine.
-        device: "cpu", or "cuda" for a GPU of its own for each.
+        device: "cpu", or "cuda" with a separate GPU for each worker.
         threads: CPU threads of each.
-        backend: of torch.distributed; gloo also where several share a GPU.
+        backend: of torch.distributed. It is gloo also if several workers share a GPU.
     """
 
     size: int
@@ -38,13 +39,13 @@ class Place:
 
 
 class Crew:
-    """Processes that compute together; to be used by one thread at a time.
+    """Processes that compute together. Only one thread at a time may use it.
 
     Attributes:
-        place: where those of this machine compute.
-        pids: of the processes, by rank; those of a node are its own.
-        is_starting: whether they are on their way to where the peer is, so that what they do until
-            then ends with the peer's time to leave; what they do later may go on a little.
+        place: of the workers of this machine.
+        pids: process ids, by rank. Those of a node are valid on the node.
+        is_starting: whether they are still catching up with the peer. Their commands then end with
+            the peer's time to leave. Later commands may exceed it a little.
     """
 
     def __init__(
@@ -53,23 +54,23 @@ class Crew:
         nodes: Nodes | None = None,
         remaining_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        """Starts them, as soon as the nodes are there.
+        """Starts the workers as soon as the nodes are there.
 
         Args:
-            place: where those of this machine compute.
-            nodes: where other machines say that they have workers for this peer.
-            remaining_s: seconds that their start may take at most from now on; 0 or less once a
-                peer that was asked to leave has to go.
+            place: of the workers of this machine.
+            nodes: the nodes with workers for this peer. None for workers of this machine alone.
+            remaining_s: most seconds that their start may take from now on. 0 or less once a
+                leaving peer must end.
 
         Raises:
-            Lost: they do not come up.
-            WorkersFailed: too few nodes come, or the peer has to go before they have begun.
+            Lost: the workers do not start.
+            WorkersFailed: too few nodes come, or the peer must end before they have begun.
         """
         self.place, self._nodes, self._remaining_s = place, nodes, remaining_s
         self.is_starting = True
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-workers-")
         self._members: list[Member] = []
-        self._store: object = None  # is where they meet, for as long as it is held
+        self._store: object = None  # the workers' meeting point, which must stay referenced
         try:
             called = nodes.called() if nodes else None
             self._members += called.members if called else []
@@ -98,32 +99,33 @@ class Crew:
             raise
 
     def ask(self, message: Message, file: TensorFile | None, within_s: float) -> list[Message]:
-        """Has all workers do the same.
+        """Sends one command to all workers.
 
         Args:
-            message: what.
-            file: tensors for all, which the message lists, or an empty one for those of the answer.
+            message: the command.
+            file: tensors for all, which the message lists, or an empty file for tensors of the
+                answer.
             within_s: deadline.
 
         Returns:
             The answers by rank.
 
         Raises:
-            Lost: they are not to be asked again, but ended.
-            WorkersFailed: the peer has to go; they are to be ended.
-            SwarmError: as the workers raised it.
-            RuntimeError: they failed by a bug of ours.
+            Lost: the workers cannot be asked again, and must be ended.
+            WorkersFailed: the peer must end, and the workers first.
+            SwarmError: raised by the workers.
+            RuntimeError: a bug in the workers.
         """
         return self._answers([message] * len(self._members), file, within_s)
 
     @property
     def may_grow(self) -> bool:
-        """Whether nodes are waiting with which a restarted crew would be larger."""
+        """Whether nodes are waiting that would make a restarted crew larger."""
         age_s = time.monotonic() - self._began_s
         return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 
     def end(self) -> None:
-        """Ends all processes at once; nothing may follow."""
+        """Ends all processes at once. No call may follow."""
         for member in self._members:
             member.kill()
         for member in self._members:
@@ -158,7 +160,7 @@ class Crew:
         return [answers[rank] for rank in sorted(answers)]
 
     def _leaves_s(self, asked_s: float) -> float:
-        """Seconds until a peer that goes waits no longer for the answers to a question."""
+        """Seconds until a leaving peer stops waiting for the answers to a question."""
         remaining_s = self._remaining_s()
         if self.is_starting or remaining_s == inf:
             return remaining_s
@@ -166,13 +168,13 @@ class Crew:
 
 
 def _own(member: Member) -> Message:
-    """How many ranks a member has; the first of them, and which of this machine's it is."""
+    """The number of a member's ranks, its first rank, and its number on this machine."""
     first = member.ranks.start
     return {"rank": first, "local": first, "count": len(member.ranks)}
 
 
 def _received(members: Sequence[Member]) -> dict[int, Message]:
-    """The answers of these members that are whole by now."""
+    """The complete answers of these members."""
     answers: dict[int, Message] = {}
     for member in members:
         answers |= member.receive()
@@ -182,7 +184,7 @@ def _received(members: Sequence[Member]) -> dict[int, Message]:
 
 
 def _why_late(answers: Mapping[int, Message], size: int, what: str, within_s: float) -> str:
-    """Says which workers are silent, or which one has failed so that the others wait."""
+    """Names the silent workers, or the failed one that the others wait for."""
     for rank, answer in answers.items():
         if "failed" in answer:
             return f"worker {rank} failed and the others wait: {answer['text']}"
@@ -196,13 +198,13 @@ def _silent(answers: Mapping[int, Message], size: int, what: str) -> str:
 
 def _left(does: str, silent: str) -> WorkersFailed:
     return WorkersFailed(
-        f"this peer has to go, and its workers {does}: {silent}",
+        f"this peer must end, and its workers {does}: {silent}",
         hint="the state directory is good; a longer --leave-timeout waits for them",
     )
 
 
 def _raise_memory(rank: int, answer: Message) -> None:
-    """Raises Lost at once: the other ranks wait for this one."""
+    """Raises Lost at once, because the other ranks wait for this one."""
     if answer.get("failed") == "memory":
         raise Lost(f"worker {rank}: {answer['text']}", is_memory=True)
 

@@ -1,8 +1,9 @@
-"""The form of what a controller and its workers tell each other: lines of JSON, tensors in files.
+"""Messages between a controller and its workers: lines of JSON, and tensors in files.
 
-A line may come with one open file, passed as a descriptor: tensors that the worker shall read,
-which the line lists by name, or an empty file for its answer. Nothing is pickled, and nothing needs
-a shared-memory file system. Between machines `controller_wire.py` carries the same.
+A line may come with one open file, passed as a descriptor. The file holds tensors for the worker,
+which the line lists by name, or is empty and takes the tensors of its answer. Nothing is pickled,
+and nothing needs a shared-memory file system. Between machines `controller_wire.py` carries the
+same messages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from swarm.train.engine.tensor_file import OpenFile, Place, TensorFile
 
 Message = dict[str, Any]
 ENUMS = {"kind": EngineKind, "activation_checkpoints": ActivationCheckpoints}
-"""Of the options of an engine, those that JSON has no type for."""
+"""The options of an engine that JSON has no type for."""
 RECEIVED_BYTES = 2**16
 
 
@@ -37,10 +38,10 @@ class Closed(Exception):
 
 
 class Channel:
-    """Messages over one end of a pair of Unix sockets; any thread sends, one receives."""
+    """Messages over one end of a pair of Unix sockets. Any thread sends, one receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes over the socket, which may have a time-out."""
+        """Takes ownership of the socket, which may have a time-out."""
         self.socket = end
         self._sending = threading.Lock()
         self._received = b""
@@ -50,7 +51,7 @@ class Channel:
         """Sends a message and its file.
 
         Raises:
-            Closed: nobody is there, or takes it within the socket's time-out.
+            Closed: the other side has ended, or does not read within the socket's time-out.
         """
         line = json.dumps(message | {"has_file": file is not None}).encode() + b"\n"
         try:
@@ -62,10 +63,10 @@ class Channel:
             raise Closed(str(error)) from error
 
     def receive(self) -> None:
-        """Waits for bytes of the other side; `take` has what they complete.
+        """Waits for bytes of the other side. `take` returns the messages that they complete.
 
         Raises:
-            Closed: there will be none.
+            Closed: no bytes will come.
         """
         try:
             content, files, _, _ = socket.recv_fds(self.socket, RECEIVED_BYTES, 8)
@@ -77,7 +78,7 @@ class Channel:
         self._descriptors += files
 
     def take(self) -> tuple[Message, OpenFile | None] | None:
-        """The next whole message and its file; None if there is none yet."""
+        """The next complete message and its file. None if there is none yet."""
         line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None
@@ -87,7 +88,7 @@ class Channel:
         return message, OpenFile(self._descriptors.pop(0)) if has_file else None
 
     def close(self) -> None:
-        """Gives the socket and unread files back."""
+        """Closes the socket and unread files."""
         self.socket.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -95,7 +96,7 @@ class Channel:
 
 
 class Answer(TensorFile):
-    """A file for an answer, which other ranks write to as well.
+    """A file for an answer, shared with other ranks that write to it.
 
     Attributes:
         mine: names of the tensors that this rank has put there.
@@ -112,7 +113,7 @@ class Answer(TensorFile):
 
 
 def listed(file: TensorFile) -> dict[str, Any]:
-    """Where the tensors of a file lie, for JSON."""
+    """The places of the tensors of a file, for JSON."""
     return {
         name: [place.offset, dtype_name(place.dtype), place.shape]
         for name, place in file.places.items()
@@ -131,12 +132,12 @@ def opened(file: OpenFile, tensors: Mapping[str, Any]) -> TensorFile:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What `dtype_named` takes."""
+    """The name of a type, for `dtype_named`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of tensors that `str` calls "torch.NAME"."""
+    """The type of tensors whose `str` is "torch.NAME"."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise CorruptState(f"{name} is no type of tensors")
@@ -144,7 +145,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def options_message(options: EngineOptions) -> Message:
-    """The options of a worker's engine, for JSON; it has no frozen experts on disk."""
+    """The options of a worker's engine, for JSON, without frozen experts on disk."""
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del values["frozen_folder"], values["frozen_lent"]
     kinds = {name: values[name].value for name in ENUMS}
@@ -179,7 +180,7 @@ def controls_message(controls: RoutingControls | None) -> Message | None:
 
 
 def masks_tensors(masks: Masks | None) -> dict[str, Tensor]:
-    """The masks of a batch by name, those that there are."""
+    """The masks of a batch that exist, by name."""
     named = {"starts": masks.starts_BT, "scored": masks.scored_BT} if masks else {}
     return {name: mask for name, mask in named.items() if mask is not None}
 
@@ -191,7 +192,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> Masks | None:
 
 
 def stats_of(values: Mapping[str, Any]) -> StepStats:
-    """Findings of a step from their fields, which JSON made lists of; without the workers."""
+    """`StepStats` from its fields, with JSON's lists as tuples. Without the workers."""
     pairs = tuple((first, second, alike) for first, second, alike in values["pairs"])
     tokens = tuple(tuple(layer) for layer in values["expert_tokens"])
     return StepStats(**{**values, "pairs": pairs, "expert_tokens": tokens, "workers": ()})

@@ -1,4 +1,4 @@
-"""What a `Crew` is made of: worker processes of this machine, and nodes with some of their own."""
+"""The members of a `Crew`: worker processes of this machine, and nodes with their own workers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from swarm.train.workers.exchange import Channel, Closed, Message
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Loading torch from a slow disk, and meeting the others, may take so long."""
+"""Longest time of loading torch from a slow disk and meeting the others."""
 END_S = 30.0
-"""The system takes a killed process away at once, unless a driver holds it."""
+"""Longest wait for a killed process. The system removes it at once, unless a driver holds it."""
 SYMPTOM_S = 10.0
-"""The other ranks wait for a failed one without result; the cause shows within this time."""
+"""Longest wait for further answers after one rank has failed. The first failure may be only a
+symptom, and another rank then reports the cause within this time."""
 
 
 class Lost(Exception):
-    """Workers cannot go on: one has ended, is silent, or has no memory left.
+    """Workers cannot continue: one has ended, is silent, or has no memory left.
 
     Attributes:
-        is_memory: whether memory was short.
+        is_memory: whether the cause is a lack of memory.
     """
 
     def __init__(self, message: str, *, is_memory: bool = False) -> None:
@@ -40,7 +41,7 @@ class Member(ABC):
     """One or several ranks at the other end of a socket.
 
     Attributes:
-        ranks: which.
+        ranks: its ranks.
         socket: readable when there is something to `receive`.
     """
 
@@ -49,31 +50,32 @@ class Member(ABC):
 
     @abstractmethod
     def send(self, message: Message, file: TensorFile | None) -> None:
-        """Has its ranks do something; raises Lost."""
+        """Sends a command to its ranks. Raises Lost."""
 
     @abstractmethod
     def receive(self) -> dict[int, Message]:
-        """The answers that are whole by now, by rank; raises Lost."""
+        """The complete answers, by rank. Raises Lost."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends its ranks at once, without waiting until they have."""
+        """Kills its ranks without waiting for their end."""
 
     @abstractmethod
     def end(self) -> None:
-        """Waits for those that were killed, and gives the socket back."""
+        """Waits for killed processes, and closes the socket."""
 
 
 class WorkerProcess(Member):
     """A worker on this machine and the socket to it."""
 
     def __init__(self, rank: int, threads: int, interface: str | None = "lo") -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
-            rank: of it.
-            threads: CPU threads of it.
-            interface: of the network, by which it meets the others; None leaves it to torch.
+            rank: of the worker.
+            threads: its CPU threads.
+            interface: network interface by which it meets the others. None leaves the choice to
+                torch.
 
         Raises:
             OSError: the system starts no process.
@@ -112,7 +114,7 @@ class WorkerProcess(Member):
             raise Lost(self._fate()) from error
 
     def receive(self) -> dict[int, Message]:
-        """See `Member`; what the worker logs is logged here."""
+        """See `Member`. Also logs the worker's log records."""
         try:
             self._channel.receive()
         except Closed as error:
@@ -149,12 +151,12 @@ class WorkerProcess(Member):
 
 
 def _environment(threads: int, interface: str | None) -> dict[str, str]:
-    root = str(Path(__file__).parents[3])  # where `swarm` lies
+    root = str(Path(__file__).parents[3])  # the folder of `swarm`
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     if interface == "lo":
-        # Nothing but this machine is part of the exchange, whatever a person has set.
+        # The exchange stays on this machine, whatever a person has set.
         own |= dict.fromkeys(names, interface)
     elif interface is not None:
         own |= {name: os.environ.get(name, interface) for name in names}

@@ -1,7 +1,7 @@
 """The controller's side of workers on other machines: their connections and commands.
 
 Each node has an agent (`agent.py`), which dials the controller and waits to be called. A connection
-serves one `Crew`: when it is closed, from either side or by a fault, the node's workers end.
+serves one `Crew`. When either side or a fault closes the connection, the node's workers end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from swarm.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
-"""So many connections are asked for the key at once. One more ends the oldest of the host that has
-most: a node that holds the key answers at once."""
+"""The most connections that are asked for the key at once. One more connection ends the oldest one
+of the host with the most. This hurts no node, because a node with the key answers at once."""
 GIVES_WAY_S = 1.0
-"""A connection that is ended for another is out of the way by then."""
+"""By then a connection that was ended for another one has left."""
 MAX_WAITING = 256
-"""Nodes that wait to be called; the oldest is let go for one more."""
+"""The most nodes that wait to be called. One more node replaces the oldest."""
 LOOK_S = 1.0
 SAY_EVERY_S = 15.0
 COMPLAIN_EVERY_S = 60.0
@@ -51,7 +51,7 @@ PUBLIC = (
 
 
 def versions() -> tuple[str, str]:
-    """What has to be the same on all machines of a peer: swarm and torch."""
+    """The versions that all machines of a peer must share: swarm and torch."""
     return __version__, torch.__version__
 
 
@@ -61,9 +61,10 @@ class Called:
 
     Attributes:
         members: nodes and their ranks.
-        interface: by which this machine reaches them; None leaves it to torch.
+        interface: network interface by which this machine reaches them. None leaves the choice to
+            torch.
         meeting: where workers of this machine find the others.
-        store: of torch.distributed, through which they do.
+        store: the store of torch.distributed at the meeting.
     """
 
     members: list[Member]
@@ -74,7 +75,7 @@ class Called:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A node that holds the key and waits."""
+    """A node that holds the key and waits to be called."""
 
     name: str
     wire: controller_wire.Wire
@@ -82,7 +83,7 @@ class _Waiting:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that nodes may dial; port 0 takes a free one.
+    """A socket that nodes can dial. Port 0 takes a free one.
 
     Raises:
         ConfigError: nobody can listen there.
@@ -97,7 +98,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_public(host: str) -> bool:
-    """Whether anybody on the internet may have this address; a name is none."""
+    """Whether an address is public. False for a host name."""
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:
@@ -105,7 +106,7 @@ def is_public(host: str) -> bool:
 
 
 class Nodes:
-    """Listens for nodes; threads of its own let them in.
+    """Listens for nodes. Threads of its own admit them.
 
     Attributes:
         port: where it listens.
@@ -125,14 +126,14 @@ class Nodes:
         """Begins to listen.
 
         Args:
-            address: host and port; port 0 takes a free one.
-            key: which nodes must hold.
-            wanted: how many workers.
+            address: host and port. Port 0 takes a free one.
+            key: the key that nodes must hold.
+            wanted: the numbers of workers.
             device: on which they compute.
-            wait_s: how long `called` waits for all of them.
-            remaining_s: seconds that it may wait at most from now on; 0 or less once a peer that
-                was asked to leave has to go.
-            system: whose threads it uses.
+            wait_s: longest wait of `called` for all workers.
+            remaining_s: most seconds of waiting from now on. 0 or less once a leaving peer must
+                end.
+            system: starts its threads.
 
         Raises:
             ConfigError: nobody can listen there.
@@ -152,10 +153,10 @@ class Nodes:
         self._thread.start()
 
     def called(self) -> Called:
-        """Waits until enough nodes are there, and takes them out of the waiting ones.
+        """Waits until enough nodes are there, and removes them from the waiting ones.
 
         Raises:
-            WorkersFailed: there are too few at the end.
+            WorkersFailed: too few nodes have come in time.
         """
         began_s = said_s = time.monotonic()
         with self._changed:
@@ -193,7 +194,8 @@ class Nodes:
 
         Args:
             size: of the crew.
-            age_s: how long it has computed. Nodes that come and go change nothing for `wait_s`.
+            age_s: seconds of its computing. A crew younger than `wait_s` is not restarted, whatever
+                nodes come.
         """
         if age_s < self._wait_s or size == self._wanted.here + self._wanted.elsewhere:
             return False
@@ -203,7 +205,7 @@ class Nodes:
         return size_of(there, self._wanted, is_late=True) > size
 
     def close(self) -> None:
-        """Stops listening and lets the nodes go."""
+        """Stops listening, and closes the connections of waiting nodes."""
         self._thread.stopping.set()
         with contextlib.suppress(OSError):  # it is closed already
             # A thread in accept() holds the socket open until it is shut down.
@@ -268,7 +270,7 @@ class Nodes:
                 end.close()
 
     def _makes_room(self) -> bool:
-        """Takes the place of a connection that is asked for the key, of the oldest if need be."""
+        """Reserves a place for a connection that is asked for the key, if need be the oldest's."""
         if self._strangers.acquire(blocking=False):
             return True
         with self._changed:
@@ -319,7 +321,7 @@ class Nodes:
             self._asked_no_more(end)
 
     def _complain(self, name: str, why: Exception) -> None:
-        """Says that somebody was refused, once a minute at most."""
+        """Logs refusals, at most once a minute."""
         with self._changed:
             self._refusals += 1
             if time.monotonic() < self._complained_s + COMPLAIN_EVERY_S:
@@ -332,16 +334,16 @@ class Nodes:
 
 
 class NodeWorkers(Member):
-    """The ranks of one node, behind its connection."""
+    """The ranks of one node, reached by its connection."""
 
     def __init__(self, name: str, wire: controller_wire.Wire, ranks: range) -> None:
-        """Takes the connection over."""
+        """Takes ownership of the connection."""
         self.ranks, self.socket = ranks, wire.socket
         self._name, self._wire = f"{name} (workers {ranks[0]} to {ranks[-1]})", wire
         self._answer: TensorFile | None = None
 
     def send(self, message: Message, file: TensorFile | None) -> None:
-        """See `Member`; the bytes of tensors go along."""
+        """See `Member`. Also sends the bytes of tensors."""
         self._answer = None
         try:
             if file is None:
@@ -353,17 +355,17 @@ class NodeWorkers(Member):
                 self._answer = file
                 self._wire.send({**message, "answers": True})
         except Closed as error:
-            raise Lost(f"{self._name} is gone: {error}") from error
+            raise Lost(f"{self._name} has disconnected: {error}") from error
 
     def receive(self) -> dict[int, Message]:
-        """See `Member`; tensors of the answers are written to the file that waits for them."""
+        """See `Member`. Writes tensors of the answers to the file for them."""
         answers: dict[int, Message] = {}
         try:
             self._wire.receive()
             while (found := self._wire.take()) is not None:
                 answers |= self._answered(*found)
         except Closed as error:
-            raise Lost(f"{self._name} is gone: {error}") from error
+            raise Lost(f"{self._name} has disconnected: {error}") from error
         except (BadMessage, OSError) as error:
             raise Lost(f"{self._name}: {error}") from error
         return answers
@@ -373,19 +375,19 @@ class NodeWorkers(Member):
             raise Lost(f"{self._name}: {message['lost']}")
         rank, answer = message.get("rank"), message.get("answer")
         if type(rank) is not int or rank not in self.ranks or not isinstance(answer, dict):
-            raise BadMessage("worker_wire", "an answer of no worker")
+            raise BadMessage("worker_wire", "an answer without a known worker")
         if segments:
             if self._answer is None:
-                raise BadMessage("worker_wire", "tensors that nobody has asked for")
+                raise BadMessage("worker_wire", "tensors that were not requested")
             self._wire.fetch(self._answer.file.descriptor, segments)
         return {rank: answer}
 
     def kill(self) -> None:
-        """See `Member`; the agent ends its workers."""
+        """See `Member`. The agent ends its workers."""
         self._wire.close()
 
     def end(self) -> None:
-        """See `Member`; the node comes back when its workers have ended."""
+        """See `Member`. The node dials again when its workers have ended."""
 
 
 def _too_few(there: int, wanted: Wanted, wait_s: float) -> WorkersFailed:
@@ -393,5 +395,5 @@ def _too_few(there: int, wanted: Wanted, wait_s: float) -> WorkersFailed:
     return WorkersFailed(
         f"within {wait_s:.0f} s {there} of {wanted.elsewhere} workers of other machines came, "
         f"and with the {wanted.here} here it has to be {least}",
-        hint="start swarm-worker on them; its log says what is in the way",
+        hint="start swarm-worker on them; its log names the obstacle",
     )

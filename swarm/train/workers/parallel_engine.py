@@ -1,6 +1,6 @@
-"""An engine without weights: processes of its own hold them and compute together.
+"""An engine without weights. Its worker processes hold the weights and compute together.
 
-Legend: B sequences, T tokens that a sequence predicts.
+Legend: B sequences, T predicted tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from swarm.train.workers.workforce import CommandTimeouts, Workforce
 
 
 class ParallelEngine:
-    """Several workers that share the micro-batches, and the experts if options say so.
+    """An `Engine` of several workers that share the micro-batches and, by options, the experts.
 
-    See `Engine`.
-
-    A worker that ends, is silent or has no memory left takes the others along. New ones begin with
-    the private state on disk and repeat what came after it, bit for bit: the caller sees no more of
-    it than the time. Where memory was short they keep less for backward, or smaller moments, or
-    share the experts.
+    If a worker ends, is silent or has no memory left, all workers are restarted. New ones begin
+    with the private state on disk and repeat the later commands bit for bit. The caller notices
+    only the time. After a lack of memory the new workers keep less for backward, use smaller
+    moments, or share the experts.
 
     Attributes:
-        traffic: of the newest step, as the first worker counted it: for each kind of operation
-            between workers their number, and the bytes that left that worker.
+        traffic: operations between workers in the newest step, by kind: their number, and the bytes
+            that the first worker sent.
     """
 
     def __init__(
@@ -57,17 +55,17 @@ class ParallelEngine:
 
         Args:
             run: the model.
-            options: of each worker; the first ones, and those to step down to, in order.
+            options: of each worker: the first ones, and the ones to step down to, in order.
             start: starts workers.
-            folder: its disk has room for what new workers must repeat; None for the system's
-                folder for temporary files.
-            saved: where the private state is saved; None where it is not.
-            patience: how long a command may take.
-            ending: called when this engine is closed, after the workers have ended.
+            folder: on a disk with room for the commands that new workers must repeat. None for the
+                system's folder for temporary files.
+            saved: the saved private state. None if none is saved.
+            patience: time limits of commands.
+            ending: called by `close`, after the workers have ended.
 
         Raises:
             OutOfMemory: no options fit.
-            WorkersFailed: no workers come up.
+            WorkersFailed: the workers do not start.
         """
         self._run = run
         self._ending = ending
@@ -85,7 +83,7 @@ class ParallelEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level of each worker and those below that are left."""
+        """The present level of each worker, and the remaining ones below."""
         return self._force.levels
 
     @property
@@ -107,7 +105,10 @@ class ParallelEngine:
 
     @property
     def intact(self) -> bool:
-        """See `Engine`; workers that ended in the middle of a step come back before it."""
+        """See `Engine`.
+
+        After a worker's end in a step, the workers are restored to before the step.
+        """
         return True
 
     def own(self, experts: Sequence[int]) -> None:
@@ -122,7 +123,7 @@ class ParallelEngine:
         self._force.tell(Command({"do": "count_from", "updates": updates}))
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; for the next step only, whose products workers start in the background."""
+        """See `Engine`. Holds for the next step only, which the workers begin in the background."""
         if not self._force.options.is_read_beside(self._run):
             return False
         self._wait = wait
@@ -176,7 +177,7 @@ class ParallelEngine:
 
     @property
     def borrows(self) -> bool:
-        """See `Engine`; new workers read what was lent where it lies."""
+        """See `Engine`. New workers read lent tensors from their place."""
         return True
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
@@ -198,7 +199,10 @@ class ParallelEngine:
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        """See `Engine`; the values of `agreed` are asked for once, and lie in a file meanwhile."""
+        """See `Engine`.
+
+        Asks `agreed` once for each value, and keeps the values in a file meanwhile.
+        """
         given: dict[str, StandIn] = {"tokens": lambda _: tokens_BT1}
         if scored_BT is not None:
             given["scored"] = lambda _: scored_BT
@@ -210,9 +214,9 @@ class ParallelEngine:
         return mean
 
     def state_dict(self) -> EngineState:
-        """See `Engine`; each tensor comes from a worker when it is looked up.
+        """See `Engine`. Each tensor comes from a worker on look-up.
 
-        Workers of this machine can write theirs to files themselves, see `PartedTensors`.
+        Workers of this machine can write their tensors to files themselves; see `PartedTensors`.
         """
         answer = self._force.ask({"do": "state"})[0]
         state = state_of(answer, WorkersTensors(self._force, answer))

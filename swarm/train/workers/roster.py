@@ -1,7 +1,7 @@
-"""Who is which rank, and whether enough workers are there; pure.
+"""Assigns ranks, and decides whether enough workers are there. Pure.
 
 Ranks of this machine come first, then those of the nodes, node by node, so that consecutive ranks,
-which share experts, are neighbours.
+which share experts, are neighbors.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from swarm.errors import BadMessage, ConfigError
 
 MAX_WORKERS = 1024
-"""Of one node, and so many that it is surely an error."""
+"""Most workers of one node. A larger number is surely an error."""
 MAX_NUMBER = 2**20
 DEFAULT_PORT = 31340
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node has to offer.
+    """The workers that a node offers, its hardware and its versions.
 
     Attributes:
         workers: processes that it would start.
-        gpus: that PyTorch finds there.
-        rank: where its launcher puts it among others; None without one.
+        gpus: GPUs that PyTorch finds there.
+        rank: the rank that a launcher has given to the node's process. None without a launcher.
         versions: of swarm and torch.
     """
 
@@ -36,7 +36,7 @@ class Node:
     versions: tuple[str, str]
 
     def message(self) -> dict[str, Any]:
-        """For JSON; `node_of` reads it."""
+        """The node for JSON. `node_of` reads it."""
         return {
             "workers": self.workers,
             "gpus": self.gpus,
@@ -46,10 +46,10 @@ class Node:
 
 
 def node_of(message: Mapping[str, Any]) -> Node:
-    """What a node says of itself.
+    """The node that a hello message describes.
 
     Raises:
-        BadMessage: it does not say it.
+        BadMessage: a field is missing or wrong.
     """
     rank, versions = message.get("rank"), message.get("versions")
     workers, gpus = (_whole(message.get(name)) for name in ("workers", "gpus"))
@@ -61,14 +61,14 @@ def node_of(message: Mapping[str, Any]) -> Node:
 
 
 def _whole(value: object) -> int:
-    """A number of things; raises BadMessage."""
+    """A number in a hello message. Raises BadMessage."""
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
-        raise BadMessage("worker_hello", "a node that does not say what it has")
+        raise BadMessage("worker_hello", "a node whose workers, GPUs or rank are no number")
     return value
 
 
 def objection(node: Node, device: str, versions: tuple[str, str]) -> str | None:
-    """Why a node cannot be part of this peer; None if it can.
+    """Why a node cannot be part of this peer. None if it can.
 
     Args:
         node: its hardware and versions.
@@ -87,12 +87,12 @@ def objection(node: Node, device: str, versions: tuple[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many workers a peer computes with.
+    """The numbers of workers that a peer wants.
 
     Attributes:
         here: on its own machine, at least 1.
-        elsewhere: of nodes.
-        unit: any smaller number has to be a multiple of this.
+        elsewhere: on nodes.
+        unit: a smaller number of workers must be a multiple of this.
     """
 
     here: int
@@ -101,12 +101,12 @@ class Wanted:
 
 
 def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
-    """With how many workers a peer begins; 0 if it waits, or cannot.
+    """The number of workers with which a peer begins. 0 if it must wait, or cannot begin.
 
     Args:
-        there: how many there are, its own among them.
-        wanted: how many it asks for.
-        is_late: whether nobody is waited for any more, so that fewer have to do.
+        there: workers that are there, including its own.
+        wanted: the numbers that it wants.
+        is_late: whether the waiting time is over, so that fewer workers must do.
     """
     most = wanted.here + wanted.elsewhere
     if there >= most:
@@ -119,12 +119,12 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
     """The ranks of each node.
 
     Args:
-        nodes: those that are there, in the order in which they came.
-        wanted: how many workers.
-        is_late: whether nobody is waited for any more, so that fewer have to do.
+        nodes: the nodes that are there, in order of arrival.
+        wanted: the numbers of workers.
+        is_late: whether the waiting time is over, so that fewer workers must do.
 
     Returns:
-        A range for each node, empty where it is not needed; None if there are too few workers.
+        A range for each node, empty for an unneeded node. None if there are too few workers.
     """
     there = wanted.here + sum(node.workers for node in nodes)
     size = size_of(there, wanted, is_late=is_late)
@@ -139,19 +139,19 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
 
 
 def _order(node: Node) -> tuple[bool, int]:
-    """By the launcher's ranks; those without one behind, as they came."""
+    """Nodes in the order of the launcher's ranks. Nodes without a rank follow by arrival."""
     return (node.rank is None, node.rank or 0)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says to a process that it has started.
+    """The settings that a launcher gives to a process that it has started.
 
     Attributes:
-        local: this process is one worker, the one of this number on its machine; None if it is to
-            start all of its machine's.
-        rank: among the processes that it has started; None without a launcher.
-        controller: host that it names; None if it names none.
+        local: the number of this worker on its machine, if this process is to be one worker. None
+            if it is to start all workers of its machine.
+        rank: of this process among those that the launcher has started. None without a launcher.
+        controller: host that the launcher names. None if it names none.
     """
 
     local: int | None = None
@@ -162,8 +162,8 @@ class Launch:
 def launched_by(environment: Mapping[str, str]) -> Launch:
     """Reads the environment that torchrun or Slurm's srun gives to a process.
 
-    torchrun starts a process a GPU. srun may start one a node, which then starts all workers, or
-    several, which are a worker each.
+    torchrun starts one process for each GPU. srun may start one process for each node, which then
+    starts all workers. It may also start several, which are one worker each.
     """
     controller = environment.get("MASTER_ADDR") or None
     local = _number(environment, "LOCAL_RANK")
@@ -186,11 +186,11 @@ def address_of(text: str, source: str) -> tuple[str, int]:
     """Host and port of HOST:PORT.
 
     Args:
-        text: with an IPv4 address or a name; the port may be left out.
-        source: what a person would change.
+        text: with an IPv4 address or a name. The port may be left out.
+        source: the option that a person would change.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text has another form.
     """
     host, colon, port = text.partition(":")
     is_port = port.isascii() and port.isdigit() and int(port) < 2**16
@@ -200,5 +200,5 @@ def address_of(text: str, source: str) -> tuple[str, int]:
 
 
 def pause_s(failures: int) -> float:
-    """Seconds before a node dials its controller again, after so many failed tries."""
+    """Seconds before a node dials its controller again, by the number of failed tries."""
     return min(15.0, 0.5 * 2.0 ** min(failures, 10))

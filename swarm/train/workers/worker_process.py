@@ -47,12 +47,12 @@ def step_of(
     message: exchange.Message,
     given: Mapping[str, Tensor],
 ) -> Callable[[], exchange.Message]:
-    """Makes the step that a message asks for; its tensors are read now."""
+    """Prepares the step of a message, and reads its tensors now."""
     controls = exchange.controls_of(message["controls"])
     masks, tokens_BT1 = exchange.masks_of(given), given["tokens"]
 
     def step() -> exchange.Message:
-        ranks.traffic.take()  # of what came before
+        ranks.traffic.take()  # of earlier commands
         began_s = time.perf_counter()
         stats = engine.step(tokens_BT1, lr=message["lr"], controls=controls, masks=masks)
         figures = engine.figures(len(tokens_BT1), time.perf_counter() - began_s)
@@ -66,10 +66,10 @@ def step_of(
 
 
 class SplitStep:
-    """One step, which stands still before it changes the first value.
+    """One step that pauses before it changes the first value.
 
     Attributes:
-        state: the private state before it, as views.
+        state: the private state before the step, as views.
     """
 
     def __init__(
@@ -79,12 +79,13 @@ class SplitStep:
         *,
         is_beside: bool,
     ) -> None:
-        """Begins.
+        """Begins the step.
 
         Args:
             engine: of the rank.
-            step: makes the step with it, and gives the answer.
-            is_beside: whether the engine can be read meanwhile; else `finish` makes the whole step.
+            step: makes the step with the engine, and returns the answer.
+            is_beside: whether the engine can be read during the step. If not, `finish` makes the
+                whole step.
         """
         self.state: EngineState = engine.state_dict()
         self._step = step
@@ -99,16 +100,16 @@ class SplitStep:
 
     @property
     def stands(self) -> bool:
-        """Whether it waits to be let through, or has ended without any change."""
+        """Whether the step has paused, or has ended without a change."""
         return self._thread is None or self._stands.is_set()
 
     def wait(self) -> None:
-        """Returns when it stands, so that values may be changed."""
+        """Waits for the pause, in which values may be changed."""
         if self._thread is not None:
             self._stands.wait()
 
     def finish(self) -> exchange.Message:
-        """Lets the step through; returns its answer or raises its error."""
+        """Continues the step. Returns its answer or raises its error."""
         if self._thread is None:
             return self._step()
         self._may_go.set()
@@ -120,7 +121,7 @@ class SplitStep:
         return self._answer
 
     def _hold(self) -> None:
-        # An engine calls this in later steps too; those are not held up.
+        # An engine calls this in later steps too, which do not pause.
         self._stands.set()
         began_s = time.perf_counter()
         self._may_go.wait()
@@ -140,14 +141,14 @@ class SplitStep:
 CHANGES_NOTHING = ("rehearse", "save", "saved", "begin_step", "stands")
 """During these commands, a saving that has begun continues."""
 Given = Mapping[str, Tensor]
-"""The tensors that came with a command; `TensorFile` or nothing."""
+"""The tensors of a command: a `TensorFile` or None."""
 
 
 class Worker:
-    """Carries out commands.
+    """Executes commands.
 
-    What is asked for is written by the ranks that hold it into one file, where each of them leaves
-    the same room for the others; so the first one can list all of it.
+    The ranks write the requested tensors that they hold into one file. Each rank reserves the same
+    room for the others' tensors, so the first rank can list all of them.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ class Worker:
         }
 
     def answer(self, message: exchange.Message, file: OpenFile | None) -> exchange.Message:
-        """Does what a message says; the answer says so too if it failed."""
+        """Executes a command. A failure becomes an answer, too."""
         command = message.pop("do")
         try:
             if command in self._questions:
@@ -264,7 +265,7 @@ class Worker:
         return step_of(self._engine, self._ranks, message, given)()
 
     def _begin_step(self, message: exchange.Message, given: Given) -> exchange.Message:
-        """Answers at once; questions are answered during its products, see `SplitStep`."""
+        """Answers at once. Questions are answered while the step computes; see `SplitStep`."""
         step = step_of(self._engine, self._ranks, message, given)
         self._begun = SplitStep(self._engine, step, is_beside=self._is_beside)
         return {}
@@ -302,7 +303,7 @@ class Worker:
         return {}
 
     def _load(self, message: exchange.Message, given: Given) -> exchange.Message:
-        """The state is in this file and in so many that came just before."""
+        """Loads the state from this file and a given number of earlier ones."""
         assert isinstance(given, TensorFile)
         before, self._parts = self._parts, []
         files = [*before[len(before) - message["parts"] :], given]
@@ -318,7 +319,7 @@ class Worker:
         return {"mean": mean}
 
     def _describe(self) -> exchange.Message:
-        """The private state without its tensors, which are kept to be read one by one."""
+        """The private state without its tensors, which are kept for single look-ups."""
         self._state = state = self._begun.state if self._begun else self._engine.state_dict()
         self._forms = self._engine.state_forms()
         flags = command_history.flags_of(
@@ -341,7 +342,7 @@ class Worker:
         flags = message["flags"].get(str(self._ranks.rank))
         names = command_history.flagged(self._forms, flags) if flags else []
         if not command_history.held(self._state.tensors, self._forms).issuperset(names):
-            return {}  # of one whose place it has taken, with other experts: it is `unknown`
+            return {}  # meant for a former worker with other experts: `_saved` answers `unknown`
         tensors = {name: self._state.tensors[name] for name in names}
         path = Path(message["folder"]) / command_history.part_name(
             message["stem"], self._ranks.rank
@@ -351,7 +352,7 @@ class Worker:
 
     def _saved(self, message: exchange.Message, _: Given) -> exchange.Message:
         if self._saving is None or self._saving.stem != message["stem"]:
-            return {"is": "unknown"}  # to new workers, in the place of those that wrote
+            return {"is": "unknown"}  # to new workers, which know nothing of the saving
         return self._saving.answer()
 
     def _give_up_saving(self) -> None:
@@ -392,7 +393,7 @@ class Worker:
             self._put(out, of, name, self._engine.whole(of, self._state.tensors[name]))
 
     def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
-        """Writes what was found of a tensor, if this rank is the one that answers."""
+        """Writes a tensor's values into the answer, if this rank is the one that answers."""
         if self._engine.answers(of):
             out.put(name, tensor)
 
@@ -415,14 +416,14 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
 
 
 def _meeting(found: exchange.Message) -> dict[str, Any]:
-    """Where ranks find each other: by a file, or by the controller if some are elsewhere."""
+    """The meeting point of ranks: a file, or the controller if some are on other machines."""
     if "file" in found:
         return {"init_method": f"file://{found['file']}"}
     return {"store": meeting_at(found["host"], found["port"])}
 
 
 class _ToController(logging.Handler):
-    """Hands what the first rank logs to the controller, between two answers."""
+    """Passes log records of the first rank to the controller, between two answers."""
 
     def __init__(self, channel: exchange.Channel) -> None:
         super().__init__(logging.INFO)
@@ -434,24 +435,24 @@ class _ToController(logging.Handler):
 
 
 def serve(channel: exchange.Channel) -> None:
-    """Answers messages for ever; the process ends when the controller does."""
+    """Answers messages forever. The process ends with the controller."""
     inbox: queue.SimpleQueue[tuple[exchange.Message, OpenFile | None]] = queue.SimpleQueue()
     SYSTEM.start(partial(_listen, channel, inbox), "swarm-listen")
     worker = Worker()
     while True:
         message, file = inbox.get()
         if message["do"] == "begin":
-            # All say the same, so the first one speaks for them.
+            # All ranks log the same, so only the first one does.
             mine = _ToController(channel) if message["rank"] == 0 else logging.NullHandler()
             logging.basicConfig(level=logging.INFO, handlers=[mine])
         channel.send(worker.answer(message, file))
 
 
 def _listen(channel: exchange.Channel, inbox: queue.SimpleQueue[Any]) -> None:
-    """Reads until the socket is closed, then ends the process, whatever that computes.
+    """Reads until the socket is closed, then ends the process at once.
 
-    A message half read cannot be read on, so any fault ends it too. The channel is the main
-    thread's to write to: the traceback goes to the controller's standard error.
+    Reading cannot continue within a message, so any fault ends the process too. Only the main
+    thread writes to the channel, so the traceback goes to the controller's standard error.
     """
     try:
         while True:
@@ -467,7 +468,7 @@ def _listen(channel: exchange.Channel, inbox: queue.SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """Serves the controller that has started this process."""
-    # Who presses Ctrl+C, or a service that ends all of a peer's processes, means the controller.
+    # Ctrl+C, or a service that ends all of a peer's processes, is meant for the controller.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(exchange.Closed):

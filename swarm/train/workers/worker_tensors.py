@@ -1,4 +1,4 @@
-"""The tensors of workers as the controller sees them, and how it has them write these to files."""
+"""The controller's view of the workers' tensors, and the writing of these to files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from swarm.train.workers.exchange import Message, dtype_named
 from swarm.train.workers.workforce import TRIES, Workforce
 
 POLL_S = 0.02
-"""Answers to other questions get their turn between."""
+"""Seconds between two questions about progress. Other questions get their turn between."""
 
 
 class WorkersTensors(PartedTensors):
     """Tensors of the private state of workers."""
 
     def __init__(self, force: Workforce, answer: Message) -> None:
-        """`answer`: the first worker's, which describes the state."""
+        """`answer`: the first worker's description of the state."""
         self._force = force
         self.counts: Counts = _counts(answer)
         self._forms = _forms(answer)
@@ -49,14 +49,14 @@ class WorkersTensors(PartedTensors):
         return _WorkersParts(self, folder, stem)
 
     def begin(self, folder: Path, stem: str) -> set[str]:
-        """Has workers begin; returns the names of what they do not write.
+        """Makes workers begin. Returns the names of the tensors that they do not write.
 
         Raises:
-            StateError: the state is another one by now.
+            StateError: the state has changed meanwhile.
         """
         answers = self._force.ask({"do": "state"})
         if _counts(answers[0]) != self.counts:
-            raise StateError("the workers have gone on since their state was to be saved")
+            raise StateError("the workers have changed their state since it was to be saved")
         self._forms = _forms(answers[0])
         holders = [set(flagged(self._forms, each["held"])) for each in answers[: self._force.here]]
         dealt = deal_out(self._forms, holders)
@@ -65,16 +65,16 @@ class WorkersTensors(PartedTensors):
         return self._forms.keys() - {name for names in dealt for name in names}
 
     def written(self, stem: str) -> list[Message]:
-        """How far each worker of this machine is."""
+        """The progress of each worker of this machine."""
         return self._force.ask({"do": "saved", "stem": stem})[: self._force.here]
 
     def within_s(self) -> float:
-        """How long saving may take."""
+        """Time limit of saving."""
         return self._force.saves_within_s(sum(map(num_bytes_of, self._forms.values())))
 
 
 class _WorkersParts(Parts):
-    """Parts that workers write; new workers, which know nothing of them, begin again."""
+    """Parts that workers write. New workers know nothing of a saving, and begin again."""
 
     def __init__(self, tensors: WorkersTensors, folder: Path, stem: str) -> None:
         self._tensors, self._folder, self._stem = tensors, folder, stem
@@ -96,7 +96,7 @@ class _WorkersParts(Parts):
                 if tries > TRIES or self._tensors.begin(self._folder, self._stem) != self._left:
                     raise StateError("other workers write the private state, with other parts")
             elif time.monotonic() > end_s:
-                raise StateError("the workers do not come to an end with the private state")
+                raise StateError("the workers do not finish the private state")
             time.sleep(POLL_S)
 
 

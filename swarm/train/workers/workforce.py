@@ -1,4 +1,4 @@
-"""Workers that are started again when they end, and come back to where they were."""
+"""Workers that are restarted when they end, and restored to their state."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from swarm.train.workers.members import Lost
 logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""So many times in a row workers are started for one command; then the peer ends."""
+"""Starts of workers in a row for one command. After these the peer ends."""
 HINT = "the state directory is good; see the log, and dmesg for the GPUs"
 Answer = TypeVar("Answer")
 COMPUTES = ("step", "rehearse", "evaluate")
 STEPS = ("step", "begin_step", "stands", "finish_step")
 """A step as one command, or in parts."""
 KEPT = 64
-"""The longest of so many computations of a kind sets the deadline of the next."""
+"""The longest of this many last computations of a kind sets the deadline of the next."""
 STANDS_EVERY_S = 0.02
-"""Questions get their turn between."""
+"""Seconds between two looks at a begun step. Questions get their turn between."""
 
 
 @dataclass(frozen=True)
 class CommandTimeouts:
-    """How long a command may take.
+    """Time limits of commands.
 
     Attributes:
-        least_s: any.
-        first_s: a computation, before there is one of its kind to compare with.
-        times: a computation may take so many times as long as the longest of its
-            kind of late.
-        bytes_per_s: of reading or writing a private state, at least.
+        least_s: least limit of any command.
+        first_s: limit of the first computation of its kind.
+        times: limit of a later computation, in multiples of the longest recent one of its kind.
+        bytes_per_s: least rate of reading or writing a private state.
     """
 
     least_s: float = 300.0
@@ -55,7 +54,7 @@ class CommandTimeouts:
     bytes_per_s: float = 20e6
 
     def within_s(self, message: Message, longest_s: Mapping[str, float], num_bytes: int) -> float:
-        """The deadline of a command that comes with so many bytes."""
+        """The deadline of a command, by the number of bytes that come with it."""
         kind = "step" if message["do"] in STEPS else message["do"]
         if kind in COMPUTES and kind not in longest_s:
             return max(self.least_s, self.first_s)
@@ -63,7 +62,7 @@ class CommandTimeouts:
 
 
 class Workforce:
-    """Asks workers, and starts others in their place; one question at a time, from any thread.
+    """Asks workers, and replaces lost ones. Any thread may ask, one question at a time.
 
     Attributes:
         options: of the engine of each worker.
@@ -90,21 +89,21 @@ class Workforce:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers, by rank; none if they are to be started."""
+        """Process ids of the workers, by rank. Empty if they are yet to be started."""
         return self._crew.pids if self._crew else ()
 
     @property
     def here(self) -> int:
-        """How many of them are on this machine, which are the first ones."""
+        """The number of workers on this machine, which have the first ranks."""
         return self._crew.place.size if self._crew else 0
 
     def tell(self, command: Command) -> list[Message]:
-        """Has all workers do something that changes them; returns the answers by rank.
+        """Sends all workers a command that changes them. Returns the answers by rank.
 
         Raises:
-            SwarmError: as an engine raises it.
+            SwarmError: raised by an engine.
             OutOfMemory: memory is short with all options.
-            WorkersFailed: workers ended again and again.
+            WorkersFailed: workers ended repeatedly.
         """
         with self._lock:
             begins = command.message["do"] in ("step", "begin_step")
@@ -116,14 +115,14 @@ class Workforce:
             return answers
 
     def ask(self, message: Message, tensors: Mapping[str, Tensor] | None = None) -> list[Message]:
-        """Has all workers do something that need not be repeated; raises as `tell`."""
+        """Sends all workers a command that new workers need not repeat. Raises as `tell`."""
         return self._until_done(lambda crew: self._carry_out(crew, message, tensors))
 
     def until_it_stands(self) -> None:
-        """Returns when all workers have computed the products of a step that was begun.
+        """Waits until all workers have computed the products of a begun step.
 
-        Raises as `tell`, of all that are asked in turn as of one command; workers that need too
-        long are lost, and others begin the step.
+        Raises as `tell`. All questions count as one command. Workers that take too long are lost,
+        and new ones begin the step.
         """
         message, losses = {"do": "stands"}, self._losses
         within_s = self._patience.within_s(message, self._longest_s(), 0)
@@ -141,7 +140,7 @@ class Workforce:
             time.sleep(STANDS_EVERY_S)
 
     def read(self, message: Message) -> TensorFile:
-        """Tensors of the first worker; raises as `tell`."""
+        """Tensors of the first worker. Raises as `tell`."""
 
         def read(crew: Crew) -> TensorFile:
             out = TensorFile.in_memory()
@@ -150,7 +149,7 @@ class Workforce:
         return self._until_done(read)
 
     def saves_within_s(self, num_bytes: int) -> float:
-        """How long workers may take to write so many bytes to files."""
+        """Time limit for workers to write a number of bytes to files."""
         return self._patience.least_s + num_bytes / self._patience.bytes_per_s
 
     def close(self) -> None:
@@ -163,7 +162,7 @@ class Workforce:
     # ------------------------------------------------ again and again
 
     def _until_done(self, work: Callable[[Crew], Answer], before: int | None = None) -> Answer:
-        """`before`: the losses before the command, where this is a part of it."""
+        """`before`: the count of losses before the command, if this is a part of it."""
         before = self._losses if before is None else before
         while True:
             with self._lock:
@@ -184,12 +183,12 @@ class Workforce:
                 self.close()
             raise
         except BaseException:
-            # They are lost, or answers may be on their way that nobody waits for.
+            # They are lost, or answers may be in flight that nobody waits for.
             self.close()
             raise
 
     def _come_back(self) -> None:
-        """Starts workers and has them repeat what they must."""
+        """Starts workers, which repeat the recorded commands."""
         began_s = time.monotonic()
         crew = self._start()
         try:
@@ -215,11 +214,11 @@ class Workforce:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level and those below that are left."""
+        """The present level, and the remaining ones below."""
         return (self.options, *self._below)
 
     def _judge(self, lost: Lost, tries: int) -> None:
-        """Says what happened; raises if there is no use in starting workers again."""
+        """Logs the loss. Raises if a restart of workers would be useless."""
         if not lost.is_memory:
             if tries >= TRIES:
                 raise WorkersFailed(
@@ -245,7 +244,10 @@ class Workforce:
         return self._timed(crew, message | {"tensors": listed(file)}, file)
 
     def _longest_s(self) -> Mapping[str, float]:
-        """Of each kind of computation; one that a machine slept through does not count for ever."""
+        """Longest recent time of each kind of computation.
+
+        A time with a sleeping machine is forgotten.
+        """
         return {kind: max(took_s) for kind, took_s in self._took_s.items()}
 
     def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Virtual time: what threads and tasks see of it, in a world without a peer."""
+"""Virtual time as threads and tasks see it, in a world without a peer."""
 
 import asyncio
 import threading

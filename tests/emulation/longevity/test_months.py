@@ -1,4 +1,4 @@
-"""A short month of each group of classes is sound, and its audit sees what is not."""
+"""A short month of each group of classes is sound, and its audit finds faults."""
 
 import gc
 from collections import Counter
@@ -14,11 +14,11 @@ from swarm.emulation.longevity.scenarios import SCENARIOS, SHORT
 from swarm.network.wire.link_health import LinkHealth
 
 QUICK = ("hanging_thread_joined", "deadline_begins_again", "old_exports_stay")
-"""Mutants that show within a second or two; `exhaustive` tries all."""
+"""Mutants that are caught within a second or two. `exhaustive` tries all."""
 
 
 SHORTER = {"transport": Scale(1.5, 420)}
-"""Half of the time of all short months is that of five days of fetches, which its mutants need."""
+"""The five days of fetches, which its mutants need, take half of the time of all short months."""
 
 
 @pytest.mark.slow
@@ -47,14 +47,14 @@ def test_a_month_of_ten_thousand_rounds_is_sound(scenario: str) -> None:
 
 @pytest.fixture(autouse=True)
 def garbage_of_others() -> Iterator[None]:
-    """What other tests have left is not looked at with each sample."""
+    """Objects of other tests are not examined with each sample."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 class Grown:
-    """A world in which a container has some lengths, one at each sample."""
+    """A world in which a container has one of the given lengths at each sample."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""What the simulator's tests run under."""
+"""Fixtures of the simulator's tests."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""Directed scenarios of rounds of any length: peers take steps, and say how far they are.
+"""Directed scenarios of rounds of any length: peers take steps and report their progress.
 
-Timers are those of a real peer, links are good, and what goes wrong is written down: a peer that
-lives and never offers, one that starts again, one that is many times slower than others.
+Timers are those of a real peer, and links are good. Faults are scripted: a peer that lives and
+never offers, one that restarts, one that is many times slower than others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from swarm.protocol.timing.deadlines import Measured, Timers, production_timers
 from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
 LOCAL_STEPS = 100
-"""Of every peer, however many steps its work has in a scenario: these only cut its time."""
+"""Local steps of every peer, whatever the steps of its work in a scenario: these only divide its
+time."""
 UNITS = ("shared.0", *(f"expert.{expert}" for expert in range(4)))
 
 
@@ -36,13 +37,13 @@ class Work:
     step_s: float
     num_steps: int
     slip: float = 1.0
-    """Steps that follow the first take this multiple of it, and the peer does not notice."""
+    """Steps after the first take this multiple of its time, and the peer does not notice."""
     stuck_from: int | None = None
-    """Round from which on it goes on living, but ends no step any more."""
+    """From this round on the peer is alive, but ends no step any more."""
 
     @classmethod
     def of_seconds(cls, seconds: float, step_s: float) -> Work:
-        """As many steps as fit a time, one at least."""
+        """As many steps as fit a time, at least one."""
         return cls(step_s, max(1, int(seconds / step_s)))
 
     @property
@@ -52,7 +53,7 @@ class Work:
 
 
 class Worker(Trainer):
-    """A trainer that goes step by step and says after each when it will be done."""
+    """A trainer that takes single steps, and reports after each when it will be done."""
 
     works: ClassVar[Mapping[PeerId, Work]] = {}
 
@@ -61,7 +62,7 @@ class Worker(Trainer):
         return self.works[self.shell.me]
 
     def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
-        """With `round.seconds` the steps of its work, if so many fit and were dealt [T3]."""
+        """With `round.seconds` the steps of its work, if they fit and were dealt [T3]."""
         work, steps = self._work, left(0, 0.0)
         if self.task.rules.round_seconds is not None:
             fits = (done for done in range(work.num_steps) if not left(done, work.step_s))
@@ -91,11 +92,11 @@ def real_timers(measured: Measured, base: Timers) -> Timers:
 
 @dataclass
 class Course:
-    """What became of a scenario."""
+    """The result of a scenario."""
 
     world: World
     applied: list[tuple[float, Manifest]] = field(default_factory=list)
-    """Every training round of the longest chain, with the time when a peer had it first."""
+    """Every training round of the longest chain, with the time when the first peer had it."""
     widest: Timers = faults.CALM_TIMERS
     """The largest T_roster and T_reform that any peer had."""
 
@@ -110,7 +111,7 @@ class Course:
         return [after - before for before, after in pairwise([0.0, *(t for t, _ in self.applied)])]
 
     def utilisation(self, peer: PeerId, work: Work) -> float:
-        """Share of the time in which a peer did what was counted."""
+        """Share of time that a peer spent on counted work."""
         counted = sum(peer in contributors for contributors in self.contributors)
         return counted * work.total_s / self.applied[-1][0]
 
@@ -119,7 +120,7 @@ class Course:
         return next(node.machine.campaign.convener for node in self.world.alive())
 
     def restart_convener(self, after_s: float = 5.0) -> None:
-        """Kills whoever convenes, and starts it again."""
+        """Kills the current convener, and starts it again."""
         peer = self.convener()
         self.world.crash(peer)
         self.world.at(after_s, self.world.reboot, peer)
@@ -136,17 +137,17 @@ def go_through(
     unit_bytes: int = 100,
     within_s: float = 1e6,
 ) -> Course:
-    """Runs a swarm through so many training rounds.
+    """Runs a swarm through a number of training rounds.
 
     Args:
-        works: what each founder does in a round.
+        works: the work of each founder in a round.
         rounds: of the longest chain.
-        at: what happens when, in seconds.
-        tested: the code under test, mutated or not; None: with all rules.
-        round_seconds: as `round.seconds`: each peer offers the steps of its own work.
-        uplinks: of each peer, in bytes per second, which it knows; None: bytes take no time.
+        at: events at given seconds.
+        tested: the code under test, perhaps mutated. None: with all rules.
+        round_seconds: value of `round.seconds`. Each peer offers the steps of its own work.
+        uplinks: of each peer, in bytes per second, known to the peer. None: bytes take no time.
         unit_bytes: of the shared tensors, and of each of four experts.
-        within_s: the simulation ends then, whatever was reached.
+        within_s: limit of the simulation.
 
     Returns:
         Its course.

@@ -1,4 +1,4 @@
-"""What tests ask of single schedules, which are named as `scripts/simulate --replay` takes them."""
+"""Checks of single schedules, named as for `scripts/simulate --replay`."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
 from swarm.emulation.simulator.mutants.mutants import Mutant
 
 WHEN_FOUND_S = (60.0, 150.0)
-"""For so long faults lasted that last `LONG_S` today."""
+"""Former length of the faults that now last `LONG_S`."""
 
 
 def require_sound(fault_class: str, seed: int) -> None:
-    """No invariant breaks."""
+    """Requires that no invariant breaks."""
     outcome = run_schedule(fault_class, seed)
     assert outcome.violation is None, (
         f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
@@ -20,10 +20,10 @@ def require_sound(fault_class: str, seed: int) -> None:
 
 
 def require_missed(mutant: Mutant, schedule: str) -> None:
-    """An invariant breaks without the mutant's rule, and none with it.
+    """Requires that an invariant breaks without the mutant's rule, and none with it.
 
     Args:
-        mutant: with its rule, and the faults under which that is missed.
+        mutant: with its rule, and the faults that need the rule.
         schedule: fault class and seed, as A:0.
     """
     fault_class, _, seed = schedule.partition(":")
@@ -33,7 +33,7 @@ def require_missed(mutant: Mutant, schedule: str) -> None:
 
 
 def as_found(fault_class: str, seed: int) -> Outcome:
-    """A schedule as it was before the faults of some classes lasted longer."""
+    """A schedule with the former, shorter faults of some classes."""
     mix = ALL_CLASSES[fault_class]
     window_s = WHEN_FOUND_S if mix.window_s == LONG_S else mix.window_s
     return run_schedule(fault_class, seed, mix=replace(mix, window_s=window_s))

@@ -1,4 +1,4 @@
-"""Many schedules on several processes: their order, and their end when nobody wants more."""
+"""Many schedules on several processes: their order, and an early end."""
 
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -27,7 +27,7 @@ def test_no_job_begins_once_nobody_wants_more(
     gate, begun = tmp_path / "gate", tmp_path / "begun"
 
     def run_job(job: Job) -> int:
-        """Those after the first chunk last until the pool is told to end."""
+        """Jobs after the first chunk last until the pool is asked to end."""
         with begun.open("a") as file:
             file.write(f"{job.seed}\n")
         end_s = time.monotonic() + OPENS_S

@@ -1,4 +1,4 @@
-"""Swarms of many peers: short schedules, and the script that measures what they cost."""
+"""Swarms of many peers: short schedules, and the script that measures their cost."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def test_64_peers_with_faults_agree(seed):
 
 
 def test_64_peers_whose_lines_are_known_agree_on_what_relays_pass_on(monkeypatch):
-    """Relays lack an expert, or die with it, as any other source may [D4]."""
+    """Like any other source, a relay may lack an expert or die with it [D4]."""
     drawn = []
 
     def of(relays, digest, writer):

@@ -1,4 +1,4 @@
-"""Rounds of minutes and hours, in virtual time: who is waited for, and how long."""
+"""Rounds of minutes and hours in virtual time: which peers a round waits for, and how long."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def steps(*step_s: float, num_steps: int = 20) -> dict[str, Work]:
 
 
 def attempts(course: Course) -> list[int]:
-    """Of the rounds that the newest manifest's peers know a certificate of."""
+    """Attempts of the rounds with a certificate at the newest manifest's peers."""
     records = [node.disk.record for node in course.world.alive()]
     return [record.certificate.ballot.attempt for record in records if record.certificate]
 
@@ -33,7 +33,7 @@ def test_a_peer_that_lives_and_never_offers_does_not_lengthen_rounds_more_and_mo
     course = go_through(works, 100)
     assert course.widest.roster_s <= 1.5 * 60.0 + 6.0
     assert course.widest.reform_s == 600.0
-    assert max(course.durations_s) < 95.0  # once, before it has been waited for in vain
+    assert max(course.durations_s) < 95.0  # once: nobody waits for it twice
     later = course.durations_s[stuck_from:]
     assert len(later) >= 97 and max(later) < 75.0
     assert all(present == ALL - {"p3"} for present in course.contributors[stuck_from:])
@@ -46,7 +46,7 @@ def all_who_say_when_are_counted(tested: UnderTest) -> None:
     course = go_through(steps(120.0, 122.0, 124.0, 126.0), 2, tested=tested)
     assert course.contributors == [ALL, ALL]
     assert course.durations_s == pytest.approx([2520.0, 2520.0], abs=3.0)
-    assert set(attempts(course)) == {0}, "somebody was deposed for waiting"
+    assert set(attempts(course)) == {0}, "a convener was replaced for waiting"
 
 
 def a_word_that_slips_does_not_bind_for_ever(tested: UnderTest) -> None:
@@ -77,8 +77,11 @@ def who_is_cut_off_while_it_works_is_counted(tested: UnderTest) -> None:
 
 
 def a_thin_line_holds_nobody_up(tested: UnderTest) -> None:
-    """1 Mbit/s beside three of 20: its expert alone, 9 MB to three, takes 72 s. A peer without its
-    expert is counted: its shared tensors take no longer than its work is worth."""
+    """One uplink of 1 Mbit/s and three of 20: its expert alone, 9 MB to three peers, takes 72 s.
+
+    The round counts the peer without its expert, because its shared tensors take no longer than its
+    work is worth.
+    """
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
     course = go_through(
         {peer: Work(6.0, 10) for peer in sorted(ALL)},
@@ -87,14 +90,14 @@ def a_thin_line_holds_nobody_up(tested: UnderTest) -> None:
         unit_bytes=3_000_000,
         tested=tested,
     )
-    assert max(course.durations_s[:3]) < 60.0 + 15.0  # 68 to 73 s, by who convenes
+    assert max(course.durations_s[:3]) < 60.0 + 15.0  # 68 to 73 s, depending on the convener
     assert not any("p3" in contributors for contributors in course.contributors[:3])
     assert ("p3",) not in course.applied[2][1].owners.values(), "its expert went stale"
     assert course.contributors[3] == ALL and course.durations_s[3] < 60.0 + 35.0
 
 
 def a_thin_line_is_not_waited_for(tested: UnderTest) -> None:
-    """Its peer is 10 s late, which its work would be worth; but its line would have it left out."""
+    """Its peer is 10 s late. Its work would be worth this wait, but its slow line excludes it."""
     uplinks = dict.fromkeys(sorted(ALL), 2.5e6) | {"p3": 0.125e6}
     course = go_through(
         {peer: Work(7.0 if peer == "p3" else 6.0, 10) for peer in sorted(ALL)},
@@ -134,12 +137,12 @@ def test_a_removed_rule_of_waiting_is_caught(name: str) -> None:
 
 
 def local_steps(step_s: float) -> Work:
-    """Everybody takes as many; who is eight times slower is too late by its own word."""
+    """All peers take the same number. A peer that is eight times slower is late by its own word."""
     return Work(step_s, 100)
 
 
 def seconds(step_s: float) -> Work:
-    """Everybody takes as many as fit an hour."""
+    """All peers take as many steps as fit an hour."""
     return Work.of_seconds(HOUR, step_s)
 
 
@@ -153,7 +156,7 @@ ALL_AT_ONCE = (True, True, True)
     [
         (seconds, *ALL_AT_ONCE),
         (local_steps, *ALL_AT_ONCE),
-        # What goes wrong alone goes wrong with all the rest.
+        # Each single fault, and all together.
         *[
             pytest.param(mode, *what, marks=pytest.mark.exhaustive)
             for mode in (seconds, local_steps)

@@ -1,4 +1,4 @@
-"""Peers that come without a record: whom they believe, and what they know then [L2, L3]."""
+"""Peers that come without a record: their sources, and their knowledge afterwards [L2, L3]."""
 
 from dataclasses import replace
 from random import Random
@@ -18,7 +18,7 @@ FOUNDER = PEERS[0]
 
 
 def world_of(*script, heal_s):
-    """Five founders of which the first is the run's, and one more that may join."""
+    """Five founders, the first one the run's, and one more peer that may join."""
     this = scenario(script, heal_s=heal_s, peers=(*PEERS, NEW))
     this = replace(this, setup=replace(this.setup, founders=PEERS))
     return this, build(this, Random(0))
@@ -33,7 +33,7 @@ def test_a_reform_is_believed_by_newcomers_only_with_the_founder(survivors):
         heal_s=150.0,
     )
     play(world, this)
-    assert best_tip(world).generation != FOUNDING_GENERATION  # the case is what it says
+    assert best_tip(world).generation != FOUNDING_GENERATION  # checks the set-up
     assert (NEW in world.nodes) == (FOUNDER in survivors)
 
 
@@ -67,7 +67,7 @@ def test_a_chain_that_lost_links_on_the_disk_is_whole_again_after_a_start():
     world.run(lambda: world.now > 60.0)
     node = world.nodes[PEERS[2]]
     world.crash(node.me)
-    node.disk.links = (node.disk.links[0], *node.disk.links[-2:])  # lines between were damaged
+    node.disk.links = (node.disk.links[0], *node.disk.links[-2:])  # lines in between were damaged
     world.reboot(node.me)
     assert gaps(node.machine.chain)
     world.run(lambda: not gaps(node.machine.chain))

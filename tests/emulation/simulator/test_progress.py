@@ -1,4 +1,4 @@
-"""The check that peers which are spared from faults have rounds, all of them [I3]."""
+"""The check that all peers without faults make rounds [I3]."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ ISOLATED = replace(
     ),
     stable=SPARED,
 )
-"""One peer is cut off for 140 s, so that it reforms and goes on alone."""
+"""One peer is cut off for 140 s, so that it reforms and continues alone."""
 
 
 class _WaitsForAll(Collector):
@@ -31,7 +31,7 @@ class _WaitsForAll(Collector):
 
 
 class _FirstNeverApplies(Adopter):
-    """One of the spared peers stays at the tip that it began with."""
+    """One of the spared peers stays at its first tip."""
 
     def _may_apply(self, pursuit):
         return self.me != SPARED[0] and super()._may_apply(pursuit)
@@ -44,7 +44,7 @@ def test_a_spared_majority_goes_on_beside_a_victim_that_goes_on_alone():
         for manifest in world.invariants.manifests.values()
         if manifest.generation != FOUNDING_GENERATION
     ]
-    assert len(of_victim) > 10  # the case is what it says
+    assert len(of_victim) > 10  # checks the set-up
     assert best_tip(world).generation == FOUNDING_GENERATION
 
 

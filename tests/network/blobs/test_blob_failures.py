@@ -1,4 +1,4 @@
-"""Disks that fail at any step, and collections that fall between any two steps of others."""
+"""Disks that fail at any step, and collections between any two steps of other threads."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ AGREED, DEAD, NEWS = range(3), range(3, 12), 20
 
 
 def mostly_garbage(folder: Path) -> BlobStore:
-    """A store whose one pack, all synced, holds three blobs that count and nine that do not."""
+    """A store whose one synced pack has three needed blobs and nine others."""
     store = BlobStore(folder)
     store.sync([store.put(content(seed)) for seed in (*AGREED, *DEAD)])
     return store
 
 
 class Faulty:
-    """Lets the system calls of packs fail: the one with this number, or all from there on."""
+    """Makes system calls of packs fail: the one with this number, or all from there on."""
 
     def __init__(self, fail_at: int, error: BaseException, *, for_good: bool = False) -> None:
         self.calls: list[str] = []
@@ -86,7 +86,7 @@ def test_no_crash_between_two_steps_of_a_collection_costs_a_blob(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_no_error_at_any_step_of_a_collection_costs_a_blob(tmp_path, number):
-    """What is retried neither reads zeros nor deletes the only copy that is durable."""
+    """A retry neither reads zeros nor deletes the only durable copy."""
     agreed = [digest_of(content(seed)) for seed in AGREED]
     steps = steps_of_a_collection(tmp_path / "whole")
     for step in range(len(steps)):
@@ -123,7 +123,7 @@ def test_a_disk_that_stays_full_costs_nothing_and_gives_its_garbage_back(tmp_pat
             with pytest.raises(StateError, match="free some space"):
                 store.collect(agreed)
         sizes = [path.stat().st_size for path in (tmp_path / "packs").glob("*.pack")]
-        assert sum(sizes) == 12 * 1000, "what needs no room to be deleted is deleted"
+        assert sum(sizes) == 12 * 1000, "deletions that need no room happen"
     assert store.verify(agreed) == []
     store.collect(agreed)
     assert store.num_bytes == 3000
@@ -144,7 +144,7 @@ def test_a_write_that_ends_early_is_continued_and_one_without_end_is_an_error(
 
 
 def test_what_was_not_written_is_not_here(tmp_path, monkeypatch):
-    """Neither after `put` nor in a draft; and its room is not left behind as a hole."""
+    """Neither after `put` nor in a draft, and no hole is left in its place."""
     store = BlobStore(tmp_path)
 
     def full(*_: object) -> int:
@@ -172,14 +172,14 @@ def failing_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sync_that_failed_is_not_believed_the_second_time(tmp_path, monkeypatch):
-    """The system reports a failed write-back once; then it takes the pages for clean."""
+    """The system reports a failed write-back once, and then counts the pages as clean."""
     store, lost = BlobStore(tmp_path), []
     store.on_lost = lambda digest, why: lost.append(digest)
     good, bad = store.put(content(0)), store.put(content(1))
     with monkeypatch.context() as patch, pytest.raises(StateError, match="check the disk"):
         failing_once(patch)
         store.sync([good, bad])
-    with open(tmp_path / "packs/00000000.pack", "r+b") as file:  # what the disk has of it
+    with open(tmp_path / "packs/00000000.pack", "r+b") as file:  # its part on the disk
         file.seek(1000)
         file.write(bytes(1000))
     with pytest.raises(StateError, match=bad):
@@ -217,7 +217,7 @@ def test_a_pack_that_is_shorter_than_its_index_says_is_an_error_and_never_zeros(
 def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(
     tmp_path, monkeypatch
 ):
-    """As with blobs beyond 2 GiB, of which Linux reads no more at once."""
+    """As with blobs beyond 2 GiB, the most that Linux reads at once."""
     size, at_once = 8 * 2**20, 3 * 2**20
     store = BlobStore(tmp_path)
     digest = store.put(content(0, size))
@@ -238,7 +238,10 @@ def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(
 
 
 class MeddlingLock:
-    """A lock after whose release something runs; while another is held only if it runs within."""
+    """A lock that calls a function after each release.
+
+    While another lock is held, only with `within`.
+    """
 
     num_held = 0
     runs_within = False
@@ -339,7 +342,7 @@ def test_a_blob_that_came_again_while_its_damage_was_found_stays(meddled, monkey
 
 
 class YieldingLock:
-    """A lock after whose release the thread often stands still for a moment."""
+    """A lock that often pauses the thread for a moment after its release."""
 
     def __init__(self) -> None:
         self._lock, self._random = _Lock(), random.Random(0)
@@ -354,7 +357,7 @@ class YieldingLock:
 
 
 def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path, monkeypatch):
-    """Two writers, a collector and a shrink that come between each other's sections."""
+    """Two writers, a collector and a shrink interleave their critical sections."""
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", YieldingLock)
         store = BlobStore(tmp_path)

@@ -224,7 +224,7 @@ def test_a_pack_that_is_mostly_garbage_is_rewritten_and_stays_durable(tmp_path):
     unsynced = store.put(content(9))
     store.sync(digests)
     assert store.collect({*digests[:3], unsynced}) == 2
-    assert files(tmp_path) == ["00000000.index", "00000000.pack"], "four of six is no garbage"
+    assert files(tmp_path) == ["00000000.index", "00000000.pack"], "four of six are too few"
     assert store.collect({digests[0], unsynced}) == 2
     assert store.num_bytes == 2000
     assert store.get(unsynced) == content(9)
@@ -292,7 +292,7 @@ def test_a_large_blob_arrives_in_pieces_in_any_order(store):
     view = memoryview(blob)
     for number in (2, 0):
         partial.write_piece(number, view[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
-    assert store.writer(digest_of(blob), len(blob)) is partial, "resumed, not begun anew"
+    assert store.writer(digest_of(blob), len(blob)) is partial, "resumed, not restarted"
     assert [number for number in range(3) if not partial.has_piece(number)] == [1]
     assert not partial.complete
     assert not store.has(partial.digest)

@@ -1,4 +1,4 @@
-"""A fetched delta is judged before it is kept: each refusal by its name, over real nodes."""
+"""A fetched delta is checked before it is kept: each refusal by name, with real nodes."""
 
 import asyncio
 import struct

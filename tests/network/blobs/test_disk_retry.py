@@ -1,4 +1,4 @@
-"""What a disk's failure means: wait, or give up; with a clock of the test's own."""
+"""Reactions to a disk's failure, waiting or giving up, with a fake clock."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ FULL = "No space left on device (free some space)"
 
 
 def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
-    """As a fetch of which a newer manifest makes nothing useful; the disk has room by then."""
+    """As with a fetch that a newer manifest makes useless. The disk has room by then."""
 
     async def write() -> None:
         raise failure(errno.ENOSPC)

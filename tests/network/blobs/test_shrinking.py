@@ -1,4 +1,4 @@
-"""Packs that are rewritten while others read, write, drop and sync, and whose peer may end."""
+"""Packs are rewritten while other threads read, write, drop and sync, and the peer may end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DURABLE, FRESH, DEAD = (0, 1), (2, 3), range(4, 14)
 
 @pytest.fixture
 def store(tmp_path: Path) -> BlobStore:
-    """With one pack that is mostly garbage: two blobs that are durable, two that are not yet."""
+    """A store with one pack, mostly garbage: two durable blobs, and two not yet durable."""
     made = BlobStore(tmp_path / "store")
     for seed in (*DURABLE, *FRESH, *DEAD):
         made.put(content(seed))
@@ -53,7 +53,7 @@ def packs_of(store: BlobStore) -> list[str]:
 
 
 def assert_survives(store: BlobStore, tmp_path: Path, *seeds: int) -> None:
-    """A peer that is killed now has these blobs when it starts again."""
+    """Checks that a peer that is killed now has these blobs after a restart."""
     copy = shutil.copytree(tmp_path / "store", tmp_path / "copy")
     assert BlobStore(copy).verify(digests_of(seeds)) == []
     shutil.rmtree(copy)
@@ -63,7 +63,7 @@ def assert_survives(store: BlobStore, tmp_path: Path, *seeds: int) -> None:
 def shrinking(
     store: BlobStore, is_ended: Callable[[], bool] = lambda: False
 ) -> Iterator[Future[None]]:
-    """A shrink that stands still at its first piece while this lasts, then goes on to its end."""
+    """A shrink that pauses at its first piece while the context lasts, then finishes."""
     reads, goes_on = threading.Event(), threading.Event()
     read, pool = FilePack.read, ThreadPoolExecutor(1)
 
@@ -174,7 +174,7 @@ def test_garbage_that_comes_while_a_pack_is_rewritten_goes_too(
 def test_a_copy_that_the_disk_may_not_have_takes_no_blobs_place(
     store: BlobStore, tmp_path: Path
 ) -> None:
-    """Its pack was synced for others in vain, so that the system takes its pages for clean."""
+    """A failed sync on behalf of others has left the pack's pages marked as clean in the system."""
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -201,21 +201,21 @@ def test_who_ends_leaves_the_pack_at_hand_as_it_was(store: BlobStore, tmp_path: 
         ended.set()
     shrink.result(WAIT_S)
     assert packs_of(store)[0] == "00000000.pack"
-    assert store.num_bytes == before, "copies have given their room back"
+    assert store.num_bytes == before, "copies have freed their room"
     assert_survives(store, tmp_path, *DURABLE)
     store.shrink()
     assert store.num_bytes == 4000
 
 
 def test_who_has_ended_deletes_nothing(tmp_path: Path) -> None:
-    """The folder may be somebody else's by then."""
+    """The folder may belong to another process by then."""
     store, asked = BlobStore(tmp_path / "store"), 0
     for seed in (*DURABLE, *DEAD):
         store.put(content(seed))
     store.sync(store.digests())
     store.forget(digests_of(DURABLE))
 
-    def is_ended() -> bool:  # at the third piece, which there is not: behind both copies
+    def is_ended() -> bool:  # at the third piece, which does not exist: after both copies
         nonlocal asked
         asked += 1
         return asked > 3

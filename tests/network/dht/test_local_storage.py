@@ -1,4 +1,4 @@
-"""What a holder keeps: bounded, members first, then whoever takes least room."""
+"""Records that a peer stores for others: bounded, members first, then the smallest users."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Holder:
         return self.held.store_subkey(key, owner.encode(), value, get_dht_time() + life_s)
 
     def store_from(self, network: int, owner: str, num_bytes: int, life_s: float = 60.0) -> bool:
-        """As sent by a peer of that network, which has paid for it before anything is looked at."""
+        """A store by a peer of that network, charged before any record is checked."""
         sender = f"sender{network}"
         self.ledger.locate(sender, f"/ip4/10.{network // 256}.{network % 256}.1/tcp/1")
         with self.held.stored_by(sender, num_bytes) as may_store:
@@ -111,7 +111,7 @@ def test_among_strangers_whoever_takes_most_gives_way_and_the_first_stays() -> N
     equal.store("honest", SMALL)
     kept = equal.flood("s", SMALL, 2_000)
     assert kept < 2_000 and "honest" in equal.owners(), "equals wait until there is room"
-    assert equal.store("honest", SMALL, life_s=90), "it renews what it has"
+    assert equal.store("honest", SMALL, life_s=90), "it renews its own record"
 
 
 def test_one_owner_has_a_bound_over_all_keys() -> None:
@@ -192,10 +192,10 @@ def assert_sums_hold(held: LocalStorage) -> None:
     assert held.num_bytes == sum(held._used.values()) == sum(each.num_bytes for each in all_held)
 
 
-# ---------------------------------------------------------------- from where it came
+# ---------------------------------------------------------------- networks of senders
 
 UNPAID = {**LIMITS, Cost.RECORDS: Limit(*[Rate(1e12)] * 3)}
-"""Limits under which rates do not stop a flood."""
+"""Limits without rate limits, which would stop a flood."""
 
 
 def test_a_flood_from_one_network_pushes_out_nothing_of_another() -> None:
@@ -234,7 +234,7 @@ def test_what_one_sender_and_its_network_may_store_is_bounded_whatever_keys_it_m
     assert one.refused["records_of_prefix"] > senders / 2
     assert one.store_from(2, "honest", LARGE), "another network is heard"
     with one.held.stored_by("m", 3 * 2**20) as may_store:
-        assert may_store, "a member that meets this node gives it all that it holds"
+        assert may_store, "a member that meets this node sends it all records"
 
 
 def test_a_sender_from_nowhere_is_looked_up_and_counts_as_of_one_unknown_network() -> None:

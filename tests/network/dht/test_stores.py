@@ -1,4 +1,4 @@
-"""What one call to store may cost a holder: its records are counted before any is looked at."""
+"""The cost of one store call: records are counted before any is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORE = getattr(DHTProtocol.rpc_store, "__wrapped__", DHTProtocol.rpc_store)
 
 
 class Looking(RecordValidatorBase):
-    """Counts the records whose signature is looked at; none holds."""
+    """Counts the records whose signature is checked. All signatures are wrong."""
 
     looked = 0
 
@@ -47,7 +47,7 @@ class Looking(RecordValidatorBase):
 
 
 class Called:
-    """A node that is asked to store."""
+    """A node that receives store calls."""
 
     def __init__(self) -> None:
         self.ledger, self.refused = Ledger(), Counter[str]()
@@ -61,7 +61,7 @@ class Called:
         self.protocol.record_validator = self.looking = Looking()
 
     def store(self, sender: PeerID, *values: tuple[bytes, bytes]) -> int:
-        """Sends subkeys and values in one call; how many records were looked at for it."""
+        """Sends subkeys and values in one call. Returns the number of checked records."""
         before, number = self.looking.looked, len(values)
         request = dht_pb2.StoreRequest(
             keys=[KEY] * number,
@@ -81,7 +81,7 @@ def small(number: int) -> tuple[bytes, bytes]:
 
 
 def whole(num_records: int) -> tuple[bytes, bytes]:
-    """A dictionary of so many."""
+    """A dictionary of a number of records."""
     dictionary = DictionaryDHTValue()
     for number in range(num_records):
         dictionary.store(number.to_bytes(32), bytes(66), get_dht_time() + 60)
@@ -100,13 +100,13 @@ def test_a_stranger_s_call_of_many_small_records_is_not_looked_at() -> None:
 def test_a_record_costs_2_kib_however_small_it_is_and_so_does_each_entry_of_a_dictionary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # An account that fills up while the test runs would have room for more.
+    # An account that refills during the test would allow more.
     monkeypatch.setattr(local_storage, "time", SimpleNamespace(monotonic=lambda: 0.0))
     most = int(LIMITS[Cost.RECORDS].stranger.most) // LEAST_BYTES
     alone, together = Called(), Called()
     assert sum(alone.store(STRANGER, small(number)) for number in range(2 * most)) <= most + 1
     assert alone.refused["records_of_stranger"] >= most - 1
-    assert together.store(STRANGER, whole(most)) == 1, "the first that is wrong ends it"
+    assert together.store(STRANGER, whole(most)) == 1, "the first wrong one ends it"
     assert together.store(STRANGER, small(0)) == 0
     assert together.refused == {"records_of_stranger": 1}
 

@@ -1,4 +1,4 @@
-"""Members are served first; strangers get a quarter meanwhile, and never wait for ever."""
+"""Members are served first. Strangers get a quarter meanwhile, and never wait forever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 class Unhurried(asyncio.SelectorEventLoop):
-    """A loop whose time goes on only when a test says so."""
+    """A loop whose clock advances only when a test says so."""
 
     now_s = 0.0
 
@@ -39,7 +39,7 @@ class Unhurried(asyncio.SelectorEventLoop):
 async def served(
     server: BlobServer, source: str, traffic: Traffic | None = None
 ) -> AsyncIterator[socket.socket]:
-    """A stream of this peer, which holds little that nobody has read."""
+    """A stream of this peer, with a small buffer of unread bytes."""
     here, there = socket.socketpair()
     here.setblocking(False)
     there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -54,7 +54,7 @@ async def served(
 
 
 def test_a_reader_that_is_slow_but_makes_progress_gets_all_of_it(tmp_path: Path) -> None:
-    """As one of many streams under a cap: 64 KiB in 12 s, of 15 that count as none."""
+    """As one of many streams under a cap: 64 KiB in 12 s, where 15 s count as no progress."""
     blob = random.Random(0).randbytes(2 * MIB)
     ledger, store = Ledger(), BlobStore(tmp_path)
     ledger.admit(["member"])
@@ -87,7 +87,7 @@ MISSING = Ask("00" * 32, 0, 1, False).encode()
 
 
 async def answers_to(connection: socket.socket, asks: bytes, most: int) -> list[int]:
-    """The status of each answer, up to so many, to asks that are sent in one go."""
+    """The status of each answer, up to a number, to requests sent at once."""
     await asyncio.get_running_loop().sock_sendall(connection, asks)
     heads = bytearray(most * HEAD_BYTES)
     await receive_into(connection, memoryview(heads))
@@ -160,7 +160,7 @@ PART = 1000
 
 @pytest.fixture
 def some(monkeypatch: pytest.MonkeyPatch) -> FairQueue:
-    """The queue of a run whose one member is called member; nobody gives up waiting."""
+    """The queue of a run whose one member is called "member". Nobody gives up waiting."""
     monkeypatch.setattr(blob_server, "YIELD_S", 3600.0)
     return FairQueue(lambda peer: peer == "member")
 

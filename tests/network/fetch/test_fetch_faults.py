@@ -34,7 +34,7 @@ LARGE = random.Random(2).randbytes(2 * PIECE_BYTES + 1)
 
 
 class Liar:
-    """Answers each ask with whatever `answer` makes of it, then waits as an honest peer would."""
+    """Answers each request with the result of `answer`, then waits as an honest peer would."""
 
     def __init__(self) -> None:
         self.answer = None
@@ -67,7 +67,7 @@ def nodes(lasting_peers, tmp_path_factory):
     honest = lasting_peers.serving(source)
     source.put(SMALL)
     source.put(LARGE)
-    # What is wrong on a connection that anybody on the way may change is not the peer's doing.
+    # An error on a connection that others can alter is not blamed on the peer.
     network = LOOPBACK.model_copy(update={"direct": False})
     return liar, lying, honest, lasting_peers.node(network=network)
 
@@ -162,14 +162,14 @@ NOT_COUNTED = [
 def test_a_lying_server_is_refused_and_another_source_finishes(nodes, blob, answer, reason):
     liar, lying, honest, client = nodes
     liar.answer = lambda ask, writer: answer(blob, ask, writer)
-    # It answers messages, so that its streams are opened straight.
+    # It answers messages, so that its streams are opened directly.
     client.run(client.post(lying.peer_id, b""), WAIT_S)
     client.traffic.refused.clear()
     failures = []
     store = BlobStore()
-    limits = Limits(bytes_per_peer=64 * MIB)  # all of it is asked of the liar first
+    limits = Limits(bytes_per_peer=64 * MIB)  # all pieces are requested from the liar first
     is_counted = (answer, reason) not in NOT_COUNTED
-    progress_s = 5.0 if is_counted else 1.0  # what makes none is waited for
+    progress_s = 5.0 if is_counted else 1.0  # waits for a stream without progress
     downloads = Downloads(client, store, progress_s=progress_s, limits=limits)
     digest = digest_of(blob)
     want = Want(digest, len(blob), (lying.peer_id, honest.peer_id))
@@ -253,7 +253,7 @@ def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
             fetching = group.create_task(fetch)
             await others.wait()
             await refused.wait()
-            assert not fetching.done(), "it goes on asking for the bad one"
+            assert not fetching.done(), "it continues to request the bad one"
             fetching.cancel()
 
     client.run(until_nothing_else_is_left(), WAIT_S)
@@ -344,7 +344,7 @@ BLOB_SEED = 7
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory) -> Iterator[dict[signal.Signals, tuple[subprocess.Popen, str]]]:
-    """For each fault a process that slowly serves a known blob of twelve pieces; its address."""
+    """For each fault, the address of a process that slowly serves a known blob of twelve pieces."""
     program = Path(__file__).parents[1] / "serving_peer.py"
     started = {}
     for fault in (signal.SIGKILL, signal.SIGSTOP):
@@ -393,7 +393,7 @@ def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again
     source.put(blob)
     second = peers.serving(source)
     store = BlobStore(tmp_path / "client")
-    # All of it is asked of the child, so that only its end brings the second peer in.
+    # All pieces are requested from the child, so that only its end involves the second peer.
     limits = Limits(bytes_per_peer=NUM_BYTES, rest_s=600, longest_rest_s=600)
     progress_s = 5.0 if fault == signal.SIGKILL else 1.0
     downloads = Downloads(client, store, progress_s=progress_s, limits=limits)
@@ -427,7 +427,7 @@ def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again
         (child_id, "unreachable"),
     }
     assert (digest, child_id, reason) in failures
-    # Each piece comes once whole; of those on their way at the end, parts came in vain.
+    # Each piece arrives whole once. Parts of the pieces in flight at the end are wasted.
     verified_first = NUM_BYTES - second.traffic.blob_bytes_sent
     assert verified_first >= 2 * PIECE_BYTES
     assert second.traffic.blob_bytes_sent % PIECE_BYTES == 0

@@ -28,7 +28,7 @@ from tests.network.conftest import LOOPBACK
 
 WAIT_S = 60.0
 UPLINK_MBIT = 50.0
-"""Little enough for any machine that runs the tests to be faster."""
+"""A low rate, which any machine that runs the tests exceeds."""
 KIB, MIB = 2**10, 2**20
 
 
@@ -70,7 +70,10 @@ def swarm(trio):
 
 
 def all_sent(servers):
-    """Bytes of blobs that these have sent, once the last are counted: they count what has gone."""
+    """Bytes of blobs that these peers have sent.
+
+    Waits until the last bytes are counted, because a peer counts bytes once they are out.
+    """
     sent = -1
     while sent != (sent := sum(server.traffic.blob_bytes_sent for server in servers)):
         time.sleep(0.2)
@@ -95,10 +98,10 @@ def test_every_size_makes_the_round_trip_and_counts_payload_only(swarm, tmp_path
     assert BlobStore(tmp_path).verify(blobs) == []
     assert all_sent([server]) - before[0] == sum(sizes)
     assert client.traffic.blob_bytes_received - before[1] == sum(sizes)
-    # 7 blobs in 10 pieces, one ask and one head each; of the two blobs of several pieces at most
-    # each ask brings an index of 32 bytes a piece.
+    # 7 blobs in 10 pieces, with one request and one head each. For the two blobs of several pieces,
+    # each request brings an index of at most 32 bytes per piece.
     assert server.traffic.control_bytes_received - control[0] == 10 * ASK_BYTES
-    port_bytes = 2  # where direct connections are taken; asked for once
+    port_bytes = 2  # address for direct connections, requested once
     sent = server.traffic.control_bytes_sent - control[1] - 10 * HEAD_BYTES - port_bytes
     assert 5 * DIGEST_BYTES <= sent <= (2 * 2 + 3 * 3) * DIGEST_BYTES
 
@@ -113,7 +116,7 @@ def test_many_small_blobs_for_several_workers_come_whole_and_once(swarm):
     store = BlobStore()
     downloads = Downloads(client, store)
     calls = [Fetched() for _ in range(6)]
-    # Overlapping shares: each blob is wanted by two calls.
+    # Overlapping shares: two calls want each blob.
     shares = [[w for n, w in enumerate(wants) if n % 6 in (k, (k + 1) % 6)] for k in range(6)]
 
     async def all_at_once() -> None:
@@ -233,7 +236,7 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
             while not fetched.arrived or len(fetched.failures) < len(sources):
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
-            assert not fetching.done(), "it goes on looking for one that gives it right"
+            assert not fetching.done(), "it continues to look for a correct source"
             fetching.cancel()
 
     client.run(until_judged_and_a_while(), WAIT_S)
@@ -330,7 +333,7 @@ def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
     assert all(store.has(want.digest) for want in wants)
     end_s = time.monotonic() + WAIT_S
     while client.traffic.blob_bytes_received - before < 24 * MIB and time.monotonic() < end_s:
-        time.sleep(0.01)  # a thread keeps a blob before the loop counts its bytes
+        time.sleep(0.01)  # a thread stores a blob before the loop counts its bytes
     assert client.traffic.blob_bytes_received - before == 24 * MIB
     assert downloads._downloads == {}
     assert store._holds.held(0.0) == set()
@@ -356,7 +359,7 @@ def test_a_cancelled_download_soon_stops(swarm):
         return client.traffic.blob_bytes_received
 
     before = client.traffic.blob_bytes_received
-    # What was asked for comes in; the rest is never asked for.
+    # Requested pieces come in. The rest is never requested.
     assert client.run(briefly(), WAIT_S) - before <= 16 * MIB
 
 
@@ -478,7 +481,7 @@ def test_the_store_may_be_collected_and_written_meanwhile(swarm, tmp_path):
             if fetch.done():
                 break
         fetch.result(WAIT_S)
-    # What comes is pinned while it comes, and from its arrival on by the caller.
+    # Arriving blobs are pinned by the fetch, and from their arrival on by the caller.
     store.collect(set())
     assert store.verify([want.digest for want in wants]) == []
 
@@ -513,7 +516,10 @@ def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, mo
 
 
 def test_members_have_their_bytes_before_strangers_have_theirs(peers, tmp_path):
-    """The stranger asks first, for as much, and through as many streams; the uplink is scarce."""
+    """The stranger asks first, for as many bytes and through as many streams.
+
+    The uplink is scarce.
+    """
     ledger, asked = Ledger(), threading.Event()
     began: list[int] = []
 

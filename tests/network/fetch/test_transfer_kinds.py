@@ -1,4 +1,4 @@
-"""What is averaged, and what messages name, does not wait behind experts that are still to come."""
+"""Inputs of reducers and attachments do not wait behind pending experts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_own_expert_may_wait_and_nothing_else() -> None:
 def test_inputs_and_attachments_come_while_experts_that_were_asked_for_first_stand_still(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a thin uplink, where an expert takes minutes: here it waits for another member."""
+    """As on a slow uplink, where an expert takes minutes. Here it waits for another member."""
     monkeypatch.setattr(blob_server, "YIELD_S", 3600.0)
     monkeypatch.setattr(blob_server, "PER_MEMBER_BYTE", 0.0)
     far, near, ledger = BlobStore(), BlobStore(), Ledger()

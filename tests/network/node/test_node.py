@@ -113,7 +113,7 @@ def test_an_answer_that_comes_with_its_time_out_leaves_the_sender_able_to_hear(t
     async def hold_the_loop_until_both_are_due() -> None:
         call = asyncio.create_task(sender.request(receiver.peer_id, b"slow", timeout_s=0.6))
         await asyncio.sleep(0.05)
-        time.sleep(0.9)  # as a process does that was paused
+        time.sleep(0.9)  # as after a pause of the process
         with pytest.raises(Unreachable):
             await call
 
@@ -164,7 +164,7 @@ def test_only_dead_addresses_are_a_clear_error_before_the_deadline(peers, tmp_pa
 
 
 def test_a_name_that_cannot_be_resolved_is_no_unknown_error():
-    """Numbers of the resolver are negative, and the system has no words for them."""
+    """Error numbers of the resolver are negative, and the system has no text for them."""
     fault = connection_fault(socket.gaierror(-2, "Name or service not known"))
     assert fault == "the name cannot be resolved: Name or service not known"
     assert connection_fault(ConnectionRefusedError(111, "call failed")) == "Connection refused"
@@ -255,7 +255,7 @@ def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
 
 
 def test_a_dht_that_does_not_answer_is_an_error_that_callers_know(peers, monkeypatch):
-    """Nodes near a key may answer pings and no question: the search then takes too long."""
+    """Nodes near a key may answer pings but no requests. The search then takes too long."""
     node = peers.node()
 
     async def never(*_: object, **__: object) -> None:
@@ -271,7 +271,7 @@ def test_a_dht_that_does_not_answer_is_an_error_that_callers_know(peers, monkeyp
 
 
 def test_an_address_that_the_machine_gets_later_is_handed_out(peers, monkeypatch, caplog):
-    """Many routers give a new one each day; records go on to say where a peer is."""
+    """Many routers assign a new one each day. Records must keep the present address of a peer."""
     monkeypatch.setattr(node_module, "HEAL_LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(node_module, "RENEW_ADDRESSES_S", 0.0)
     node = peers.node()
@@ -297,7 +297,7 @@ def test_an_address_that_the_machine_gets_later_is_handed_out(peers, monkeypatch
 
 
 def test_a_client_looks_for_no_addresses_and_a_machine_without_any_keeps_its_own(peers):
-    """libp2p's daemon has none then, which hivemind says by an exception that ends the task."""
+    """libp2p's daemon then has none, and hivemind raises an exception that ends the task."""
     first = peers.node()
     client = peers.node(
         identity_path=None, network=NetworkSection(client_mode=True), known_peers=first.addresses
@@ -369,7 +369,7 @@ def test_healing_joins_what_knows_of_each_other_by_address_only(peers):
 
 
 def test_dhts_that_formed_apart_become_one_by_themselves(peers):
-    """One peer of the one learns one address of the other; nobody asks anybody to heal."""
+    """One peer of the first learns one address of the second. No repair is triggered."""
     halves = [[peers.node(known_peers=())], [peers.node(known_peers=())]]
     for half in halves:
         half.append(peers.node(known_peers=half[0].addresses))
@@ -424,5 +424,5 @@ def test_a_failed_start_leaves_nothing_behind(tmp_path, living_daemons):
         Node.start(identity_path=tmp_path / "identity.key", network=network)
     assert living_daemons() == daemons
     for thread in set(threading.enumerate()) - threads:
-        thread.join(5.0)  # one that has nothing more to do may need a moment to end
+        thread.join(5.0)  # an idle one may need a moment to end
         assert not thread.is_alive(), thread

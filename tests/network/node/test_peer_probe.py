@@ -1,4 +1,4 @@
-"""Peers tell each other what they see; nobody is probed on another's behalf."""
+"""Peers report their observations to each other. Nobody is probed on another's behalf."""
 
 from __future__ import annotations
 

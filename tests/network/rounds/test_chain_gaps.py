@@ -1,4 +1,4 @@
-"""Heads that a peer has lost, between real nodes: asked for, checked, kept."""
+"""Lost heads between real nodes: requested, checked, kept."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Duo:
         self.whole = Chain(tuple(links))
         self.record = Record(manifests[-1], links[-1].certificate, manifests[-2])
         self.shown = self.whole
-        """What the member that has all heads answers from."""
+        """The heads of the complete member, from which it answers."""
         self.knowing = peers.node(Handlers(on_request=self.on_request))
         self.lacking = peers.node()
         self.knowing.ledger.admit([self.lacking.peer_id])
@@ -87,7 +87,7 @@ class Duo:
 
 
 def _ignore(_: object) -> None:
-    """This side finds nothing."""
+    """Ignores found heads on this side."""
 
 
 @pytest.fixture

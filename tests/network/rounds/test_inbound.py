@@ -1,4 +1,4 @@
-"""Control messages off the network: only what is in order becomes an event, the rest is counted."""
+"""Control messages from the network: valid ones become events, others are counted."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ RULES = make_rules()
 
 
 class FakeDownloads:
-    """Gives what its peers have; waits for ever for what they lack."""
+    """Returns blobs that its peers have. Waits forever for others."""
 
     def __init__(self, store: BlobStore) -> None:
         self.store = store
         self.blobs: dict[str, bytes] = {}
         self.asked: list[Want] = []
         self.came = asyncio.Event()
-        """Set when what was lacking is in `blobs`."""
+        """Set when the missing blobs are in `blobs`."""
 
     async def fetch(self, wants: Sequence[Want], **_: object) -> None:
         self.asked += wants
@@ -76,7 +76,7 @@ class FakeDownloads:
 
 
 class Desk:
-    """An inbound with fakes around it, in a loop of its own."""
+    """An inbound with fakes around it, in its own loop."""
 
     def __init__(self, foothold: Foothold | None = None) -> None:
         self.foothold = foothold or Foothold(Chain.of(Record(TIP, None, None)))
@@ -107,7 +107,7 @@ class Desk:
         seconds: float = 5.0,
         beside: Coroutine[Any, Any, None] | None = None,
     ) -> Inbound:
-        """Takes messages in and works until nothing more happens."""
+        """Takes messages and works until nothing more happens."""
 
         async def work() -> Inbound:
             desk = self.inbound()
@@ -123,7 +123,7 @@ class Desk:
         return asyncio.run(work())
 
     def receive(self, source: str, message: Message, header: Header | None = None) -> Message:
-        """Takes one message in whose attachments the sender has; returns what was delivered."""
+        """Takes one message whose attachments the sender has. Returns the delivered events."""
         payload, attachments = encode(header or HEADER, message)
         self.downloads.blobs |= attachments
         self.run((source, payload))
@@ -160,7 +160,7 @@ def signed(identity: Identity, ballot: Ballot, digest: str, run: str = RUN) -> S
     return identity.sign(statement)
 
 
-# ---------------------------------------------------------------- what is in order
+# ---------------------------------------------------------------- valid messages
 
 
 def test_a_message_arrives_with_header_and_proven_sender(desk: Desk) -> None:
@@ -187,7 +187,7 @@ def test_what_a_message_refers_to_is_fetched_from_its_sender_alone(
 def test_a_ready_counts_only_as_its_sender_has_signed_it(
     desk: Desk, identities: dict[str, Identity]
 ) -> None:
-    """Of a stranger too: nobody is put up as a joiner by others."""
+    """A stranger's too: nobody can declare another peer a joiner."""
     peer, other = sorted(identities)[:2]
     ready = signed_ready(identities[peer], make_offer(RULES, peer, TIP))
     wrong = [
@@ -272,7 +272,7 @@ def test_evidence_that_many_show_at_once_is_read_and_verified_once(
     asked: Counter[str] = Counter()
 
     def slow(peer: str, statement: bytes, signature: bytes) -> bool:
-        time.sleep(0.001)  # so that other threads would get as far
+        time.sleep(0.001)  # so that other threads could get as far
         asked[peer[0]] += 1
         return True
 
@@ -293,7 +293,7 @@ def test_evidence_that_many_show_at_once_is_read_and_verified_once(
 def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hold_it(
     desk: Desk,
 ) -> None:
-    """One uplink alone would have to carry it to everybody."""
+    """Otherwise one uplink would have to carry it to all peers."""
     first, attachments = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
     again, _ = encode(HEADER, Propose(Ballot(1, "C"), TIP, ("D", "B")))
 
@@ -317,7 +317,7 @@ def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: 
     offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, {"A": 0}))
     assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
-    assert len(desk.downloads.asked) == len(offers) + 1, "the list, then what it names"
+    assert len(desk.downloads.asked) == len(offers) + 1, "the list, then its entries"
     desk.downloads.asked.clear()
     desk.events.clear()
     desk.store.collect(())
@@ -359,7 +359,7 @@ def test_a_message_without_attachments_does_not_wait_behind_one_with(desk: Desk,
     assert desk.events == [Received("A", HEADER, Hello(ask=False))]
 
 
-# ---------------------------------------------------------------- what is not
+# ---------------------------------------------------------------- invalid messages
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_attachments_that_never_come_cost_a_message_and_nothing_else(desk, monke
     desk.run(("A", payload))
     assert (desk.events, desk.refused) == ([], {"late_attachments": 1})
     most = LIMITS[Cost.PENDING].member.most
-    assert desk.ledger.left("A", Cost.PENDING, 0.0) == most, "all was given back"
+    assert desk.ledger.left("A", Cost.PENDING, 0.0) == most, "everything was freed"
 
 
 def test_a_flood_of_one_peer_is_cut_off_and_others_are_heard(desk: Desk, monkeypatch) -> None:
@@ -508,7 +508,7 @@ async def _bounded(work: Coroutine[Any, Any, None]) -> None:
 
 
 def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tuple[str, ...]]:
-    """The sources of all that is asked for beside a message of A, which came so long ago first."""
+    """Sources asked for the attachments of a message of A whose first copy is this old."""
     now = [0.0]
     shown = inbound.Shown(lambda: now[0])
     payload, attachments = encode(HEADER, message)
@@ -533,7 +533,7 @@ def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tupl
 def test_a_proposal_comes_from_its_relays(
     desk: Desk, me: str, age_s: float, sources: set[tuple[str, ...]]
 ) -> None:
-    """From the convener alone 256 peers would have it after minutes [D4]."""
+    """From the convener alone, 256 peers would get it only after minutes [D4]."""
     proposal = Propose(Ballot(0, "A"), successor(TIP), (), None, ("B", "C"))
     asked = asked_of(desk, proposal, me=me, age_s=age_s)
     assert asked and asked <= sources

@@ -1,4 +1,4 @@
-"""Moments of experts between real nodes: put out, asked for, fetched, checked, confirmed."""
+"""Moments of experts between real nodes: offered, requested, fetched, checked, confirmed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SOON_S = 60.0
 
 
 def moments_blob(fill: float, expert: int = 0) -> bytes:
-    """Second moments must not be negative, so everything is of one positive value."""
+    """Second moments must not be negative, so all elements have one positive value."""
     num_elements = moments_layout(LAYOUT, expert, with_master=False).num_elements
     return np.full(num_elements, fill, dtype="<f4").tobytes()
 
 
 class Side:
-    """One peer as far as moments go; its node outlives it."""
+    """The part of a peer for moments. Its node outlives it."""
 
     def __init__(self, node: Node, server: BlobServer, folder: Path) -> None:
         self.node, self.server, self.store = node, server, BlobStore(folder)
@@ -68,7 +68,7 @@ class Side:
 
 
 class Host:
-    """A node that lends itself to one side after another."""
+    """A node that one side after another uses."""
 
     def __init__(self, peers: Peers) -> None:
         self.side: Side | None = None
@@ -126,7 +126,7 @@ def swarm(hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_new_owner_and_nobody_else_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     giver, taker, third = swarm.roles(1)
     after = swarm.given_to(taker, 1)
-    taker.exchange.take_up([1], swarm.tip, after)  # before the giver has put anything out
+    taker.exchange.take_up([1], swarm.tip, after)  # before the giver offers anything
     third.exchange.take_up([1], swarm.tip, after)
     with pytest.raises(queue.Empty):
         taker.exchange.arrivals.get(timeout=0.5)

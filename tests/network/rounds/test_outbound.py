@@ -1,4 +1,4 @@
-"""Messages on their way out."""
+"""Outgoing messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFERS = {peer: make_offer(RULES, peer, TIP) for peer in "AB"}
 
 @pytest.fixture
 def encodings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Messages that were really encoded."""
+    """Messages that were encoded, not cached."""
     seen: list[object] = []
 
     def encode(header, message, plain=outbound.encode):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def test_a_message_to_many_peers_is_encoded_once(encodings: list[object]) -> Non
 
 
 class Clock:
-    """Seconds that the test sets."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

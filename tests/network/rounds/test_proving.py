@@ -51,7 +51,10 @@ STRANGER = "S"
 
 @pytest.fixture(autouse=True)
 def signatures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Signatures are right or wrong by what they say; returns whose were looked at."""
+    """Makes signatures right or wrong by their content.
+
+    Returns the peers whose ones were checked.
+    """
     looked_at: list[str] = []
 
     def is_right(peer: str, _: bytes, signature: Signature) -> bool:
@@ -82,7 +85,7 @@ def header_of(manifest: Manifest) -> Header:
 
 
 def heads(rounds: int, peers: list[str]) -> list[Manifest]:
-    """A chain whose rounds all contribute to."""
+    """A chain in which all peers contribute to each round."""
     rules, chain = RULES, [found(RULES, peers)]
     for _ in range(rounds):
         chain.append(next_round(chain[-1], rules, sorted(peers)))
@@ -100,7 +103,7 @@ def desk() -> Iterator[Desk]:
 
 
 def hear(desk: Desk, commit: Commit, source: str = STRANGER, **named: bytes) -> list[str]:
-    """Takes a stranger's COMMIT in; returns what was fetched for it, in order."""
+    """Takes a stranger's COMMIT. Returns the blobs fetched for it, in order."""
     payload, attachments = encode(header_of(commit.manifest), commit)
     frame = json.loads(payload)
     kinds = {}
@@ -234,7 +237,7 @@ NAMES = [f"12D3KooW{RNG.getrandbits(220):044x}"[:52].replace("0", "z") for _ in 
 
 
 def test_who_was_away_for_long_comes_back_to_256_peers_along_what_a_stranger_says() -> None:
-    """Their manifest has more than the 1 MiB that strangers' manifests could have before."""
+    """Their manifest exceeds the former limit of 1 MiB for strangers' manifests."""
     old = found(LARGE, NAMES)
     parent = next_round(next_round(old, LARGE, sorted(NAMES)), LARGE, sorted(NAMES))
     tip = next_round(parent, LARGE, sorted(NAMES))

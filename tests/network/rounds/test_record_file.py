@@ -1,4 +1,4 @@
-"""The record survives what disks do: torn writes, changed bytes, lost files."""
+"""The record survives disk faults: torn writes, changed bytes, lost files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> RecordFile:
 
 @pytest.fixture
 def written(file: RecordFile) -> RecordFile:
-    """With two records: the newest and its predecessor."""
+    """A file with two records: the newest and its predecessor."""
     file.write(FIRST)
     file.write(SECOND)
     return file
@@ -55,7 +55,7 @@ def empty(path: Path) -> None:
 
 
 def unreadable(path: Path) -> None:
-    """As where a sector went bad: reading it is an OSError, and no missing file."""
+    """As with a bad sector: reading raises OSError, not a missing file."""
     path.unlink()
     path.mkdir()
 
@@ -74,7 +74,7 @@ def test_a_damaged_newest_record_is_replaced_by_its_predecessor_without_a_vote(
     written: RecordFile, damage, caplog
 ) -> None:
     damage(written.path)
-    # Its peer may have voted at the next height, and once more after a tip that it forgot.
+    # Its peer may have voted at the next height, and again after a tip that it forgot.
     assert written.read() == replace(FIRST, abstain_until_height=FIRST.tip.height + ABSTAIN_HEIGHTS)
     assert "without voting" in caplog.text
 
@@ -185,7 +185,7 @@ def test_a_kill_at_any_moment_of_a_write_after_damage_leaves_an_intact_record(
             patched.setattr(owner, name, killing(getattr(owner, name)))
         with suppress(KeyboardInterrupt):
             written.write(later)
-    # Of each of two files: unlink, fsync, replace, fsync of the folder.
+    # For each of two files: unlink, fsync, replace, fsync of the folder.
     assert (calls > moment) == (moment < 8)
     assert written.read() in (found, later)
     written.write(later)
@@ -193,8 +193,8 @@ def test_a_kill_at_any_moment_of_a_write_after_damage_leaves_an_intact_record(
 
 
 def test_a_record_before_the_last_but_one_is_never_fallen_back_to(written: RecordFile) -> None:
-    """Whose peer may have voted at more heights than it abstains from."""
-    cut(written.path)  # while its peer runs, and knows what it has promised
+    """The peer of such a record may have voted at more heights than it abstains from."""
+    cut(written.path)  # while its peer runs, and knows its promises
     later = replace(FIRST, tip=replace(FIRST.tip, height=2, round=2))
     written.write(later)
     cut(written.path)
@@ -221,7 +221,7 @@ def test_going_back_before_a_lost_state_forgets_the_votes_on_it(written: RecordF
 
 
 def test_a_chain_that_is_replaced_on_disk_keeps_the_reforms_that_it_had(tmp_path: Path) -> None:
-    """The record before may be on one; see `with_reforms`."""
+    """The previous record may be on a reform; see `with_reforms`."""
     links = chain_of(["abcd"] * 4)
     left = signed(reform(links[1].head, "a"), "a", parent=links[1].head)
     chain = ChainFile(tmp_path / "chain")
@@ -283,7 +283,7 @@ def test_links_of_a_damaged_chain_are_known_to_be_lost(tmp_path: Path, how: str)
     assert chain.links[0].head == links[0].head
     assert chain.tip == links[-1].head
     whole = Chain(tuple(links))
-    if how != "first":  # nothing comes between manifest 0 and what follows it
+    if how != "first":  # nothing comes between manifest 0 and the next one
         (gap,) = gaps(chain)
         found = between(whole, gap.question)
         chain, problem = filled(chain, (gap.before, *found))

@@ -1,4 +1,4 @@
-"""Means of deltas and rebuilt values in a store: bits, durability, what is kept how long."""
+"""Means of deltas and rebuilt values in a store: bits, durability, lifetimes."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ PEERS = ("A", "B")
 
 
 class Bench:
-    """A store on a disk with a base and two deltas, and what computes in it."""
+    """A store on a disk with a base and two deltas, and the reductions in it."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.told = BlobStore(folder), list[str]()
@@ -74,7 +74,7 @@ def test_both_are_durable_before_anybody_hears_of_them(bench: Bench, tmp_path: P
     again = BlobStore(tmp_path)
     assert mean.result.delta and mean.left
     assert again.has(mean.result.digest) and again.has(mean.result.delta)
-    assert not again.has(mean.left), "what is left over is dropped by a restart"
+    assert not again.has(mean.left), "a restart drops remainders"
 
 
 def test_a_mean_whose_base_or_remainder_was_collected_is_not_made_up(bench: Bench) -> None:
@@ -121,7 +121,7 @@ def test_a_delta_that_is_no_delta_is_a_problem_and_no_failure(bench: Bench) -> N
 def test_a_manifest_is_durable_with_its_deltas_or_without(
     bench: Bench, tmp_path: Path, has_deltas: bool
 ) -> None:
-    """Voters for it have the deltas; a peer that took its values in their place need not."""
+    """Its voters have the deltas. A peer that took its values instead need not have them."""
     blobs = {word: bench.store.put(word) for word in (b"c", b"v")}
     founding = replace(TIP.founding, config=blobs[b"c"], validation=blobs[b"v"])
     delta = bench.store.put(b"delta") if has_deltas else digest_of(b"delta")
@@ -134,7 +134,7 @@ def test_a_manifest_is_durable_with_its_deltas_or_without(
     assert again.has(delta) == has_deltas
 
 
-# ------------------------------------------------ what is left over
+# ------------------------------------------------ remainders
 
 
 RULES = make_rules()
@@ -142,7 +142,7 @@ TIP = found(RULES, ["A", "B"])
 
 
 def after(tip: Manifest, mean: Mean | None) -> Manifest:
-    """A round that has this mean, or another one."""
+    """A round with this mean, or with another one."""
     result = mean.result if mean else ReducedUnit("f" * 64, 8, "e" * 64)
     entry = Entry(result.digest, 8, 1, "A", "bf16", "b" * 64, result.delta, "b2")
     return replace(

@@ -1,6 +1,6 @@
-"""The shell around the round machine: effects in order, long work beside it, nothing lost.
+"""The shell around the round machine: effects in order, long work in threads, nothing lost.
 
-The machine here only does what a test scripts; node and disk are fakes, loop and store are real.
+The machine is scripted by tests. Node and disk are fakes, loop and store are real.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def manifest(height: int, parent: Manifest = TIP, **changes: Any) -> Manifest:
 
 
 class FakeNode:
-    """Its loop is real; what it posts is noted, and fails if a test says so."""
+    """Its loop is real. Its posts are recorded, and fail if a test says so."""
 
     def __init__(self, log: list[str]) -> None:
         self.thread = LoopThread("test-network")
@@ -112,7 +112,7 @@ class FakeNode:
 
 
 class FakeDisk:
-    """Takes its time, so that what does not wait for it would come first."""
+    """A slow disk, so that work that does not wait for it comes first."""
 
     def __init__(self, log: list[str]) -> None:
         self.failures: list[OSError] = []
@@ -126,7 +126,7 @@ class FakeDisk:
 
 
 class FakeMachine:
-    """Answers each kind of event with the effects that a test gave for it."""
+    """Answers each kind of event with a test's effects."""
 
     def __init__(self) -> None:
         self.record = Record(TIP, None, None)
@@ -158,7 +158,7 @@ class FakeMachine:
         return list(self.answers.get(type(event), lambda _: ())(event))
 
     def wait_for(self, kind: type[Event]) -> Any:
-        """The first event of a kind, waited for."""
+        """Waits for the first event of a kind."""
         with self.heard:
             found = self.heard.wait_for(lambda: self.of(kind), WAIT_S)
         assert found, f"no {kind.__name__} came"
@@ -169,7 +169,7 @@ class FakeMachine:
 
 
 class Bench:
-    """A driver with everything around it."""
+    """A driver with its surroundings."""
 
     def __init__(self, observer: RoundObserver = UNWATCHED) -> None:
         self.log: list[str] = []
@@ -219,7 +219,7 @@ def applying(*manifests: Manifest) -> list[Effect]:
 
 
 class Holding(RoundObserver):
-    """Holds the first message back until something was made durable; writes down what it hears."""
+    """Holds the first message back until something was made durable. Records what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -315,7 +315,7 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
     bench.start(Reduce("roster", "shared.0", (("A", here), ("B", "0" * 64))))
     assert wait_until(lambda: len(bench.driver._work) == 1), "it asks for heads, and no more"
     ticks = len(bench.machine.of(Tick))
-    # The second of these comes only once nothing is left that the work has told.
+    # The second event comes only after all reports of the work were handled.
     assert wait_until(lambda: len(bench.machine.of(Tick)) > ticks + 1)
     assert not bench.machine.of(UnitReduced)
 
@@ -323,7 +323,7 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
 def test_means_that_the_disk_holds_up_take_neither_the_voice_nor_all_helpers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vote waits for the record, and whoever asks or decodes for a helper."""
+    """A vote waits for the record. Requests and decoding wait for a helper thread."""
     goes_on, waiting = threading.Event(), []
 
     def synced_late(effect: Reduce, _: str | None) -> None:
@@ -387,12 +387,12 @@ def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> None:
-        raise StateError("packs/0.pack: the disk is gone")
+        raise StateError("packs/0.pack: the disk is lost")
 
     monkeypatch.setattr(bench.store, "sync", refuse)
     bench.start(Sync(manifest(1)))
     failed = bench.machine.wait_for(SyncFailed)
-    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is gone")
+    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is lost")
 
 
 def test_a_value_that_cannot_be_made_here_is_told_as_not_made(bench: Bench) -> None:
@@ -428,7 +428,7 @@ def test_a_disk_too_full_to_be_tidied_does_not_hold_up_the_rounds(
 def test_rounds_go_on_while_the_room_of_what_was_dropped_is_given_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A poll is answered and a manifest made durable, however long a slow disk takes for it."""
+    """A poll is answered and a manifest made durable, even while a slow disk takes long."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow(is_ended: Callable[[], bool]) -> None:
@@ -441,7 +441,7 @@ def test_rounds_go_on_while_the_room_of_what_was_dropped_is_given_back(
     try:
         bench.start(Keep(frozenset()), hello("B"), Sync(TIP))
         assert begun.wait(WAIT_S)
-        assert not bench.store.has(dropped), "what nothing names is gone at once"
+        assert not bench.store.has(dropped), "unnamed blobs are removed at once"
         bench.driver.discovered(["C"])
         assert wait_until(lambda: bench.log == ["post B", "post C", "persist 0"])
         bench.machine.wait_for(SyncFailed)
@@ -536,7 +536,7 @@ def test_waiting_gives_every_manifest_applied_since(bench: Bench) -> None:
 
 
 def test_each_tip_comes_with_the_parent_that_the_record_named_beside_it(bench: Bench) -> None:
-    """The machine is ahead of its effects: by then its own record may name another tip."""
+    """The machine is ahead of its effects, so its own record may name another tip by then."""
     first = manifest(1)
     second = manifest(2, first)
     effects = [
@@ -639,7 +639,7 @@ def test_a_failed_task_is_logged_and_the_rounds_go_on(bench: Bench, caplog) -> N
     bench.machine.wait_for(Tick)
 
 
-# ---------------------------------------------------------------- for others
+# ---------------------------------------------------------------- helpers
 
 
 def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> None:

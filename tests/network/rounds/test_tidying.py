@@ -1,4 +1,4 @@
-"""Room that is given back beside the rounds: one at a time, and not beyond the end of its peer."""
+"""Disk space is freed during rounds, one step at a time, and never after its peer's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 30.0
 
 
 class SlowStore:
-    """A store that shrinks for as long as a test likes."""
+    """A store whose shrinking a test prolongs."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -43,7 +43,7 @@ class SlowStore:
 
 
 class Bench:
-    """A tidying in a loop of its own."""
+    """A tidying in its own loop."""
 
     def __init__(self) -> None:
         self.thread, self.store = LoopThread("test-tidying"), SlowStore()

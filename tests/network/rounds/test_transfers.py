@@ -1,4 +1,4 @@
-"""However a fetch ends, it holds no blob that it has not told of."""
+"""However a fetch ends, it pins no blob that it has not reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_nor_one_for_which_the_disk_fails_then_and_that_says_so(
 def test_a_line_that_is_cut_while_blobs_come_does_not_change_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And so do a source that is not ready and a disk that is full."""
+    """Nor do a source that is not ready and a full disk."""
     now_s, mib = 1000.0, 2**20
     node, store = Nowhere(), BlobStore()
     node.traffic = Traffic(arriving=Arriving(lambda: now_s))

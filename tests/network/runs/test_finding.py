@@ -1,4 +1,4 @@
-"""Which run is meant where several are announced, and how soon it is said that none is."""
+"""The choice among announced runs, and the time to report that there is none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHER = Announced(replace(ENTRANCE.record, run="other-2", name="other"), ("QmB",
 
 
 class Swarms:
-    """What is announced: by the peer whose address was given, and in the DHT."""
+    """Announced runs: by the peer at the given address, and in the DHT."""
 
     told: tuple[Announced, ...] = (ENTRANCE,)
     rumours: tuple[Announced, ...] = (ENTRANCE, OTHER)
@@ -41,7 +41,7 @@ class Swarms:
     answers_after_s = 0.0
     looks = 0
     silent: SwarmError | None = None
-    """What the DHT raises the first time."""
+    """The error that the DHT raises the first time."""
 
     async def answers_of(self, *_: object) -> Answers:
         await asyncio.sleep(self.answers_after_s)
@@ -76,7 +76,7 @@ def find(**options: Any) -> Opened | None:
 
 
 def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms: Swarms) -> None:
-    """A founder printed its line, somebody founds a second run beside it, and a third comes."""
+    """A founder prints its line, a second peer founds another run there, and a third peer comes."""
     swarms.answers_after_s = 0.1
     opened = find()
     assert opened and opened.announced.record.run == "mine-1"
@@ -86,7 +86,7 @@ def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms:
 def test_a_dht_that_does_not_answer_keeps_nobody_from_a_run(
     swarms: Swarms, error: SwarmError
 ) -> None:
-    """Who was asked directly answers a little later than the DHT is given up."""
+    """The directly asked peer answers a little after the DHT is given up."""
     swarms.silent, swarms.answers_after_s = error, 0.1
     opened = find()
     assert opened and opened.announced.record.run == "mine-1" and swarms.looks == 1
@@ -135,7 +135,7 @@ def test_of_two_runs_of_one_file_that_which_a_peer_had_begun_to_join_is_meant(
     for preferred in ("mine-1", "other-2"):
         opened = find(fingerprint=RUN.fingerprint(), preferred=preferred)
         assert opened and opened.announced.record.run == preferred
-    assert find(fingerprint=RUN.fingerprint(), preferred="nosuch-3"), "it was founded anew"
+    assert find(fingerprint=RUN.fingerprint(), preferred="nosuch-3"), "it was founded again"
 
 
 def test_a_run_that_nobody_announces_is_not_waited_for_where_others_are(

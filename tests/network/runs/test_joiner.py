@@ -1,4 +1,4 @@
-"""How a peer looks for the others of its run: at everything first, then at a little in turn."""
+"""A peer's search for the others of its run: all keys first, then a few in turn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LAYOUT = layout_of(RUN)
 
 
 def state() -> tuple[Manifest, dict[str, bytes]]:
-    """Manifest 0 of a run, and its blobs, no two of which are the same."""
+    """Manifest 0 of a run, and its blobs, all of them different."""
     blobs: dict[str, bytes] = {}
 
     def put(blob: bytes) -> tuple[str, int]:
@@ -68,7 +68,7 @@ def state() -> tuple[Manifest, dict[str, bytes]]:
 
 
 class Source:
-    """Brings what is wanted in order, as `Downloads` does, and then does `after`."""
+    """Delivers the wanted blobs in order, as `Downloads` does, and then calls `after`."""
 
     def __init__(self, store: BlobStore, blobs: dict[str, bytes]) -> None:
         self.store, self.blobs, self.asked = store, blobs, list[list[str]]()
@@ -147,7 +147,7 @@ class Lacking(Source):
 def test_a_state_that_nobody_has_any_more_is_given_up_and_what_came_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each attempt ends by itself; that the same one begins again is bounded by its caller."""
+    """Each attempt ends by itself. The caller limits repetitions."""
     monkeypatch.setattr(joiner, "STUCK_S", 0.001)
     manifest, blobs = state()
     source, time, asked = Lacking(BlobStore(), blobs), Time(), list[float]()
@@ -159,7 +159,7 @@ def test_a_state_that_nobody_has_any_more_is_given_up_and_what_came_is_kept(
 
     async def sleep(seconds: float) -> None:
         time.sleep(seconds)
-        assert time() < 30 * 86_400, "it is tried for ever"
+        assert time() < 30 * 86_400, "it is tried forever"
 
     monkeypatch.setattr(joiner, "newest_tip", same_tip)
     with pytest.raises(NobodyReachable, match=r"has 1 values of round 0: nothing of it came for 1"):
@@ -201,12 +201,12 @@ def test_what_is_missing_is_what_is_neither_here_nor_arriving() -> None:
 
 
 def names(stem: str, count: int) -> list[str]:
-    """Of peers; there is no 0 in base58."""
+    """Names of peers, without 0, which base58 does not have."""
     return [f"Qm{stem}{number}".replace("0", "x") for number in range(count)]
 
 
 class Counting:
-    """A node that counts the keys it is asked for; time passes by heartbeats."""
+    """A node that counts requested keys. Time passes by heartbeats."""
 
     def __init__(self, num_peers: int) -> None:
         self.records: dict[str, dict[str, StoredValue]] = {}
@@ -214,7 +214,7 @@ class Counting:
         self.asked: list[list[str]] = []
         self.seen: set[str] = set()
         self.silent: set[str] = set()
-        """Keys near which nobody answers."""
+        """Keys without answering nodes nearby."""
         self.now = 0.0
         for peer in names("Peer", num_peers):
             self.comes(peer)
@@ -232,7 +232,7 @@ class Counting:
         return {key: self.records.get(key, {}) for key in keys}
 
     def beats(self, count: int) -> list[int]:
-        """Looks so many times; returns how many keys each look asked for."""
+        """Looks a number of times. Returns the number of keys that each look requested."""
         numbers = []
         for _ in range(count):
             before = len(self.asked)

@@ -81,11 +81,11 @@ class Lonely:
     run: RunConfig = field(default_factory=tiny_run)
     store: BlobStore = field(default_factory=BlobStore)
     shown: Manifest | None = None
-    """What it shows as its tip."""
+    """The tip that it shows."""
     votes: dict[str, Signature] = field(default_factory=dict)
-    """Signatures under it."""
+    """Signatures of the tip."""
     told: bytes = b""
-    """What it answers when it is asked for its run."""
+    """Its answer to a request for its run."""
 
     def start(self, peers) -> Node:
         server = BlobServer()
@@ -127,7 +127,7 @@ class Lonely:
         return payload
 
     def path(self) -> tuple[Link, ...]:
-        """What it claims to be a proof of the tip that it shows."""
+        """The claimed proof of the tip that it shows."""
         founding = Link(self.manifest.head)
         if self.shown is None or self.shown == self.manifest:
             return (founding,)
@@ -214,7 +214,7 @@ def test_scores_are_published_under_the_key_of_a_person_not_of_the_guest(
     finally:
         publisher.stop()
     assert guest.look(lonely.id, WAIT_S).scores == {mine.peer_id: record}
-    # The key of a peer that runs will do: it names who measured, nobody enters the network by it.
+    # The key of a running peer may be used: it names the measuring peer, and joins no network.
     publisher = Observer.start(lonely.node.addresses, store, WAIT_S, signer=lonely.node.identity)
     try:
         publisher.publish_scores(lonely.id, record, WAIT_S)
@@ -239,7 +239,7 @@ def test_scores_are_repeated_as_long_as_who_published_them_runs(
         guest.publish_scores(lonely.id, record, WAIT_S)
         first_s, _ = found()
         assert wait_until(lambda first_s=first_s: found()[0] > first_s), "it expires later"
-        # The ones before are not repeated any more.
+        # Older records are not repeated any more.
         assert found()[1] == record and len(guest._renewing) == 1
 
 
@@ -253,7 +253,7 @@ def test_a_guest_leaves_no_record_and_no_address(lonely: Lonely, guest: Observer
 def test_a_guest_remembers_where_the_peers_are_that_it_reads_of(
     lonely: Lonely, guest: Observer
 ) -> None:
-    """The peer by which it entered may leave, and libp2p forgets the ways to the others."""
+    """Its entry peer may leave, and libp2p forgets the addresses of the others."""
     other = "/ip4/203.0.113.9/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
     me = lonely.node.peer_id
     record = peer_record(me, addresses=(other,))

@@ -1,4 +1,4 @@
-"""Who of several founders goes first, and what they answer until a run can be announced."""
+"""The order of several founders, and their answers until a run can be announced."""
 
 from itertools import permutations
 

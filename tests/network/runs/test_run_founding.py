@@ -1,4 +1,4 @@
-"""A founder is heard of until manifest 0 is there, and heard, however slow the DHT is."""
+"""A founder stays announced until manifest 0 is there, even with a slow DHT."""
 
 import asyncio
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
     shown = credential_for(private, friend)
     records = {
         "QmA": None,  # a stranger with nothing
-        thief.peer_id: shown,  # what the friend has published
+        thief.peer_id: shown,  # the friend's record
         friend.peer_id: credential_for(other, friend),  # of another founding
     }
     looks = [records, {**records, friend.peer_id: shown}]
@@ -116,14 +116,14 @@ def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
 
 
 def lines_of_a_joiner(monkeypatch, caplog, joiner, key, possession, looks, *, then_key=None):
-    """What a joiner logs, and the reasons in its records, while the run gathers for so long.
+    """A joiner's log, and the reasons in its records, while the run gathers.
 
     Args:
         joiner: its identity.
-        key: of the invitation that counts.
-        possession: what the joiner shows.
+        key: of the valid invitation.
+        possession: shown by the joiner.
         looks: times at which it looks for the founder's announcement.
-        then_key: with which the founder gathers at the last look but one, under another name.
+        then_key: key with which the founder gathers, under another name, at the last look but one.
     """
     said = SimpleNamespace(
         founder="QmB", name="mine", fingerprint="f", config="c", run="gathering-1",

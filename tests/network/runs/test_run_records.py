@@ -1,4 +1,4 @@
-"""Whatever a stranger announces or serves, the reader gets a typed error or a sound value."""
+"""For every announcement or blob of a stranger, the reader gets a typed error or a sound value."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
     expected = {first.peer_id: validation(0), second.peer_id: validation(1)}
     for node in pair:
         assert node.run(fetch_records(node, ValidationRecord, [key]), WAIT_S) == expected
-    # A shorter life does not bring the older record back: expirations only grow.
+    # A shorter lifetime does not bring the older record back, because expirations only grow.
     assert first.run(first.store(key, b"{}", ttl_s=1), WAIT_S)
     records = records_of(second, key)
     assert records[first.peer_id].value == b"{}"
@@ -121,7 +121,7 @@ def test_a_record_that_no_reader_takes_is_an_error_of_its_writer(pair, key):
 
 
 def test_who_stores_is_not_sent_what_others_have_stored_there(pair, key, monkeypatch):
-    """In a run of 256 that would be 16 records from each of five holders, at every heartbeat."""
+    """In a run of 256, these would be 16 records from each of five storing peers per heartbeat."""
     first, second = pair
     assert second.run(second.store(key, b"of the holder", 60), WAIT_S)
     storage, asked = second._substrate.dht._node.protocol.storage, []

@@ -44,7 +44,7 @@ def thief(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 
 def messages_with(credential: Credential, peer: str) -> list[Message]:
-    """All messages that may hold a credential which nobody has voted for yet."""
+    """All messages that may contain a credential without votes."""
     manifest = replace(TIP, invited={peer: credential})
     return [
         Ready(Ballot(0, "A"), None, None, 1.0, credential=credential),
@@ -62,7 +62,7 @@ def signed_by(identity: Identity, message: Message) -> Message:
 
 
 def is_refused(credential: Credential, peer: Identity) -> bool:
-    """Whether each message in which this peer shows it is refused."""
+    """Whether each message in which this peer shows the invitation is refused."""
     for message in messages_with(credential, peer.peer_id):
         with pytest.raises(HostileInput, match="invitation"):
             verified(HEADER, signed_by(peer, message), peer.peer_id, RUN)

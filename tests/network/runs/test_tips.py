@@ -1,4 +1,4 @@
-"""The newest tip: who is waited for, and what is verified of what they show."""
+"""The newest tip: waiting for peers, and verification of their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOREVER_S = 1e6
 
 
 class Asked:
-    """Peers that show a tip of some code, or say why not, or answer nothing for ever."""
+    """Peers that show a tip of some code, name a reason why not, or never answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: int | str | None) -> None:
         self.answers, self.given_up = answers, list[str]()

@@ -1,4 +1,4 @@
-"""Who is tried when: decisions with clocks of the test's own."""
+"""Peers and times of tries: decisions with a fake clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def at(clock_s: float) -> Moment:
 
 
 def tries(book: AddressBook, seconds: int, *, neighbours: set[str], answers: bool) -> list[int]:
-    """Seconds at which anything was tried, when the node looks every second."""
+    """Seconds of tries, for a node that looks every second."""
     found = []
     for second in range(seconds):
         for chosen in book.next(neighbours, at(second), 16):

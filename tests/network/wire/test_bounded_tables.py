@@ -1,4 +1,4 @@
-"""What is known of peers does not grow with the keys that strangers make up."""
+"""Tables about peers do not grow with strangers' invented keys."""
 
 from dataclasses import dataclass
 

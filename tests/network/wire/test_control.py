@@ -1,4 +1,4 @@
-"""Control messages: what they take of a cap."""
+"""Control messages: their share of a cap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 900_000
 
 
 class Daemon:
-    """Keeps the handlers that are put into it, and answers every call alike."""
+    """Stores added handlers, and answers every call alike."""
 
     def __init__(self) -> None:
         self.peer_id = None

@@ -1,4 +1,4 @@
-"""A stream on a line that was cut shows that before the answer is missed."""
+"""A stream on a cut line is detected before its answer times out."""
 
 import subprocess
 import sys

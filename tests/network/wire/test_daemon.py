@@ -1,4 +1,4 @@
-"""Which of a machine's addresses others are told, and what is at those that a start enters by."""
+"""The addresses that a machine announces, and what answers at the addresses that a start uses."""
 
 import asyncio
 import socket
@@ -26,7 +26,10 @@ PUBLIC = ("/ip4/8.8.4.4/tcp/1", "/ip6/2606:4700::1111/tcp/1", "/dns4/home.exampl
 def test_a_machine_with_many_networks_tells_as_many_addresses_as_a_record_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Docker adds one for each of its networks; with one too many no reader took the record."""
+    """Docker adds one for each of its networks.
+
+    With one too many, no reader accepted the record.
+    """
     private = [f"/ip4/172.{number}.0.1/tcp/31330" for number in range(16, 33)]
     with caplog.at_level("WARNING"):
         told = dialable([*private, "/ip4/127.0.0.1/tcp/31330", *PUBLIC])
@@ -42,7 +45,7 @@ def test_few_addresses_are_told_as_they_are_and_loopback_only_alone() -> None:
 
 
 def test_the_first_address_is_a_public_one_else_the_one_that_was_announced_first() -> None:
-    """The line for joiners names it."""
+    """The line for joiners contains this address."""
     near, nearer = "/ip4/10.0.0.5/tcp/1", "/ip4/192.168.1.5/tcp/1"
     assert dialable([near, "/ip4/8.8.4.4/tcp/1"]) == ("/ip4/8.8.4.4/tcp/1", near)
     assert dialable([nearer, "/dns4/b.example/tcp/1", near, "/dns4/a.example/tcp/1", nearer]) == (
@@ -56,7 +59,7 @@ def test_the_first_address_is_a_public_one_else_the_one_that_was_announced_first
 
 
 def test_among_private_addresses_that_of_the_default_route_comes_first() -> None:
-    """Those of containers' networks, which the system names first, lead nowhere from outside."""
+    """The system lists those of containers' networks first, which are unreachable from outside."""
     docker, lan = "/ip4/172.17.0.1/tcp/1", "/ip4/192.168.1.5/tcp/1"
     assert dialable([docker, lan], preferred="192.168.1.5") == (lan, docker)
     assert dialable([docker, lan], preferred=None) == (docker, lan)
@@ -68,14 +71,14 @@ def test_among_private_addresses_that_of_the_default_route_comes_first() -> None
 def test_an_address_that_the_machine_does_not_have_names_the_remedy_that_works(
     direct_port: int,
 ) -> None:
-    """The public address of a cloud machine is the provider's, who translates it."""
+    """The public address of a cloud machine belongs to the provider, which translates it."""
     network = NetworkSection(host_maddrs=("/ip4/198.51.100.7/tcp/31330",), direct_port=direct_port)
     with pytest.raises(NetworkDown, match=r"--port 31330 --public-ip 198\.51\.100\.7"):
         daemon.listen_addresses(network, None)
 
 
 def silent_address(folder: Path, undo: ExitStack) -> str:
-    """An address at which the kernel accepts connections, as of a process that stands still."""
+    """An address at which the kernel accepts connections, as of a paused process."""
     listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
     port = listener.getsockname()[1]
     peer = load_or_create_identity(folder / f"silent{port}.key").peer_id
@@ -85,7 +88,7 @@ def silent_address(folder: Path, undo: ExitStack) -> str:
 def test_a_start_goes_in_by_a_living_peer_beside_addresses_that_accept_and_say_nothing(
     peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libp2p's daemon waits for one after the other; four take it longer than its start may."""
+    """libp2p's daemon waits for one after the other. Four take longer than its start may."""
     monkeypatch.setattr(daemon, "GREETING_S", 1.0)
     monkeypatch.setattr(daemon, "STARTUP_S", 8.0)
     first = peers.node()

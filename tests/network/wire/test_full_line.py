@@ -1,4 +1,4 @@
-"""What a line carries is told from what a receiver, a processor or TCP's caution lets through."""
+"""Tells limits of a line from those of a receiver, a processor or TCP's control."""
 
 import asyncio
 import socket
@@ -31,7 +31,10 @@ def samples(
     queued_s: Sequence[float] = (0.0, 0.1, 0.1, 0.1),
     each: int = 10,
 ) -> list[Sample]:
-    """Of a transfer at rates of quarters; the line was the bound for a share of the time."""
+    """Samples of a transfer at rates of quarters.
+
+    The line was the limit for a share of the time.
+    """
     found, num_bytes = [Sample(5.0, 0, 0.0, 0.0)], 0.0
     for rate, queued in zip(mbit, queued_s, strict=True):
         for _ in range(each):
@@ -78,7 +81,7 @@ def test_what_was_bound_by_something_else_says_nothing_of_the_line(other: list[S
 def test_two_receivers_have_to_agree_and_the_fastest_of_such_pairs_counts(
     rates: list[float], agreed: float | None
 ) -> None:
-    """Whoever is busy takes less than the line carries, and hardly ever as little as another."""
+    """A busy receiver takes less than the line carries, and rarely as little as another one."""
     assert agreed_mbit({str(number): rate for number, rate in enumerate(rates)}) == agreed
 
 
@@ -152,7 +155,7 @@ print(asyncio.run(measure()))
 
 
 def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
-    """What a peer behind 8 Mbit/s finds with one behind 80, which pauses after each 16 KiB."""
+    """The result of a peer with 8 Mbit/s and one with 80, which pauses after each 16 KiB."""
     links = NamespaceLinks([Link(8, 80, 50), Link(80, 80, 50)])
     try:
         (send, _), (take, _), host = links.place(0), links.place(1), address_of(1)
@@ -173,7 +176,7 @@ def measured_in_namespaces(*, pause_s: float, buffer: int) -> str:
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_a_peer_behind_a_thin_uplink_finds_its_rate() -> None:
     found = measured_in_namespaces(pause_s=0.0, buffer=2**20)
-    assert found != "None", "the line was not what held the sender up"
+    assert found != "None", "the line was not the sender's limit"
     assert float(found) == pytest.approx(8, rel=0.12)
 
 

@@ -8,7 +8,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.network.wire.identity import load_or_create_identity, peer_id_of, public_key_of, verify
 
 ORDER = 2**252 + 27742317777372353535851937790883648493
-"""Of the curve's group: RFC 8032, section 5.1."""
+"""Order of the curve's group: RFC 8032, section 5.1."""
 LOW_ORDER = [
     "0100000000000000000000000000000000000000000000000000000000000000",
     "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
@@ -108,7 +108,7 @@ def test_a_signature_holds_for_its_key_and_data_only(tmp_path):
 
 
 def test_nobody_makes_a_second_signature_of_a_first(tmp_path):
-    """S and S + L would both do by the equation alone; RFC 8032, section 5.1.7, says S < L."""
+    """The equation alone allows S and S + L. RFC 8032, section 5.1.7, requires S < L."""
     identity = load_or_create_identity(tmp_path / "a")
     signature = identity.sign(b"accept")
     scalar = int.from_bytes(signature[32:], "little") + ORDER
@@ -117,7 +117,7 @@ def test_nobody_makes_a_second_signature_of_a_first(tmp_path):
 
 @pytest.mark.parametrize("key", [*LOW_ORDER, *NOT_CANONICAL])
 def test_a_key_in_whose_name_anybody_can_sign_is_nobody_s(key):
-    """The library takes the neutral point, R = itself and S = 0 as a signature of all there is."""
+    """With the neutral point as key and R, and S = 0, the library accepts any message."""
     encoded = bytes.fromhex(key)
     assert peer_id_of(encoded) is None
     peer_id = PeerID(bytes.fromhex("002408011220") + encoded).to_base58()
@@ -147,7 +147,7 @@ def test_what_is_no_id_of_such_a_key_has_none(peer_id):
 
 def test_a_signature_of_libp2p_or_a_record_is_none_of_ours(tmp_path):
     identity = load_or_create_identity(tmp_path / "a")
-    # The same key signs all; only the prefix keeps one kind from passing for the other.
+    # One key signs all kinds, and only the prefix distinguishes them.
     assert not verify(identity.peer_id, b"data", identity.private_key.sign(b"data"))
     assert not verify(identity.peer_id, b"data", identity.sign(b"swarm/1\0data"))
 
@@ -170,7 +170,7 @@ def test_a_key_whose_halves_differ_is_refused(tmp_path):
 
 
 def test_a_key_of_another_kind_is_refused(tmp_path):
-    """hivemind itself makes RSA keys, as this project once did."""
+    """hivemind itself makes RSA keys, as this project did before."""
     path = tmp_path / "identity.key"
     P2P.generate_identity(str(path))
     with pytest.raises(CorruptState, match="not an Ed25519 key") as caught:

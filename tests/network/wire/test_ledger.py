@@ -1,4 +1,4 @@
-"""What a peer may cost: accounts of members, strangers, networks; what is reserved for whom."""
+"""Limits of a peer's cost: accounts of members, strangers and networks, and reserved shares."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from swarm.network.wire import ledger as ledgers
 from swarm.network.wire.ledger import LIMITS, STRANGERS_SHARE, Cost, Ledger, Limit, Rate, prefix_of
 
 FEW = {cost: Limit(Rate(80, 8), Rate(30, 3), Rate(6, 1)) for cost in Cost}
-"""60 for members, 20 for strangers, 10 for a network of theirs."""
+"""60 for members, 20 for strangers, 10 for one network of strangers."""
 HELD = {cost: Limit(Rate(80), Rate(30), Rate(6)) for cost in Cost}
 
 
 def spent(ledger: Ledger, peer: str, now_s: float = 0.0, cost: Cost = Cost.MESSAGES) -> int:
-    """How many a peer gets before it is refused."""
+    """The number that a peer gets before a refusal."""
     count = 0
     while True:
         try:
@@ -99,7 +99,7 @@ def test_a_refusal_takes_nothing_out_of_any_account() -> None:
 
 
 def test_more_than_an_account_holds_is_taken_from_a_full_one_and_paid_off_later() -> None:
-    """An honest convener's roster of many offers must not be refused for ever."""
+    """An honest convener's roster of many offers must not be refused forever."""
     ledger = Ledger(FEW)
     ledger.admit(["M"])
     ledger.take("M", Cost.BYTES, 50, 0.0)
@@ -148,7 +148,7 @@ def test_a_flood_of_keys_is_forgotten_and_what_is_held_is_not(
     assert len(ledger._balances) <= 101
     assert len(ledger._places) <= 100
     assert spent(ledger, "S", 0.0, Cost.STREAMS) == 0
-    assert ledger.left("new", Cost.SECONDS, 0.0) < 0, "what strangers share is not forgotten"
+    assert ledger.left("new", Cost.SECONDS, 0.0) < 0, "the strangers' shared account is kept"
     assert len(held) == 6
 
 

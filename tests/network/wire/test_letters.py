@@ -1,4 +1,4 @@
-"""Each letter counts once: in any order within the window, and only while it is fresh."""
+"""Each letter counts once, in any order within the window, and only while it is fresh."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_letters_may_overtake_each_other_within_the_window(order: list[int]) -> 
 def test_no_letter_counts_twice_whenever_it_is_shown(
     shown: list[tuple[int, int]], sent: list[tuple[int, int]]
 ) -> None:
-    """Also where all that was seen of its sender has been forgotten between."""
+    """Also if all earlier letters of its sender were forgotten in between."""
     known, now_ms, counted = RelayedMessages(), NOW_MS, []
     for index, later_ms in shown:
         now_ms += later_ms
@@ -107,7 +107,7 @@ def test_what_is_remembered_of_peers_is_bounded(monkeypatch: pytest.MonkeyPatch)
 def test_a_stamp_is_like_no_other_to_the_same_destination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relayed_messages, "MAX_PEERS", 1)
     sender, stamps = RelayedMessages(), []
-    for second, peer in enumerate("aaabaa"):  # what is forgotten of a peer begins anew, higher
+    for second, peer in enumerate("aaabaa"):  # a forgotten counter restarts higher
         stamped = sender.stamped(peer, b"content", NOW_S + second / 1e3)
         assert len(stamped) == len(b"content") + 16
         stamp, content = split(stamped)

@@ -1,4 +1,4 @@
-"""Each kind of traffic counts once on the line, wherever in the code its bytes are used."""
+"""Each kind of traffic counts once on the line, wherever the code uses its bytes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ WAIT_S = 60.0
 MIB = 2**20
 MOVED = 4 * MIB
 OTHERS = MIB // 4
-"""What the DHT, handshakes and encryption may add meanwhile."""
+"""Bytes that the DHT, handshakes and encryption may add meanwhile."""
 CLIENT = NetworkSection(client_mode=True)
 
 
 class Serving:
-    """A node that serves blobs, answers requests and lets itself be measured."""
+    """A node that serves blobs, answers requests and takes part in measurements."""
 
     def __init__(self, peers: Peers, network: NetworkSection = LOOPBACK) -> None:
         self.store, server = BlobStore(), BlobServer()
@@ -68,14 +68,14 @@ class Serving:
         self.node.run(measuring, WAIT_S)
 
     def ask(self, other: Serving) -> None:
-        """Asks something that is answered with almost `MOVED` bytes, in five messages."""
+        """Makes a request whose answer has almost `MOVED` bytes, in five messages."""
         for _ in range(5):
             self.node.run(self.node.request(other.node.peer_id, b"?", 20.0), WAIT_S)
 
 
 @pytest.fixture(scope="module")
 def swarm_of(lasting_peers: Peers) -> dict[str, Serving]:
-    """By name: two with direct streams, one without, two that cannot be dialled."""
+    """Nodes by name: two with direct streams, one without, two that cannot be dialed."""
     without = LOOPBACK.model_copy(update={"direct": False})
     return {
         "A": Serving(lasting_peers),
@@ -87,7 +87,7 @@ def swarm_of(lasting_peers: Peers) -> dict[str, Serving]:
 
 
 def moved(serving: Serving) -> int:
-    """By the kernel, so far."""
+    """Bytes moved so far, by the kernel's count."""
     total = serving.node.traffic.line.total()
     assert total is not None
     return total
@@ -107,7 +107,7 @@ def moved(serving: Serving) -> int:
 def test_both_ends_of_any_traffic_count_it_once(
     swarm_of: dict[str, Serving], act: Callable[[Serving, Serving], None], names: str
 ) -> None:
-    """Of what was measured, 24 MiB, 27 bytes counted."""
+    """Once only 27 bytes of a measurement of 24 MiB were counted."""
     ends = [swarm_of[name] for name in names.split()]
     before = [moved(end) for end in ends]
     act(*ends)
@@ -188,16 +188,16 @@ def test_where_the_kernel_says_nothing_the_nodes_own_counters_do(
 OPENS = re.compile(r"socket\.socket\(|create_connection\(|create_server\(|open_connection\(|"
                    r"start_server\(|sock_accept\(|sock_connect\(")  # fmt: skip
 KNOWN = {
-    "daemon.py": 3,  # a greeting of 20 bytes, a port that is tried, a UDP socket that sends nothing
+    "daemon.py": 3,  # a greeting of 20 bytes, a try of a port, a UDP socket that sends nothing
     "tcp_dialer.py": 2,  # `connect`, which counts
-    "tcp_listener.py": 3,  # listens, accepts and counts, reads what was accepted
+    "tcp_listener.py": 3,  # listens, accepts and counts, reads accepted connections
     "peer_probe.py": 2,  # greetings of 20 bytes, both ways
     "streams.py": 2,  # the daemon's socket, within this machine
 }
 
 
 def test_no_other_file_opens_a_socket_on_the_line() -> None:
-    """Whoever adds one here counts it by `LineBytes.connection`, or says why that is not needed."""
+    """A new one must be counted by `LineBytes.connection`, or a comment says why not."""
     folder = Path(swarm.network.__path__[0])
     found = {path.name: len(OPENS.findall(path.read_text())) for path in folder.rglob("*.py")}
     assert {name: count for name, count in found.items() if count} == KNOWN

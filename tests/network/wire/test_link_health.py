@@ -1,4 +1,4 @@
-"""How messages fare: who does not answer, and how long answers take."""
+"""The health of links: silent peers, and the time of answers."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
-"""Two peers that only dial out talk and fetch through a third, which cannot change what they say.
+"""Two peers that only dial out talk and fetch through a third, which cannot change their data.
 
-A daemon without a listen address cannot be dialled, on loopback as behind a NAT.
+A daemon without a listen address cannot be dialed, on loopback as behind a NAT.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_a_blob_of_several_pieces_comes_through_whole(hidden) -> None:
 
 
 def test_a_peer_that_listens_in_vain_is_reached_all_the_same(hidden, lasting_peers) -> None:
-    """It announces an address at which nobody answers, as behind a router without forwarding."""
+    """It announces a dead address, as behind a router without forwarding."""
     network = LOOPBACK.model_copy(update={"announce_maddrs": ("/ip4/127.0.0.1/tcp/9",)})
     inbox, (_, left, _) = Inbox(), hidden
     node = lasting_peers.node(Handlers(on_message=inbox.on_message), network=network)
@@ -155,7 +155,7 @@ def stamped_letter(
 
 
 class Passing:
-    """A relay between two peers without a network, which keeps what it passed on."""
+    """A relay between two peers without a network, which records all messages that it passes on."""
 
     def __init__(self, tmp_path, monkeypatch) -> None:
         self.inbox, self.letters, self.answers = Inbox(), list[bytes](), list[bytes]()
@@ -183,7 +183,7 @@ class Passing:
         return await self.sender.send("QmR", to, payload, kind=kind, timeout_s=1.0)
 
     async def refusal(self, letter: bytes) -> str:
-        """Of a letter that the relay shows once more; "" if there is none."""
+        """The refusal of a letter that the relay repeats. "" if there is none."""
         try:
             await self.receiver._on_delivered("QmR", letter)
         except BadMessage as error:
@@ -290,7 +290,7 @@ def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_pa
 
 
 def opened(tmp_path, *letters: bytes, destination: str = "QmB") -> list[Any]:
-    """What a relay, or the destination, makes of the letters of streams: openings or refusals."""
+    """The reactions of a relay or a destination to letters of streams: openings or refusals."""
     identity = load_or_create_identity(tmp_path / "relay.key")
     control = Control(Traffic(), Ledger(), None, None)
     relay = Relay(identity, control, {PROTOCOL: BlobServer().serve}, True, cast(Any, None))
@@ -366,7 +366,7 @@ def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
             await show(each)
 
     asyncio.run(run())
-    assert served == [sender.peer_id] * 2, "else a relay would spend what is not its own"
+    assert served == [sender.peer_id] * 2, "otherwise a relay would spend another's account"
     assert traffic.refused == {"envelope_seen": 1, "envelope_age": 1}
 
 

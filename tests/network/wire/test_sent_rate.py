@@ -1,4 +1,4 @@
-"""How fast this machine's line sends: only what is acknowledged while more waits counts."""
+"""The sending rate of this machine's line: only bytes acknowledged while more wait count."""
 
 import asyncio
 import socket
@@ -32,7 +32,7 @@ class Line:
         monkeypatch.setattr(upload_rate, "tcp_info", self._kernel.__getitem__)
 
     def send(self, mbit: float, *receivers: str, seconds: float, unsent: int = 1) -> None:
-        """So fast together, with something left unsent all the time, or not."""
+        """Sends at a total rate, with or without unsent bytes all the time."""
 
         async def while_sending() -> None:
             with ExitStack() as stack:
@@ -88,7 +88,7 @@ def test_what_one_receiver_takes_shows_only_what_the_line_carries_at_least(line:
     assert line.rate.mbit == pytest.approx(1.0, rel=0.01)
     line.send(20.0, "A", "B", seconds=WINDOW_S + SAMPLE_S)
     line.send(1.0, "thin", "thin", seconds=2 * KEPT * WINDOW_S)
-    assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the bound, not this one"
+    assert line.rate.mbit == pytest.approx(20.0, rel=0.01), "its line is the limit, not this one"
     line.send(8.0, "A", "thin", seconds=(KEPT + 1) * WINDOW_S)
     assert line.rate.mbit == pytest.approx(8.0, rel=0.01)
 
@@ -106,7 +106,7 @@ def test_one_window_that_is_too_fast_is_not_the_rate_and_yesterdays_are_none(lin
 def test_where_nobody_else_takes_anything_one_receiver_shows_a_line_that_got_slower(
     line: Line,
 ) -> None:
-    """In a swarm of two the figure only rose."""
+    """In a swarm of two the figure could only rise."""
     line.send(80.0, "A", seconds=4 * WINDOW_S)
     line.send(6.0, "A", seconds=(KEPT + 1) * WINDOW_S)
     assert line.rate.mbit == pytest.approx(6.0, rel=0.01)

@@ -1,4 +1,4 @@
-"""Which streams make room, with accounts of a real ledger and addresses of emulated networks."""
+"""Streams that make room, with accounts of a real ledger and addresses of emulated networks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Writer:
 
 
 class Served:
-    """Streams that are open until the test ends, under a clock of the test's own."""
+    """Streams that stay open until the test ends, with a fake clock."""
 
     def __init__(self, cost: Cost = Cost.STREAMS) -> None:
         self.now_s = 0.0
@@ -61,7 +61,7 @@ class Served:
         return sum(self.writers[stream].is_ended for stream in streams)
 
     def attack(self, num_each: int = 4) -> list[ServedStream]:
-        """16 keys in two networks, each with so many streams on which it has asked once."""
+        """16 keys in two networks, each with a number of streams and one request on each."""
         keys = [(f"key-{net}-{k}", f"192.0.{net}.{k}") for net in (1, 2) for k in range(8)]
         opened = [self.open(peer, host) for peer, host in keys for _ in range(num_each)]
         for stream in opened:
@@ -78,7 +78,7 @@ def served() -> Served:
 def test_a_newcomer_is_served_while_two_networks_hold_all_idle_streams(served: Served) -> None:
     attack = served.attack()
     assert len(attack) == STRANGERS and served.streams.num_idle == STRANGERS
-    for _ in range(20):  # each asks again and again
+    for _ in range(20):  # each asks repeatedly
         mine = [served.open("joiner", "198.51.100.7") for _ in range(2)]
         for stream in mine:
             served.answered(stream)
@@ -125,7 +125,7 @@ def test_answers_that_nobody_takes_make_room_after_a_while(served: Served) -> No
 
 
 def test_streams_that_are_passed_on_and_on_which_nothing_moves_make_room() -> None:
-    """These are answered as long as they last."""
+    """Others are answered as long as they last."""
     served = Served(Cost.RELAYED)
     most = int(LIMITS[Cost.RELAYED].shared.most / 4)
     attack = [served.open(f"key-{k}", f"192.0.{k % 2}.{k // 2}") for k in range(most)]

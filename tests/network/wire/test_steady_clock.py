@@ -1,4 +1,4 @@
-"""A jump of this machine's clock changes nothing for the DHT, and is said once."""
+"""A jump of this machine's clock does not affect the DHT, and is reported once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_records_outlive_jumps_of_the_clock(peers: Peers, monkeypatch) -> None:
     first = peers.node()
     second = peers.node()
     second.run(second.store("key", b"before", 60), WAIT_S)
-    for module in steady_clock.HIVEMIND:  # what would still ask the wall clock is to feel the jump
+    for module in steady_clock.HIVEMIND:  # code that still asks the wall clock would see the jump
         if module.get_dht_time is real_time:
             monkeypatch.setattr(module, "get_dht_time", lambda: time.time())
     for jump_s in (600.0, -600.0):
@@ -36,7 +36,7 @@ def test_records_outlive_jumps_of_the_clock(peers: Peers, monkeypatch) -> None:
         (record,) = records_of(first, "key").values()
         assert record.value == f"{jump_s}".encode()
         left_s = record.expiration - real_time()
-        assert 30 < left_s < 65, "others must not take it for expired, nor keep it for ever"
+        assert 30 < left_s < 65, "others must not take it for expired, nor keep it forever"
     third = peers.node()  # whose ping compares clocks
     assert third.num_neighbours > 0
 
@@ -52,7 +52,7 @@ def test_a_jump_is_said_once_with_its_size(monkeypatch, caplog) -> None:
 
 
 class Machine:
-    """A machine whose count of time drifts, and whose wall clock is set by steps, or is not."""
+    """A machine with a drifting clock, whose wall clock is corrected by steps or not at all."""
 
     def __init__(self, ppm: float, *, set_every_s: float | None, begin_s: float = 1e9) -> None:
         self.true_s, self.begin_s, self.rate = begin_s, begin_s, 1 + ppm * 1e-6
@@ -67,7 +67,7 @@ class Machine:
         return since + (self.true_s - since) * self.rate + self.jumped_s
 
     def run(self, seconds: float, told=lambda machine: ()) -> float:
-        """The largest error meanwhile; it is compared with others every ten minutes."""
+        """The largest error, with a comparison with other peers every ten minutes."""
         end_s, worst_s, before_s = self.true_s + seconds, 0.0, self.clock()
         while self.true_s < end_s:
             self.true_s += 60.0
@@ -90,7 +90,7 @@ DAY_S = 86_400.0
 
 @pytest.mark.parametrize("ppm", [60.0, -60.0])
 def test_a_drift_that_the_wall_clock_corrects_by_steps_is_followed(caplog, ppm: float) -> None:
-    """After 14 hours it was 3 s off, after a week 36 s, and the wall clock was blamed."""
+    """Once it was 3 s off after 14 hours and 36 s after a week, and the wall clock was blamed."""
     machine = Machine(ppm, set_every_s=3600.0)
     with caplog.at_level(logging.INFO):
         assert machine.run(7 * DAY_S) < 0.5
@@ -125,7 +125,7 @@ def test_a_jump_is_followed_once_another_member_has_the_new_time(caplog) -> None
     machine.run(3600.0)
     wrong = Machine(0.0, set_every_s=None)
     wrong.clock = SteadyClock(wrong.passed, lambda: wrong.wall() - 300.0)  # it began too early
-    wrong.clock._wall = wrong.wall  # somebody sets it right
+    wrong.clock._wall = wrong.wall  # it is corrected
     with caplog.at_level(logging.WARNING):
         wrong.run(2 * 3600.0, lambda m: [m.true_s - m.clock()])
     assert (
@@ -157,7 +157,7 @@ def test_a_clock_that_others_do_not_have_is_as_good_as_nobody_at_the_first_start
     peers: Peers, monkeypatch
 ) -> None:
     first = peers.node()
-    falling_s = itertools.count(dht_clock()(), -100.0)  # each look is 100 s before the one before
+    falling_s = itertools.count(dht_clock()(), -100.0)  # each look is 100 s earlier
     monkeypatch.setattr(protocol, "get_dht_time", lambda: next(falling_s))
     with pytest.raises(NobodyReachable, match=r"this machine's clock is [12]00\.\d s") as refused:
         peers.node(known_peers=first.addresses)
@@ -169,7 +169,7 @@ def test_a_clock_that_others_do_not_have_is_as_good_as_nobody_at_the_first_start
 def test_each_of_hiveminds_two_refusals_has_its_own_cause_and_remedy(
     ahead_s: float, is_dialled: bool
 ) -> None:
-    """By the sentences of the version of hivemind that is installed."""
+    """Recognized by the texts of the installed version of hivemind."""
 
     class Peer:
         async def rpc_ping(self, *_: object, **__: object) -> dht_pb2.PingResponse:

@@ -1,4 +1,4 @@
-"""Streams that are kept for whoever wants them next."""
+"""Streams that are kept open for the next user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def some_bytes(num_bytes: int, seed: int = 0) -> bytes:
 
 
 def fetched(node: Node, source: Node, content: bytes) -> bytes | None:
-    """The same bytes from another peer; None if they did not come."""
+    """The same bytes from another peer. None if they did not come."""
     store = BlobStore()
     want = Want(digest_of(content), len(content), (source.peer_id,))
     node.run(Downloads(node, store).fetch([want]), WAIT_S)
@@ -53,7 +53,7 @@ def fetched(node: Node, source: Node, content: bytes) -> bytes | None:
 
 
 def ways_of(folder: Path, control: Any) -> TcpDialer:
-    """The real class of a peer that is reached through nothing but this control path."""
+    """The real class, for a peer that is reached only by this control path."""
     me = load_or_create_identity(folder / "me.key")
     return TcpDialer(
         me, control, lambda: None, tcp_listener.TcpListener(me, Traffic(), Ledger(), {})
@@ -228,7 +228,7 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
 
 
 def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
-    """Weeks of looks without effect: a pair of which neither side can be dialled."""
+    """Weeks of failed attempts, for a pair of peers that can both not be dialed."""
     num_failures = 5_000
 
     class Nowhere:
@@ -315,7 +315,7 @@ def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
 
 
 def two_free_ports() -> int:
-    """The first of two ports that follow each other, both free, and none that systems give away."""
+    """The first of two consecutive free ports outside of the system's ephemeral range."""
     while True:
         port, host = random.randrange(10_000, 32_000), "127.0.0.1"
         with (
@@ -346,11 +346,11 @@ def test_the_first_port_that_is_named_says_where_blobs_are_taken() -> None:
     assert tcp_listener.port_beside(NetworkSection(host_maddrs=("/ip4/0.0.0.0/tcp/65535",))) == 0
 
 
-# ------------------------------------------------ who is let in
+# ------------------------------------------------ admission
 
 
 def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> Any:
-    """What comes of talking to a peer's door from outside."""
+    """The result of a connection to a peer's listener from outside."""
 
     async def run() -> Any:
         connection = await connect(node.traffic.line, "127.0.0.1", node._ways.direct.door.port)
@@ -465,7 +465,7 @@ def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
     assert len(server._ways.direct.door.tasks) <= 3, "connections that ended are still served"
 
 
-# ------------------------------------------------ what comes over it
+# ------------------------------------------------ transfers
 
 
 def test_wrong_bytes_may_be_the_lines_doing_and_are_asked_for_again(peers: Peers) -> None:
@@ -530,7 +530,7 @@ BLOBS = "/blobs/1"
 
 
 class Ends:
-    """Pairs of sockets: what is kept, and the other side of it."""
+    """Pairs of sockets: the pooled side, and the other side."""
 
     def __init__(self) -> None:
         self.all: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""Caps: the bucket by itself with a clock of its own, and one transfer over loopback."""
+"""Caps: the bucket alone with a fake clock, and one transfer over loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ MIB = 2**20
 @pytest.mark.parametrize("num_streams", [1, 6, 40])
 @pytest.mark.parametrize("mbit", [1.0, 20.0])
 def test_a_cap_holds_over_a_minute_for_any_number_of_streams(mbit: float, num_streams: int) -> None:
-    """Each stream takes its next part as soon as the last is through; so much arrives in 60 s."""
+    """Each stream takes its next part as soon as the last one is through.
+
+    Counts arrivals in 60 s.
+    """
     throttle, draw = Throttle(mbit), random.Random(num_streams)
     bucket = Bucket(mbit * 1e6 / 8)
     free_s = [draw.random() for _ in range(num_streams)]
@@ -60,7 +63,7 @@ def test_whoever_was_idle_has_one_burst_at_once_and_no_more() -> None:
 def test_a_cap_a_little_below_the_line_never_fills_a_routers_queue(
     mbit: float, num_streams: int
 ) -> None:
-    """All streams begin at once on a machine that was idle; headers are 4 % beside the payload."""
+    """All streams begin at once on a machine that was idle. Headers add 4 % to the payload."""
     throttle, line = Throttle(0.92 * mbit), Line(mbit)
     bucket = Bucket(throttle.bytes_per_s)
     free_s = [0.001 * stream for stream in range(num_streams)]
@@ -80,7 +83,7 @@ def test_messages_never_wait_and_what_they_take_is_missing_to_the_others() -> No
 
 @pytest.mark.parametrize("mbit", [1.0, 3.0, 20.0, 1000.0])
 def test_no_stream_of_a_capped_peer_waits_so_long_that_it_looks_dead(mbit: float) -> None:
-    """With as many streams as it serves each gets twice what a receiver calls progress."""
+    """With the maximum of streams, each gets twice the rate that a receiver counts as progress."""
     throttle = Throttle(mbit)
     each = mbit * 1e6 / 8 / throttle.most_streams
     assert each * PROGRESS_S >= 2 * PROGRESS_BYTES or throttle.most_streams == 2
@@ -102,7 +105,7 @@ def test_a_cap_is_set_and_lifted_on_the_way() -> None:
     throttle.hold(8.0)
     assert (throttle.mbit, throttle.bytes_per_s) == (8.0, 1e6)
     waits_s = throttle.count(1_000_000)
-    assert waits_s == pytest.approx(1.0 - BURST_S), "what went before costs nothing"
+    assert waits_s == pytest.approx(1.0 - BURST_S), "earlier bytes cost nothing"
     throttle.hold(None)
     assert (throttle.mbit, throttle.count(10**9)) == (None, 0.0)
 
@@ -126,7 +129,7 @@ def serving(peers: Peers, store: BlobStore, network: NetworkSection) -> Node:
 
 
 def blob_server_of(store: BlobStore) -> BlobServer:
-    """One whose ledger refuses nothing."""
+    """A blob server whose ledger refuses nothing."""
     limits = {cost: Limit(Rate(1e9), Rate(1e9), Rate(1e9)) for cost in Cost}
     server = BlobServer(ledger=Ledger(limits))
     server.attach(store)
@@ -135,7 +138,7 @@ def blob_server_of(store: BlobStore) -> BlobServer:
 
 @pytest.mark.parametrize("capped", ["max_upload_mbit", "max_download_mbit"])
 def test_either_side_can_cap_a_transfer(peers: Peers, capped: str) -> None:
-    """Slower machines make it slower, so that only the lower bound of the time is sharp."""
+    """Slow machines make it slower, so only the lower bound of the time is sharp."""
     blob = random.Random(0).randbytes(NUM_BYTES)
     network = LOOPBACK.model_copy(update={capped: CAP_MBIT})
     is_up = capped == "max_upload_mbit"
@@ -156,7 +159,7 @@ def test_either_side_can_cap_a_transfer(peers: Peers, capped: str) -> None:
 def test_a_stream_lasts_as_long_as_its_answers_get_on(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deadlines follow progress: half a second each at the cap, a second and a half in all."""
+    """Deadlines follow progress: at the cap each answer takes half a second, and all take 1.5 s."""
     monkeypatch.setattr(blob_server, "ANSWER_S", 1.0)
     store = BlobStore()
     server = serving(peers, store, LOOPBACK.model_copy(update={"max_upload_mbit": 8.0}))

@@ -1,4 +1,4 @@
-"""Straight first, then through others, within the time that was given: with stand-ins for both."""
+"""Direct first, then through relays, within the given time, with stand-ins for both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
 
 class Stage:
-    """What the peer itself, and each relay, answers; and who was asked."""
+    """Answers of the peer and of each relay, and a record of the asked ones."""
 
     def __init__(self, straight: Exception | bytes, **relays: Exception | bytes | float) -> None:
         self.straight, self.relays = straight, relays
@@ -124,7 +124,7 @@ def test_all_relays_together_get_the_time_of_one() -> None:
 
 
 class Direct:
-    """Streams beside libp2p's, to a peer whose way is known."""
+    """Streams outside of libp2p, to a peer whose address is known."""
 
     def __init__(self) -> None:
         self.limits_s: list[float] = []
@@ -146,7 +146,7 @@ class Direct:
 def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A dial of it takes seconds to fail, and what is wanted is there through others."""
+    """A dial of it takes seconds to fail, while relays have the wanted data."""
 
     async def straight(*_: object) -> str:
         return "straight"
@@ -175,7 +175,7 @@ def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     transport._routes.dialled(PEER)
     stage.straight = Unreachable("no answer within 5 s")
     stage.ask()
-    assert opened() == ("a", 0.0), "a message that was not answered says the same"
+    assert opened() == ("a", 0.0), "an unanswered message shows the same"
 
 
 RELAYS = ["r1", "r2", "r3", "r4", "r5"]
@@ -194,7 +194,7 @@ def test_a_peer_that_a_relay_reached_is_not_dialled_for_a_while() -> None:
     route = routes.plan("p", RELAYS, 1.0)
     assert not route.straight and route.relays[0] == "r4"
     assert routes.plan("p", RELAYS, DIRECT_AGAIN_S).straight
-    assert routes.plan("p", [], 1.0).straight, "without a relay it is dialled all the same"
+    assert routes.plan("p", [], 1.0).straight, "without a relay it is dialed nevertheless"
 
 
 def test_a_port_that_stays_closed_is_tried_ever_more_rarely_until_it_opens() -> None:

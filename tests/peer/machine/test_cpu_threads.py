@@ -1,4 +1,4 @@
-"""Several units at once: as if one after the other, but for the time."""
+"""Several units at once give the results of one after the other, in less time."""
 
 import os
 import subprocess
@@ -47,9 +47,9 @@ def _one_thread_as_before() -> Iterator[None]:
 
 
 class Clocks:
-    """Time passes only while something is computed, as long as `times` says by threads.
+    """Time passes only during computing, by `times` for each number of threads.
 
-    The threads are only counted: real ones would be as slow as this machine is busy.
+    Threads are only counted, because real ones would depend on this machine's load.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> None:
@@ -111,7 +111,7 @@ def test_beside_other_load_one_thread_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_measured_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one thread wins, the engine is the plain one, bit for bit."""
+    """If one thread wins, the engine is the plain one, bit for bit."""
     measuring = Clocks(monkeypatch, {1: 0.001, 2: 0.01, 4: 0.01}).engine()
     plain = new_engine(RUN, [0, 2])
     random_state = torch.get_rng_state()
@@ -132,7 +132,7 @@ def test_slow_steps_are_measured_again_and_the_choice_follows(
         engine.step(batch(RUN, step), lr=1e-2)
     assert clocks.threads == 4
     measured = len(clocks.rehearsed)
-    clocks.times, clocks.share = {1: 4.0, 2: 5.0, 4: 6.0}, 0.6  # neighbours came
+    clocks.times, clocks.share = {1: 4.0, 2: 5.0, 4: 6.0}, 0.6  # neighbors came
     with caplog.at_level("INFO"):
         for step in range(WINDOW, WINDOW + round(REST_S / 6.0) + 1):
             engine.step(batch(RUN, step), lr=1e-2)
@@ -143,7 +143,7 @@ def test_slow_steps_are_measured_again_and_the_choice_follows(
 
 @pytest.mark.parametrize("unit_s", [0.001, 0.2, 5.0, 1000.0])
 def test_measuring_stays_within_its_time(monkeypatch: pytest.MonkeyPatch, unit_s: float) -> None:
-    """A twentieth of a round, or seconds; at most two short sequences where these take longer."""
+    """A twentieth of a round, or seconds. At most two short sequences if these take longer."""
     clocks = Clocks(monkeypatch, {1: unit_s, 2: 0.5 * unit_s, 4: 0.25 * unit_s})
     engine = clocks.engine()
     engine.step(batch(RUN, 0), lr=1e-2)
@@ -152,7 +152,7 @@ def test_measuring_stays_within_its_time(monkeypatch: pytest.MonkeyPatch, unit_s
     most_s = max(3.0, 0.05 * RUN.round.local_steps * micro_batches * unit_s)
     assert spent_s <= most_s or clocks.rehearsed == [4, 1]
     if unit_s == 1000.0:
-        assert clocks.threads == 4  # not measured: all there are
+        assert clocks.threads == 4  # not measured: all threads
 
 
 def test_long_steps_beside_other_load_get_one_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str, most: in
 
 
 def test_the_program_lets_threads_wait_passively_before_torch_is_there() -> None:
-    """OpenMP says itself what it has read."""
+    """OpenMP itself prints the settings that it has read."""
     environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
     script = "import sys; from peers.peer import launch; assert 'torch' not in sys.modules\n"
     script += "try:\n    launch()\nfinally:\n    import torch"  # which --help does not load
@@ -235,7 +235,7 @@ def test_the_program_lets_threads_wait_passively_before_torch_is_there() -> None
 
 
 def trials(times: dict[int, float], share: float = 1.0) -> list[Trial]:
-    """One trial of each number of threads; the calling thread had a core for `share` of it."""
+    """One trial of each number of threads. The calling thread had a core for `share` of it."""
     return [Trial(threads, seconds, share * seconds) for threads, seconds in times.items()]
 
 
@@ -329,7 +329,7 @@ def test_results_come_in_the_order_of_the_items_from_as_many_threads():
     together = threading.Barrier(3, timeout=30.0)
 
     def work(item: int) -> tuple[int, int]:
-        together.wait()  # nobody goes on unless three are at work
+        together.wait()  # waits until three are at work
         return 10 * item, torch.get_num_threads()
 
     usual = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Which bus GPUs reach each other by."""
+"""The bus between GPUs."""
 
 import logging
 import subprocess
@@ -15,7 +15,7 @@ from swarm.train.engine.mesh import NVLINK, PCIE
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Eight GPUs, whose slowest copy has a rate."""
+    """Eight GPUs with a rate of the slowest copy."""
     found = SimpleNamespace(rate="180.5\n", commands=[], access=True)
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:

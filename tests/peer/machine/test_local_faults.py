@@ -1,4 +1,4 @@
-"""Faults of this machine end a program with one line, a hint and a code of their own."""
+"""Faults of this machine end a program with one line, a hint and their own exit code."""
 
 import errno
 import logging
@@ -115,7 +115,7 @@ def test_a_state_directory_that_cannot_be_made_is_a_state_error(tmp_path: Path) 
 
 
 class Unborn(threading.Thread):
-    """A thread that is never let run, as one that finds no memory for its first call."""
+    """A thread that never runs, as without memory for its first call."""
 
     ident = None
 

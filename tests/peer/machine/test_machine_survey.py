@@ -1,4 +1,4 @@
-"""What a machine has, as a person writes it and as it is found."""
+"""The hardware of a machine, as a person writes it and as it is detected."""
 
 import logging
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_frozen_experts_are_mapped_only_where_that_is_allowed(tmp_path: Path) ->
 def test_an_engine_is_planned_for_the_experts_that_are_owned_if_they_are_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it knows by its machine whether more of them fit."""
+    """The machine decides whether more of them fit."""
     planned: list[int] = []
 
     def watched(
@@ -128,7 +128,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def log_of_engine(compute: ComputeSection, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """Lines of the engine and warnings that are said as it is made."""
+    """Log lines of the engine and warnings when it is made."""
     caplog.clear()
     with caplog.at_level(logging.INFO):
         engine_for(tiny_run(), compute, folder).close()

@@ -1,4 +1,4 @@
-"""What a plan takes for free of a disk."""
+"""The disk space that a plan counts as free."""
 
 from pathlib import Path
 

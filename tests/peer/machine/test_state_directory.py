@@ -1,4 +1,4 @@
-"""A peer that is started again listens where it did and is called what it was."""
+"""A restarted peer listens at its old port and keeps its name."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ LOOPBACK = 'network.host_maddrs=["/ip4/127.0.0.1/tcp/0"]'
 
 
 def start(config: PeerConfig, path: Path) -> PeerConfig:
-    """What a start goes by that succeeds."""
+    """The settings of a start that succeeds."""
     whole = with_kept(config, path)
     keep(config, path)
     return whole
@@ -55,7 +55,7 @@ def test_what_was_given_once_need_not_be_repeated(path: Path) -> None:
     assert first.network.host_maddrs == again.network.host_maddrs == ("/ip4/127.0.0.1/tcp/0",)
     assert again.peer.name == "alice"
     assert again.peer.linger_s == 0.0
-    assert again.peer.capacity == 1.0, "what it computes with is not kept"
+    assert again.peer.capacity == 1.0, "its hardware is not kept"
 
 
 def test_what_is_given_now_wins_and_is_kept_from_then_on(path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_key_that_is_elsewhere_is_found_from_any_folder(
     again = start(given(), state / "settings")
     assert first.network.identity_path == again.network.identity_path == str(there / "mine.key")
     assert identity_path_of(state, None) == there / "mine.key"
-    assert identity_path_of(state, "~/k") == Path("~/k").expanduser(), "what is named now wins"
+    assert identity_path_of(state, "~/k") == Path("~/k").expanduser(), "the new value wins"
 
 
 def test_a_peer_whose_key_is_missing_does_not_come_back_as_a_stranger(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_file_of_another_user_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(StateError, match=f"{name}: Permission .*as the user that owns") as found:
         run.read_config() if name == "config.json" else run.read_founding()
-    assert not isinstance(found.value, CorruptState), "it would be written anew"
+    assert not isinstance(found.value, CorruptState), "it would be written again"
 
 
 def test_runs_of_before_that_take_much_are_named_with_their_folders(

@@ -1,4 +1,4 @@
-"""How many workers a peer gets, and what of the machine each."""
+"""The number of a peer's workers, and each one's share of the machine."""
 
 import logging
 import socket
@@ -118,7 +118,7 @@ def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
         cut = compute.model_copy(update=given)
         with pytest.raises(ConfigError, match=f"{what}.*: the streaming engine has one copy"):
             for_workers(RUN, cut, NODE, wishes, fabric_of(cut, 2, NVLINK))
-        # Who asks for a cut wants no streaming instead.
+        # A person who asks for a cut does not want streaming instead.
         cut = cut.model_copy(update={"engine": "auto"})
         _, other = for_workers(RUN, cut, NODE, Wishes(), fabric_of(cut, 2, NVLINK))
         assert other.engine == "resident"
@@ -202,7 +202,7 @@ def test_a_peers_engine_deals_experts_out_where_it_is_asked_to(
         with caplog.at_level(logging.INFO):
             options: Any = engine_for(RUN, compute, tmp_path)
         assert options[0].ep == ep
-        chosen = caplog.messages[0].partition(": the fastest")[0]  # what is next best comes behind
+        chosen = caplog.messages[0].partition(": the fastest")[0]  # the next best comes after
         assert ("experts dealt out over 2" in chosen) == (ep == 2)
         caplog.clear()
 

@@ -1,4 +1,4 @@
-"""What a peer that enters a run keeps of what it knew, and of what it cannot know."""
+"""The earlier knowledge that a peer keeps when it enters a run, and facts that it cannot know."""
 
 import asyncio
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ ANY: Any = SimpleNamespace()
 
 
 class Entering(Starter):
-    """Peer A, whose tip the others no longer have when it has fetched for a while."""
+    """Peer A, whose tip the others drop during its fetch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.state: Any
@@ -81,7 +81,7 @@ class Entering(Starter):
 def test_a_peer_that_must_not_vote_must_not_once_the_others_have_given_it_a_newer_tip(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It lost its record, joined again, and then values of its tip were damaged [P5]."""
+    """It lost its record and joined again. Then values of its tip were damaged [P5]."""
     peer = Entering(monkeypatch, tmp_path)
     record = without_record("A", Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
     assert abstains(record)
@@ -103,7 +103,7 @@ def test_a_peer_that_votes_again_still_does_after_a_repair(
 
 
 class Joining(Entering):
-    """Peer A, which is shown a tip, and whose quota has room or not."""
+    """Peer A, which is shown a tip, with or without room in its quota."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         super().__init__(monkeypatch, folder)
@@ -148,7 +148,7 @@ class Joining(Entering):
 def test_a_member_without_its_record_must_not_vote_on_the_tip_that_it_has_fetched_at_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The others went on while it fetched the tip that it was shown first."""
+    """The others continued while it fetched the tip that it was shown first."""
     peer = Joining(monkeypatch, tmp_path)
     started = peer.joined()
     assert started.record.tip == NEWER and abstains(started.record)
@@ -173,13 +173,13 @@ def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
 
 
 class Killed(BaseException):
-    """In place of kill -9: nobody catches it."""
+    """Stands for kill -9: nobody catches it."""
 
 
 def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The state directory alone is all that the next start is given."""
+    """The next start gets only the state directory."""
     peer = Joining(monkeypatch, tmp_path)
     key = load_or_create_identity(tmp_path / "key")
     credential = credential_for(invite(key, "run", uses=1, last_round=9), key)
@@ -199,7 +199,7 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
         peer.joined()
     assert (peer.state.current_run, peer.state.peers) == ("run", 1)
     assert not peer.directory.record_path.exists(), "nothing to be resumed"
-    assert peer.directory.read_entered_by() == ("B",), "not who did not say that it is in the run"
+    assert peer.directory.read_entered_by() == ("B",), "not a peer without a record in the run"
 
     admitted: list[Any] = []
     monkeypatch.setattr(entry, "require_admission", lambda *asked: admitted.append(asked[-1]))
@@ -246,7 +246,7 @@ def test_what_was_changed_since_a_join_that_was_killed_is_not_taken_for_the_stat
         return Shown(Record(tip, CERTIFICATE, FOUNDING), PATH[:2])
 
     monkeypatch.setattr(entry, "newest_tip", shows)
-    assert not peer.joined().store.has(digest_of(value)), "it is fetched anew"
+    assert not peer.joined().store.has(digest_of(value)), "it is fetched again"
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_a_peer_that_a_person_stops_while_it_enters_is_stopped(waiting: Starter)
 def test_what_a_peer_waits_for_while_it_enters_has_no_limit(
     waiting: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A 7B over a thin line, or a founder that waits for others, takes more than a day."""
+    """A 7B over a slow line, or a founder that waits for others, takes more than a day."""
     run, limits = waiting.node.run, []
 
     def noted(coroutine: Any, timeout_s: float | None) -> Any:

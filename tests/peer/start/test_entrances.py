@@ -1,4 +1,4 @@
-"""A new address at which nobody answers starts no old run, and founds no second one."""
+"""A new dead address neither starts an old run nor founds a second one."""
 
 import asyncio
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def address_of(peer: str) -> str:
 
 
 class Network:
-    """A node that was given an address; what the peer there says is the test's."""
+    """A node with an address of a scripted peer."""
 
     peer_id = "me"
 
@@ -45,7 +45,7 @@ class Network:
         self.neighbours: frozenset[str] = frozenset()
         self.asked = 0
         self.answers: list[bytes] = []
-        """One after the other, the last for ever; without any nobody is there."""
+        """Answers in order, the last one forever. Without answers nobody is there."""
 
     async def request(self, peer: str, *_: object) -> bytes:
         self.asked += 1
@@ -109,7 +109,7 @@ def test_nobody_at_a_new_address_starts_no_old_run(machine: Machine) -> None:
 
 @pytest.mark.parametrize("peer", ["stranger", "me"])
 def test_the_addresses_of_a_runs_own_peers_may_be_dead(machine: Machine, peer: str) -> None:
-    """As after all of them were killed; or the same addresses are given to all machines."""
+    """As after all were killed, or with the same addresses for all machines."""
     machine.has_members("stranger", "another")
     machine.node.entrances = (peer,)
     assert machine.is_there() and machine.node.asked == (peer == "stranger")
@@ -132,7 +132,7 @@ def test_who_has_answered_in_another_run_on_disk_was_not_met_in_this_one(machine
 
 
 def test_whom_a_run_was_entered_by_may_be_gone_when_it_is_long_forgotten(machine: Machine) -> None:
-    """A peer of a large run hears of more in minutes than it remembers."""
+    """A peer of a large run hears of more peers in minutes than it remembers."""
     machine.has_members("me")
     machine.node.answers = [says(machine.started)]
     assert machine.is_there()
@@ -216,7 +216,7 @@ def test_a_join_that_was_killed_goes_on_although_the_file_of_its_run_could_found
     starter, asked, joined = machine.starter(Wanted(run=RUN)), [], machine.started
     starter.join = lambda *runs, begun: asked.append((*runs, begun)) or joined  # type: ignore[method-assign, func-returns-value]
     assert starter.resume_or_join() is joined
-    assert asked == [(None, machine.started.run_id)], "it may have been founded anew meanwhile"
+    assert asked == [(None, machine.started.run_id)], "it may have been founded again meanwhile"
     starter.join = lambda *_, **__: None  # type: ignore[method-assign]
     with pytest.raises(RunMismatch, match=f"was joining {machine.started.run_id}.*--new-run"):
         starter.resume_or_join()
@@ -238,4 +238,4 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
         NobodyReachable, match=f"this peer was joining {begun.run_id}.*--run-id {first}"
     ):
         machine.starter(Wanted()).resume_or_join()
-    assert current_run_of(state.path, None)[0] == first, "what is exported, or invited to"
+    assert current_run_of(state.path, None)[0] == first, "for an export or an invitation"

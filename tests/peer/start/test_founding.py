@@ -1,4 +1,4 @@
-"""What is left of a run whose founder ended before its record was on disk: nothing."""
+"""Nothing is left of a run whose founder ended before its record was on disk."""
 
 import errno
 from asyncio import run as run_now
@@ -27,7 +27,7 @@ RUN = tiny_run()
 
 
 class Founder:
-    """A machine that founds a run alone; killed, it leaves what is on disk."""
+    """A machine that founds a run alone. After a kill, its disk is left."""
 
     def __init__(self, folder: Path) -> None:
         self.state, self.folder = StateDirectory(folder), folder
@@ -109,7 +109,7 @@ def test_what_comes_of_a_run_that_another_peer_founded_is_kept(founder: Founder)
 def test_a_founder_that_is_stopped_while_it_reads_its_text_has_founded_nothing(
     founder: Founder,
 ) -> None:
-    """A signal need not wait for the end of the text, which may be hours away."""
+    """A signal need not wait for the end of the text, which may take hours."""
     starter, read = founder.starter("me"), list[int]()
 
     def reading(*_: object) -> FoundText:

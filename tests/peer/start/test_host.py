@@ -1,4 +1,4 @@
-"""What a machine is called in a run."""
+"""The name of a machine in a run."""
 
 import socket
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_name_that_nobody_would_take_is_refused_at_once() -> None:
 
 
 def test_a_join_that_was_killed_does_not_wait_where_nobody_answers(tmp_path: Path) -> None:
-    """It has a run and no record: there is nothing to go on with alone."""
+    """It has a run but no record, so it cannot continue alone."""
     state, gone = StateDirectory(tmp_path), load_or_create_identity(tmp_path / "gone.key").peer_id
     state.current_run = "demo-0123456789abcdef"
     state.close()

@@ -1,4 +1,4 @@
-"""A joiner's link against the run, before anything is downloaded."""
+"""Checks a joiner's link against the run, before any download."""
 
 import asyncio
 import logging
@@ -63,7 +63,7 @@ def test_the_verdict_is_by_what_one_peer_more_moves_in_a_round(
 def test_how_far_a_run_does_not_fit_the_link_is_said_in_the_same_line(
     times_needed: float, share: str | None, times: str
 ) -> None:
-    """With rounds that stop for their bytes 97 % takes 0.97 / 0.03 times what a round needs."""
+    """With blocking rounds, 97 % needs 0.97 / 0.03 times a round's transfer time."""
     rate_mbit = times_needed * NEEDED_MBIT
     text = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (None, rate_mbit)).text
     needed = NEEDED_MBIT * 0.97 / 0.03
@@ -81,7 +81,7 @@ def test_before_anybody_has_trained_nothing_is_held_against_a_link() -> None:
 
 
 def test_a_round_of_an_agreed_time_lasts_that_long_for_any_peer() -> None:
-    """Not as long as `local_steps` would take, and it is known before anybody has trained."""
+    """It is not the time of `local_steps`, and is known before anybody has trained."""
     run = tiny_run(round={"seconds": ROUND_S}, optimizer={"schedule_steps": 100})
     for peer in (record(), record(tokens_per_s=1e9), record(tokens_per_s=0.0)):
         verdict = verdict_for(run, TIP, {"A": peer}, (1e6, NEEDED_MBIT / 2))
@@ -102,7 +102,7 @@ def test_a_hopeless_link_is_refused_with_its_numbers_and_a_slow_one_is_warned_of
 
 
 def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow or silent peer says nothing about this machine's own link."""
+    """A slow or silent peer is no evidence about this machine's link."""
     rates = {("A", True): 5.0, ("B", True): 9.0, ("A", False): 3.0}
     asked = []
 
@@ -126,7 +126,7 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
 
 
 class Measured:
-    """Stands for measuring with others; some do not answer, and few have a full line."""
+    """Stands for measurements with others. Some do not answer, and few have a full line."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Measured:
 
 
 def test_a_line_is_measured_with_a_few_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that start together would else measure each other at the same peers."""
+    """Otherwise all peers that start together would measure with the same peers."""
     sets = set()
     for _ in range(20):
         measured = Measured(monkeypatch)
@@ -177,7 +177,7 @@ def test_an_uplink_is_measured_without_a_byte_of_others_uplinks(
 def test_an_uplink_that_changed_counts_after_two_tests_and_none_for_longer_than_a_day(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measured once at 80, then 48 times at 6 Mbit/s, a peer published 80 for weeks."""
+    """After one measurement of 80 and 48 of 6 Mbit/s, a peer published 80 for weeks."""
     now_s = 0.0
     rates = [80.0] * 3 + [6.0] * 3 + [80.0] * 3
     measured = Measured(monkeypatch, uplinks=[(rate, None) for rate in rates for _ in range(2)])
@@ -244,7 +244,7 @@ def test_others_are_asked_for_those_that_do_not_answer(
 def test_a_thin_line_is_measured_until_two_peers_have_shown_the_same(
     monkeypatch: pytest.MonkeyPatch, uplinks: list[tuple[float, float | None]], full: list[float]
 ) -> None:
-    """One that is fast, or shows no queue at two, is left alone."""
+    """A line that is fast, or shows no queue with two peers, is not measured again."""
     measured = Measured(monkeypatch, uplinks=uplinks)
     asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert list(measured.lines.full_mbit.values()) == full
@@ -254,7 +254,7 @@ def test_a_thin_line_is_measured_until_two_peers_have_shown_the_same(
 def test_a_receiver_agrees_with_itself_only_where_there_is_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One whose own line is thin would else make everybody's look as thin."""
+    """Otherwise a receiver with a slow line would make all others look slow."""
     uplinks = [(5.0, 5.0)] * 9
     measured = Measured(monkeypatch, uplinks=uplinks)
     measured.present = {"A": record()}

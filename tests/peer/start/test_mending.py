@@ -1,4 +1,4 @@
-"""What a lone peer mends of its own state directory, and what it goes back to."""
+"""Repairs of a lone peer in its own state directory, and the round that it falls back to."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_peer_is_alone_when_nobody_else_is_a_member() -> None:
     assert not is_alone("A", Record(found(make_rules(), ["A", "B"]), None, None))
 
 
-# ---------------------------------------------------------------- values that are damaged
+# ---------------------------------------------------------------- damaged values
 
 
 def value_of(height: int) -> bytes:
@@ -105,7 +105,7 @@ def value_of(height: int) -> bytes:
 
 
 def after(parent: Manifest) -> Manifest:
-    """The next manifest; all of its units have one value of its own."""
+    """The next manifest, in which all units have one new value."""
     height = parent.height + 1
     digest = digest_of(value_of(height))
     entries = {unit: replace(entry, digest=digest) for unit, entry in parent.entries.items()}
@@ -128,7 +128,7 @@ def with_values(folder: Path, *manifests: Manifest) -> BlobStore:
 
 
 def test_damaged_values_that_no_tip_has_yet_are_dropped_too(tmp_path: Path) -> None:
-    """Offers of a round under way: the next manifest may name them."""
+    """Offers of a round in progress, which the next manifest may name."""
     offered, kept = b"offered" * 100, b"kept" * 100
     store = with_values(tmp_path, SECOND, THIRD)
     store.sync([store.put(each) for each in (offered, kept)])
@@ -143,14 +143,14 @@ def test_damaged_values_that_no_tip_has_yet_are_dropped_too(tmp_path: Path) -> N
 def test_the_round_before_is_taken_though_both_record_files_have_the_damaged_one(
     tmp_path: Path,
 ) -> None:
-    """A promise or vote for the next round makes a record of its own, with the same tip."""
+    """A promise or vote for the next round makes a new record with the same tip."""
     file = RecordFile(tmp_path / "record")
     file.write(NEWEST, [Link(FIRST.head), Link(SECOND.head, CERTIFICATE)])
     file.write(replace(NEWEST, promised=Ballot(1, "A")))
     earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND))
     assert earlier
     assert (earlier.tip, earlier.certificate) == (SECOND, CERTIFICATE)
-    assert earlier.abstain_until_height > THIRD.height, "it may have voted on what is lost"
+    assert earlier.abstain_until_height > THIRD.height, "it may have voted on the lost values"
 
 
 def test_the_record_before_is_taken_where_it_has_an_earlier_tip(tmp_path: Path) -> None:

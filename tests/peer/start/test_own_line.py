@@ -1,4 +1,4 @@
-"""When a peer measures its line, and what follows from it for its uploads."""
+"""The times of a peer's line measurements, and their effects on its uploads."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from swarm.protocol.timing.pace import DAY_S
 
 
 class Sent:
-    """What others took: so much that counts, and so much that shows at least."""
+    """Rates that others received: one that counts, and a lower bound."""
 
     def __init__(self) -> None:
         self.mbit: float | None = None
@@ -44,14 +44,14 @@ class Sent:
 
 
 class Measured:
-    """What a peer has measured, and with whom; its uplink is full at `full_mbit`."""
+    """A peer's measurements and partners. Its uplink is full at `full_mbit`."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, cap_mbit: float | None = None
     ) -> None:
         self.calls: list[object] = []
         self.caps: list[float | None] = []
-        """In force while it measured."""
+        """The cap during its measurements."""
         self.up_mbit, self.full_mbit = 1.0, list[float]()
         self.num_full = 0
         self.now, self.is_down = 0.0, False
@@ -63,7 +63,7 @@ class Measured:
         self.node: Any = self
 
     def begins_anew(self, cap_mbit: float | None = None) -> None:
-        """As after a kill: of what it knew, its state directory is left."""
+        """As after a kill: only its state directory is left."""
         self.lines = LinkHealth(lambda: self.now)
         self.traffic = SimpleNamespace(sent=Sent(), up=Throttle(cap_mbit), bytes_sent=0)
         self.config = SimpleNamespace(network=NetworkSection(max_upload_mbit=cap_mbit))
@@ -75,7 +75,7 @@ class Measured:
 
     async def present(self, *_: object) -> dict[str, str]:
         if self.is_down:
-            raise NetworkDown("the daemon is gone")
+            raise NetworkDown("the daemon has ended")
         return {"A": "its record", "stranger": "another"}
 
     async def measure(self, _: object, peers: object) -> None:
@@ -229,7 +229,7 @@ def test_a_fast_line_is_left_alone(measured: Measured) -> None:
 
 
 def test_a_cap_is_measured_anew_each_hour_without_it(measured: Measured) -> None:
-    """At home a line is thinner in the evening; what was measured before stays until then."""
+    """A home line is slower in the evening. The earlier measurement stays until then."""
     measured.full_mbit = [20.0, 20.0]
     measured.starts()
     line = measured.watched()
@@ -266,7 +266,7 @@ def test_a_cap_is_lifted_when_the_line_turns_out_to_be_fast(measured: Measured) 
 def test_uplink_and_cap_follow_a_line_that_got_slower_and_faster_again(
     measured: Measured, hours: int
 ) -> None:
-    """Measured once at 80, then 48 times at 6 Mbit/s, a peer published 80 and had no cap."""
+    """After one measurement of 80 and 48 of 6 Mbit/s, a peer published 80 and had no cap."""
     measured.up_mbit, measured.full_mbit = 80.0, []
     measured.starts()
     line = measured.watched()
@@ -292,7 +292,7 @@ def test_what_others_take_has_a_line_measured_that_got_slower_within_two_quiet_m
     assert measured.beats(line, 20) <= 1
     sent: Any = measured.traffic.sent
     measured.up_mbit, measured.full_mbit, sent.shown = 6.0, [6.0, 6.0], 6.0
-    assert measured.beats(line, 3, sent=1) == 0, "beside a round a test shows too little"
+    assert measured.beats(line, 3, sent=1) == 0, "during a round a test shows too low a rate"
     assert measured.beats(line, 2) == 2
     assert measured.published == pytest.approx(CAP_SHARE * 6.0)
 
@@ -309,7 +309,7 @@ def test_receivers_that_are_thin_themselves_cost_few_tests(measured: Measured) -
 def test_what_was_seen_long_ago_does_not_outlive_two_tests_that_say_otherwise(
     measured: Measured,
 ) -> None:
-    """By the real count of what others took, whose windows are of a day."""
+    """By the real count of the others' rates, with windows of a day."""
     clock = lambda: measured.now  # noqa: E731
     sent = measured.traffic.sent = UploadRate(clock)
     measured.now = 100.0
@@ -365,11 +365,11 @@ def test_a_fast_line_is_not_measured_before_a_peer_comes_back(measured: Measured
     assert len(measured.calls) == 1
     assert (measured.lines.up_mbit, measured.published) == (None, HOME_MBIT + 1)
     measured.now += DAY_S + 1.0
-    assert measured.published is None, "nobody knows what the line is after a day"
+    assert measured.published is None, "the line is unknown after a day"
 
 
 def test_what_is_kept_is_as_old_as_the_test_that_found_it(measured: Measured) -> None:
-    """A peer that wrote the file an hour after a test had it trusted for two."""
+    """A peer that wrote the file an hour after a test had trusted the test for two hours."""
     measured.up_mbit = HOME_MBIT + 1
     measured.starts()
     measured.now += AGAIN_S / 2

@@ -1,4 +1,4 @@
-"""A month's bytes: counted over restarts, warned of, left for in time, and refused afterwards."""
+"""A month's bytes: counted over restarts, with a warning, a timely leave, and later refusal."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_peer_is_warned_once_at_each_mark_and_leaves_while_it_still_can(
 def test_the_rate_that_a_warning_names_is_that_of_the_last_day(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After two quiet weeks it had said that a peer leaves in months."""
+    """After two quiet weeks the warning once named months."""
     now_s, moved = NOVEMBER_S - 20 * DAY_S, 0
     data = DataQuota(MonthlyCount(file, now_s), 100.0 * GB, 4.0 * GB, clock=lambda: now_s)
     with caplog.at_level(logging.WARNING):
@@ -219,7 +219,7 @@ def test_without_a_quota_nothing_is_written(tmp_path: Path) -> None:
 def test_what_is_moved_before_a_run_is_entered_counts_too(tmp_path: Path) -> None:
     state, node = StateDirectory(tmp_path), cast(Node, SimpleNamespace(traffic=Traffic()))
     watch = QuotaWatch(NetworkSection(data_quota_gb=9.0), state, node, Stop(1.0))
-    node.traffic.blob_bytes_received = GB  # of a model that never came whole
+    node.traffic.blob_bytes_received = GB  # a model that never arrived whole
     watch.end()
     assert count_of(state).num_bytes == round(GB * OVERHEAD)
     state.close()

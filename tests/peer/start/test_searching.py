@@ -1,4 +1,4 @@
-"""While a founder prepares its run, others wait for it, and found none beside it."""
+"""While a founder prepares its run, others wait for this run, and found no second one."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ PREPARING = encode_preparing(RUN.fingerprint())
 
 
 def record_of(run: RunConfig, founder: str = "M") -> RunRecord:
-    """Of a run that gathers: its id binds nothing yet."""
+    """The record of a gathering run, whose id is not derived from a manifest yet."""
     return RunRecord(
         f"gathering-{'0' * 32}", run.run.name, run.fingerprint(), founder, DIGEST, 0, DIGEST, 1,
         state=RunState.GATHERING, wait_for_peers=2,
@@ -45,7 +45,7 @@ def record_of(run: RunConfig, founder: str = "M") -> RunRecord:
 
 
 class Entrance:
-    """The node of a peer that was given one address; what is said there is the test's."""
+    """The node of a peer with one address of a scripted peer."""
 
     entrances: tuple[str, ...] = ("M",)
     neighbours = frozenset({"M"})
@@ -54,7 +54,7 @@ class Entrance:
     def __init__(self, me: str = "Z") -> None:
         self.peer_id = me
         self.answers: list[bytes] = []
-        """One after the other, the last for ever."""
+        """Answers in order, the last one forever."""
 
     async def request(self, _: str, question: bytes, __: float) -> bytes:
         assert question == RUN_QUESTION
@@ -99,7 +99,7 @@ def looked(host: Any, wanted: Wanted) -> Opened | None:
 def test_a_run_that_is_being_prepared_is_waited_for(
     entrance: Entrance, wanted: Wanted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Many times as long as a peer looks for one of which nobody says anything."""
+    """Much longer than a peer searches for a run that no record announces."""
     entrance.answers = [*(200 * [PREPARING]), b"", encode_record(record_of(RUN))]
     with caplog.at_level("INFO"):
         opened = looked(host_of(entrance), wanted)
@@ -138,7 +138,7 @@ def test_no_run_is_founded_beside_another_that_is_prepared_without_a_word(
 
 
 class Founding(Starter):
-    """A peer that founds `RUN`, and joins nothing but what its test says."""
+    """A peer that founds `RUN`, and joins only the run of its test."""
 
     def __init__(self, entrance: Entrance, state: StateDirectory, wanted: Wanted) -> None:
         super().__init__(host_of(entrance, state=state), wanted, UNOBSERVED)

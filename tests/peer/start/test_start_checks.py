@@ -1,4 +1,4 @@
-"""A start that could only wait is refused at once, with what is there and what to do."""
+"""A start that could only wait is refused at once, with the reason and the remedy."""
 
 import shutil
 from collections.abc import Iterator
@@ -81,11 +81,11 @@ def test_a_file_an_address_or_a_remembered_peer_is_a_way_in(state: StateDirector
     require_way_in(Wanted(), (), state)
 
 
-# ---------------------------------------------------------------- a run file that was changed
+# ---------------------------------------------------------------- changed run files
 
 
 def founded(folder: Path, run: RunConfig, at_round: int = 0) -> tuple[StateDirectory, str]:
-    """The state directory of a peer that has founded a run, and is at some round of it."""
+    """The state directory of a peer that has founded a run, at a given round."""
     founder = Founder(folder)
     started = founder.found(run=run)
     tip = replace(started.record.tip, round=at_round)
@@ -125,7 +125,7 @@ def test_a_run_that_is_over_keeps_nobody_from_founding_another(tmp_path: Path, l
 def test_a_run_that_may_not_be_over_is_no_reason_to_found_another(
     tmp_path: Path, missing: bool
 ) -> None:
-    """A join that was killed has no record yet; a damaged one tells nothing."""
+    """A killed join has no record yet. A damaged record proves nothing."""
     state, name = founded(tmp_path, with_rounds(8), at_round=8)
     record = state.run(name).record_path
     record.unlink() if missing else record.write_bytes(b"torn")

@@ -1,4 +1,4 @@
-"""What a publication asks of the DHT."""
+"""A publication's requests to the DHT."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from tests.peer_records import peer_record
 
 
 class Neighbours:
-    """A node whose neighbours have clocks of the test's; `None` does not answer."""
+    """A node whose neighbors have scripted clocks. `None` does not answer."""
 
     peer_id = "me"
 

@@ -1,4 +1,4 @@
-"""Why a round went without a peer: what it did itself, and what the convener said of it."""
+"""Why a round excluded a peer: its own actions, and the convener's account."""
 
 import errno
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_a_peer_says_what_it_did_while_the_round_went_on_without_it() -> None:
 
 
 def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
-    """The words are those of the rule itself, so they cannot drift apart."""
+    """The rule itself makes the words, so they cannot differ."""
     absent = [
         Absent("C", silent_s=30.0, remaining_s=None, worked_s=30.0),
         Absent("B", silent_s=0.0, remaining_s=500.0, worked_s=1.0),

@@ -1,4 +1,4 @@
-"""What a peer says about itself: totals, differences between rounds, and nothing of others."""
+"""A peer's status: totals, differences between rounds, and nothing about others."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_round_s_event_says_how_much_of_it_was_training(status: PeerStatus) ->
 def test_each_file_of_a_bounded_history_is_whole_by_itself(
     status: PeerStatus, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    """The lines that a line leaves out something for go with the file before."""
+    """Lines that another line refers to are removed with the previous file."""
     monkeypatch.setattr(state_directory, "MAX_EVENTS_BYTES", most_bytes)
     watch(status)
     tip, seen = TIP, set[int]()
@@ -266,7 +266,7 @@ def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
 def test_a_held_out_loss_that_no_record_has_is_said_and_not_published(
     status: PeerStatus, val_loss: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such a record ended the thread that publishes all others."""
+    """Such a record once ended the thread that publishes all others."""
     status.validated(TIP, 2.0, HELD_OUT)
     status.validated(successor(TIP), val_loss, HELD_OUT)
     assert status.validation is not None and status.validation.val_loss == 2.0
@@ -415,7 +415,7 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
 
 
 def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> None:
-    """Two rounds after a reform at height 1 give way to those of the generation that was left."""
+    """Two rounds after a reform at height 1 are replaced by those of the former generation."""
     one = successor(TIP)
     left = replace(one, lineage=((1, (2, "62")),), generation="62")
     for manifest in (one, replace(left, height=2), replace(left, height=3)):
@@ -428,7 +428,7 @@ def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> 
 
 
 def test_a_first_round_that_takes_long_has_figures_before_its_end(status: PeerStatus) -> None:
-    """Or the monitor says 0 tokens/s for minutes."""
+    """Otherwise the monitor shows 0 tokens/s for minutes."""
     watch(status)
     assert status.record().tokens_per_s == 0.0
     status.begin(PeerState.TRAINING)

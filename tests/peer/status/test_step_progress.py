@@ -1,4 +1,4 @@
-"""What is said of local steps while they run, from the first one on."""
+"""Progress reports of local steps, from the first one on."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a round decided is told in few lines, without long names and without empty reasons."""
+"""The log reports a round's decision in few lines, without long names and empty reasons."""
 
 import logging
 from dataclasses import replace
@@ -50,11 +50,11 @@ AILING: dict[Fault, tuple[Manifest, dict[str, Any]]] = {
     ),
     Fault.SLOW: (TIP, {"D": {"last_round": figures(phases={"training": 24.0})}}),
 }
-"""What a monitor shows of D for each fault that D can know of."""
+"""A monitor's view of D for each fault that D can know."""
 
 
 def test_each_fault_that_a_peer_can_know_of_is_tried() -> None:
-    elsewhere = {Fault.DEAD, Fault.SILENT, Fault.TROUBLE}  # it ended, or `patience` has said it
+    elsewhere = {Fault.DEAD, Fault.SILENT, Fault.TROUBLE}  # it ended, or `patience` reported it
     assert AILING.keys() | elsewhere == set(Fault)
 
 
@@ -77,7 +77,7 @@ def test_a_peer_logs_the_sentence_that_the_monitor_shows_of_it_once(
     own, causes = records.pop("QmD"), OwnCauses("demo-1")
     with caplog.at_level(logging.INFO):
         causes.note(records, own, tip)
-        for number in range(7, 10):  # others are read now and then
+        for number in range(7, 10):  # others are read occasionally
             again = replace(tip, round=number)
             last = own.last_round and replace(own.last_round, round=number)
             causes.note({}, replace(own, last_round=last), again)
@@ -118,7 +118,7 @@ def test_a_peer_that_catches_up_is_late() -> None:
 
 
 def test_what_others_say_is_of_members_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Anybody may sign a record."""
+    """Anybody can sign a record."""
     causes = OwnCauses("demo-1")
     strangers = {f"QmX{k}": peer(f"QmX{k}", link=line(QmD=Silence.GONE)) for k in range(50)}
     causes.note(strangers, peer("QmD", manifest_digest=TIP.digest), TIP)

@@ -1,4 +1,4 @@
-"""What a joiner asked for against the run that is there."""
+"""A joiner's options against the existing run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The held-out text is spelled from the run's tokens, or not at all."""
+"""The held-out text is decoded from the run's tokens, or not at all."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def test_a_tokenizer_that_forgets_how_a_text_was_written_gives_no_text() -> None
     made.normalizer = tokenizers.normalizers.Lowercase()
     lower = FileTokenizer.of(made.to_str().encode())
     assert held_out_text(agreed(lower, ["all lower"])) == ["all lower"]
-    # As many bytes, and the same tokens: the capitals are gone, and nobody can tell.
+    # As many bytes, and the same tokens: the capitals are lost without a trace.
     assert held_out_text(agreed(lower, ["All Lower"])) == ["all lower"]
     made.normalizer = tokenizers.normalizers.Replace(" ", "")
     with pytest.raises(DataError, match="does not reproduce the held-out text"):

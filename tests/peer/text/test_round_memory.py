@@ -1,7 +1,7 @@
-"""What the phases of a round hold above the engine: living tensors, counted as they are made.
+"""Memory of a round's phases above the engine: living tensors, counted when they are made.
 
-Chunks are made small here, in the proportion that they have to the experts of a model of 7B: there
-all experts are 12.9 GB, a chunk of `CHUNK_ELEMENTS` is 2 to 4 MB.
+Chunks are small here, in the same proportion to the experts as in a 7B model, where all experts are
+12.9 GB and a chunk of `CHUNK_ELEMENTS` is 2 to 4 MB.
 """
 
 import gc
@@ -62,7 +62,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def live() -> Iterator[LiveBytes]:
-    """Counts from before there is an engine, so that its own memory is not taken for news."""
+    """Counts from before the engine exists, so that the engine's memory is known."""
     with LiveBytes() as live:
         yield live
 
@@ -87,7 +87,7 @@ def model(store: BlobStore, founded: Manifest) -> LiveModel:
 
 
 def peak_of(live: LiveBytes, phase: Callable[[], object]) -> int:
-    """The most bytes of tensors that are alive at once, above those that were before."""
+    """The peak bytes of living tensors, above those before."""
     gc.collect()
     live.reset()
     before = live.now
@@ -105,7 +105,7 @@ def test_a_merge_holds_a_few_percent_of_the_experts(
 ) -> None:
     agreed = Agreed(store, LAYOUT)
     peak = peak_of(live, lambda: consume(iter(merge_blobs(founded, RUN, agreed)[0].values())))
-    # Chunks of all experts as they came and twice in fp64, beside the cosines.
+    # Chunks of all experts, as received and twice in fp64, and the cosines.
     assert peak <= EXPERTS * CHUNK * (2 + 8 + 8) + 8 * EXPERTS**2 * 8, peak / CHUNK / EXPERTS
     assert peak < 0.1 * ALL_EXPERTS
 
@@ -146,7 +146,7 @@ def test_an_export_holds_one_tensor(live: LiveBytes, store: BlobStore, founded: 
 
 
 def averaged(founded: Manifest, store: BlobStore, model: LiveModel) -> tuple[Manifest, Offer]:
-    """A successor in which every value is another one, and the offer that is in its means."""
+    """A successor in which every value differs, and the offer that its means include."""
     units, entries, sources = {}, {}, {}
     for unit, value, base in offered_values(model, founded):
         offered = store_content(store, value)
@@ -216,6 +216,6 @@ def test_a_step_down_never_holds_two_engines(live: LiveBytes, tmp_path: Path) ->
     gc.collect()
     assert engine.options == below[0]
     assert live.now == pytest.approx(before, rel=0.01)
-    # One tensor beside it, and the stack of one layer as experts change sides.
+    # One more tensor, and the stack of one layer while experts change owners.
     assert live.peak <= before + LARGEST + 3 * EXPERTS * MATRIX * 8
     assert list(tmp_path.iterdir()) == []

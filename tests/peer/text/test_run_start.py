@@ -33,7 +33,7 @@ SMALL = [
 
 
 def test_given_weights_are_never_computed_by_joiners() -> None:
-    """What follows from the seed is, though here it would even be right."""
+    """Values that follow from the seed are, though here they would even be right."""
     seeded, founders = tiny_run(), BlobStore(None)
     manifest, layout = founded_in(founders, seeded, ["me"]), layout_of(seeded)
     given = seeded.model_copy(update={"run": seeded.run.model_copy(update={"initial": "given"})})
@@ -56,7 +56,7 @@ def loss_of(model: PreTrainedModel, held_out: HeldOut) -> float:
 
 
 def made(folder: Path, kind: str) -> PreTrainedModel:
-    """A checkpoint of Transformers, or an export of ours as Transformers loads it."""
+    """A checkpoint of Transformers, or an export of ours in Transformers' format."""
     if kind != "export":
         return make_checkpoint(folder, kind, fused=True)
     run = model_run(qk_norm="none", norm_topk_prob=True, head_dim=12)

@@ -1,4 +1,4 @@
-"""The text of a run: bound by its founder, kept by every peer, refused where it is another."""
+"""The text of a run: fixed by its founder, checked by every peer, refused if it differs."""
 
 import shutil
 from dataclasses import replace

@@ -109,7 +109,7 @@ def test_a_joiner_that_names_another_one_is_told_both(folder: Path, tmp_path: Pa
 
 
 def test_a_lone_peer_whose_copy_is_damaged_is_told_so_at_once(tmp_path: Path) -> None:
-    """There is nobody to fetch it from, so waiting for it would be in vain."""
+    """No other peer has a copy, so waiting for one would be pointless."""
     store = BlobStore(tmp_path)
     with pytest.raises(CorruptState, match=r"is missing on this disk, and no.*--tokenizer DIR"):
         wanted_tokenizer(RUN, FILE, [], store)

@@ -1,4 +1,4 @@
-"""Work beside the steps: nothing it reads changes, and what it has to change is done in turn."""
+"""Work during the steps: its inputs do not change, and its changes wait for their turn."""
 
 import math
 import threading
@@ -76,7 +76,7 @@ def test_without_a_thread_it_is_done_at_once(monkeypatch):
 
 
 def test_work_that_waits_for_itself_is_told_that_memory_is_short():
-    """An engine that lacks memory waits for who reads it, then makes room; the reader cannot."""
+    """An engine without memory waits for its readers, then makes room. The reader itself cannot."""
     making = BackgroundWork[int]()
 
     def work() -> int:
@@ -130,7 +130,7 @@ def test_a_read_beside_a_step_that_lacks_memory_is_made_when_the_step_waits(monk
     engine.step(batch(run, 0), lr=1e-2)
     assert not making.is_running, "the step waited for it"
     assert torch.equal(making.result(), value)
-    assert engine.options == first, "no room was made by who only reads"
+    assert engine.options == first, "a mere reader made no room"
     assert len(pauses) == 1
 
 
@@ -196,7 +196,7 @@ def test_a_streaming_engine_is_read_while_layers_pass_and_has_finished_its_updat
 
 
 def test_what_is_changed_while_a_step_waits_is_updated_by_it():
-    """As where a refused unit begins anew: both engines come to the same."""
+    """As where a refused unit starts again: both engines compute the same values."""
     run, made = tiny_run(), []
     for make in (new_engine, new_streaming):
         engine, names = make(run, owned=[0, 1]), all_names(run)

@@ -1,4 +1,4 @@
-"""What the trainer does about moments: bits that arrive, or late, masters, and who is told."""
+"""What the trainer does about moments: bits on time or late, masters, and whom it informs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PEERS = ("me", "other", "third")
 
 
 class Exchange:
-    """Remembers what it was told; blobs by digest."""
+    """Records its calls. Blobs are stored by digest."""
 
     def __init__(self, store: BlobStore) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -87,7 +87,7 @@ class Exchange:
 
 
 class Status:
-    """What a person would read."""
+    """Records the lines for people."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, Moments | None, str]] = []
@@ -106,7 +106,7 @@ class Status:
 
 
 class Side:
-    """A peer's model with its moments; all sides share one store and manifest."""
+    """A peer's model with its moments. All sides share one store and manifest."""
 
     make_engine: Callable[[RunConfig], Engine] = staticmethod(ResidentEngine)
 
@@ -134,7 +134,7 @@ class Side:
 
 
 class Process:
-    """A peer's trainer on its state directory; what runs the rounds knows only the tip."""
+    """A peer's trainer on its state directory. The rounds' stand-in knows only the tip."""
 
     def __init__(
         self, store: BlobStore, folder: Path, founded: Manifest, tip: Manifest, parent: Manifest
@@ -164,7 +164,7 @@ class Process:
         at_once(training.save())
 
     def resume(self) -> Exchange:
-        """Returns what the exchange was told."""
+        """Returns the exchange, which has recorded its calls."""
         self.trainer.training.resume()
         return self.side.exchange
 
@@ -192,7 +192,7 @@ def crews() -> Iterator[Crews]:
     autouse=True,
 )
 def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test is of engines of one kind."""
+    """Every test uses engines of one kind."""
     made: list[Engine] = []
 
     def parallel(run: RunConfig) -> Engine:
@@ -254,7 +254,7 @@ def after_round(side: Side, store: BlobStore, *, owner: str) -> Manifest:
 
 
 def handed(side: Side) -> tuple[Moments, Content]:
-    """What a side put out for others last."""
+    """The last moments that a side offered to others."""
     moments, _ = side.exchange.out[-1]
     return moments, side.exchange.blobs[moments.digest]
 
@@ -283,7 +283,7 @@ def test_a_handed_over_expert_goes_on_with_the_same_bits_of_moments_and_master(
 def test_moments_that_come_late_end_where_they_would_have_been(
     me: Side, other: Side, store: BlobStore
 ) -> None:
-    """At a learning rate of zero the gradients are those of a peer that had them in time."""
+    """At a learning rate of zero the gradients equal those of a peer that had them in time."""
     expert = mine(me)
     me.train(3)
     manifest = after_round(me, store, owner="other")
@@ -307,7 +307,7 @@ def test_moments_that_come_late_end_where_they_would_have_been(
 def test_moments_are_added_once_nothing_reads_the_engine_any_more(
     me: Side, store: BlobStore, founded: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a private state is written while steps are taken, and one of them is skipped."""
+    """As with a private state that is written during steps, with one of them skipped."""
     names, may_read = list(expert_shapes(RUN.model, mine(me))), threading.Event()
     me.train(3)
     manifest = after_round(me, store, owner="other")
@@ -396,7 +396,7 @@ def test_a_leaver_hands_over_everything_once_the_others_are_without_it(me: Side)
     mine = dict.fromkeys(me.model.engine.owned, ("other",))
     without = replace(me.at, height=1, parent=me.at.digest, owners={**me.at.owners, **mine})
     me.moments.hand_over()
-    assert me.moments.all_handed_over()  # nobody may have anything yet
+    assert me.moments.all_handed_over()  # nobody may have moments yet
     assert me.moments.summary() == "no moments were handed over"
     me.moments.leave(me.at, without)
     assert not me.moments.all_handed_over()

@@ -1,4 +1,4 @@
-"""Leaving: what is waited for, and for how long."""
+"""Leaving: the waits and their limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_ME = replace(TIP, height=1, members={"other": TIP.members["other"]})
 
 
 class Scene:
-    """A driver, moments and a clock that a script moves on."""
+    """A driver, moments and a clock, driven by a script."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 120.0) -> None:
         self.now_s = 0.0
@@ -31,9 +31,9 @@ class Scene:
         self.told: list[Manifest] = []
         self.asked = 0
         self.script: dict[int, Any] = {}
-        """Second -> what happens then."""
+        """Second -> the event at that time."""
         self.after_tip: dict[str, Any] = {}
-        """What happens right after somebody has looked at the tip."""
+        """The event right after a look at the tip."""
         fake = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.pass_time)
         monkeypatch.setattr(leaving, "time", fake)
         self.stop = FakeStop(self, timeout_s)
@@ -62,7 +62,7 @@ class Scene:
 
 @dataclass
 class FakeStop:
-    """A person who has asked at second 0."""
+    """A person who asked to leave at second 0."""
 
     scene: Scene
     leave_timeout_s: float
@@ -74,7 +74,7 @@ class FakeStop:
 
 @dataclass
 class FakeDriver:
-    """What the others decide, by the script."""
+    """The others' decisions, by the script."""
 
     scene: Scene
 
@@ -143,7 +143,10 @@ def test_a_stop_is_asked_once_and_has_a_time_out() -> None:
 
 
 class Served:
-    """Others fetch a byte at each look until a time, and the person stops the peer at another."""
+    """Others fetch a byte at each look until one time.
+
+    The person stops the peer at another time.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, until_s: float, stop_s: float = inf
@@ -164,7 +167,7 @@ class Served:
 def test_a_finished_peer_serves_as_long_as_somebody_fetches_what_only_it_may_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A quorum has the last round; over thin lines the rest of the members fetch it for hours."""
+    """A quorum has the last round. The other members fetch it over slow lines for hours."""
     assert Served(monkeypatch, 0.0).now_s == 60.0
     served = Served(monkeypatch, 7200.0)
     assert served.now_s == 7260.0 and served.looks == 2 * served.now_s

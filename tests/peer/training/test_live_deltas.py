@@ -1,4 +1,4 @@
-"""Live values beside agreed ones that move by deltas: nothing is lost, nothing comes twice."""
+"""Live values while agreed ones move by deltas: nothing is lost, nothing is counted twice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +90,7 @@ class Swarm:
         return decision
 
     def train(self, peer: str, moves: Mapping[Unit, Tensor]) -> None:
-        """Adds something to each of the units that a peer trains."""
+        """Adds a change to each unit that a peer trains."""
         for unit, part, values in self.parts(peer):
             start, stop = values
             engine = self.lives[peer].engine
@@ -98,7 +98,7 @@ class Swarm:
         self.offerings[peer].changed()
 
     def parts(self, peer: str) -> Iterator[tuple[Unit, Slice, tuple[int, int]]]:
-        """The slices of the units that a peer trains, and where they lie in these."""
+        """The slices of a peer's units, and their places in the units."""
         for unit in EACH_ROUND.due_of(peer, self.tip):
             start = 0
             for piece in self.layout.by_unit[unit].slices:
@@ -117,7 +117,7 @@ class Swarm:
         return values_in(blob or b"", self.layout.by_unit[unit].codec).float()
 
     def left(self, unit: Unit) -> Tensor:
-        """What means left over, as long as they are due."""
+        """The remainders of means, while they are due."""
         base = self.tip.entries[unit].digest
         digest = self.left_over.of(Reduce("", unit, (), None, base))
         if digest is None:
@@ -127,7 +127,7 @@ class Swarm:
     def round(
         self, counted: Sequence[str] = PEERS, without: Sequence[Unit] = ()
     ) -> dict[str, Adoption]:
-        """Everybody offers, some are counted, all adopt; what nobody keeps is collected."""
+        """All offer, some are counted, all adopt. Unreferenced blobs are collected."""
         offers: dict[str, Offer] = {}
         for peer, live in self.lives.items():
             bases = {}
@@ -224,7 +224,7 @@ def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> Non
             assert torch.equal(swarm.live(peer, unit), value)
         left = swarm.live(peer, unit) - swarm.agreed(unit)
         rounded_off = 2**-8 * value.abs().max() if experts == "bf16" else 0.0
-        assert left.abs().max() < 12e-3 + rounded_off, "what is not sent does not grow"
+        assert left.abs().max() < 12e-3 + rounded_off, "unsent values do not grow"
 
 
 def test_several_threads_come_to_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_two_owners_of_an_expert_close_the_loop_as_shared_tensors_do() -> None:
     total = swarm.agreed(unit)
     for number in range(6):
         for index, peer in enumerate(PEERS):
-            # Far below what bf16 can tell from nothing, next to these values.
+            # Far below bf16's resolution at these values.
             steps = moves(swarm, 2 * number + index, scale=1e-5)
             swarm.train(peer, steps)
             total += steps[unit] / 2
@@ -318,7 +318,7 @@ def test_what_a_delta_counts_from_is_not_collected_before_it_was_adopted() -> No
         for peer in PEERS:
             swarm.train(peer, moves(swarm, number))
         swarm.round()
-    assert not values & set(swarm.store.digests()), "and not kept for ever"
+    assert not values & set(swarm.store.digests()), "and not kept forever"
 
 
 def test_all_that_an_adoption_takes_is_kept_before_the_engine_changes(
@@ -353,7 +353,7 @@ def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -
 
 
 def test_what_a_collection_drops_while_it_is_offered_is_made_again() -> None:
-    """Rounds go on meanwhile, as those of a peer that has just come back."""
+    """Rounds continue meanwhile, as for a peer that has just returned."""
     swarm = Swarm(tiny_run(wire=CODED))
     swarm.train("me", moves(swarm, 1))
     offering, tip = swarm.offerings["me"], swarm.tip

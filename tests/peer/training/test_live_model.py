@@ -57,7 +57,7 @@ def model(store: BlobStore, founded: Manifest) -> LiveModel:
 
 
 def successor(parent: Manifest, store: BlobStore, *, kind: Kind) -> tuple[Manifest, Tensor]:
-    """A manifest with another value of one expert; the value of its first tensor, too."""
+    """A manifest with another value of one expert, and the value of its first tensor."""
     unit = expert_unit(EXPERT)
     values = {name: torch.full(LAYOUT.shapes[name], 0.25) for name in NAMES}
     before = parent.entries[unit]
@@ -82,7 +82,7 @@ def test_local_progress_moves_with_a_merge(
     merged, value = successor(founded, store, kind=Kind.MERGE)
     adopt_into(model, merged, previous=founded.digest)
     moved = model.engine.read(NAMES)[NAMES[0]]
-    # The initial weights (about 0.02) are added and taken away again in fp32.
+    # The initial weights (about 0.02) are added and subtracted in fp32.
     assert torch.allclose(moved, value + 0.5, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
 def test_int8_experts_are_made_from_agreed_values_every_time(
     store: BlobStore, founded: Manifest
 ) -> None:
-    """Rounding never adds up: after any number of rounds it is one rounding of the agreed value."""
+    """Roundings do not accumulate: after any number of rounds there is only one."""
     options = EngineOptions.of(RUN).but(frozen="int8")
     live = LiveModel("other", RUN, ResidentEngine(RUN, options), Agreed(store, LAYOUT))
     manifest = founded
@@ -146,7 +146,7 @@ def test_every_expert_is_owned_by_the_only_member(model: LiveModel) -> None:
 def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collected(
     tmp_path: Path,
 ) -> None:
-    """An odd offset in its pack, no byte of it in the engine's own files, no bit of difference."""
+    """At an odd offset in its pack, without a byte in the engine's own files, and bit for bit."""
     store = BlobStore(tmp_path)
     store.put(b"odd")
     initial = {
@@ -189,7 +189,7 @@ SLICED = tiny_run(
 
 @pytest.fixture
 def sliced(store: BlobStore) -> tuple[LiveModel, Manifest, Manifest]:
-    """A model that has trained, manifest 0, and a round that renewed one part of four."""
+    """A trained model, manifest 0, and a round that renewed one part of four."""
     layout = layout_of(SLICED)
     founded = founded_in(store, SLICED, ["me"])
     live = LiveModel("me", SLICED, ResidentEngine(SLICED), Agreed(store, layout))
@@ -248,7 +248,7 @@ def test_the_agreed_state_is_measured_without_local_progress_which_comes_back_in
     found = live.evaluate(renewed, text)
     assert same(live.engine.read(all_names(SLICED)), before)
     store.collect({entry.digest for entry in renewed.entries.values()})
-    assert len(store.digests()) < num_blobs  # what was put aside is kept by nobody
+    assert len(store.digests()) < num_blobs  # nobody keeps the values that were put aside
     fresh = LiveModel("me", SLICED, ResidentEngine(SLICED), live.agreed)
     adopt_into(fresh, renewed, previous="")
     assert fresh.evaluate(renewed, text) == found
@@ -289,7 +289,7 @@ BF16 = tiny_run(wire={"experts": "bf16"})
 
 
 def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> None:
-    """Each round moves both masters by an eighth of what bf16 can tell from nothing."""
+    """Each round moves both masters by an eighth of bf16's resolution."""
     store, layout = BlobStore(None), layout_of(BF16)
     unit, name = expert_unit(EXPERT), NAMES[0]
     initial = {
@@ -310,8 +310,8 @@ def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> No
         offers = {}
         for peer, live in lives.items():
             masters = live.engine.read(NAMES)
-            # Above 1.0 bf16 knows steps of 2^-7. The others move apart: a mean that is one's own
-            # value, or the one before, is no case of this.
+            # Above 1.0 bf16 has steps of 2^-7. The other peers' values diverge, so that the mean is
+            # neither the own value nor the previous one.
             other = 0.25 if peer == "me" else 0.5
             moves = {n: 2.0**-11 if n == name else other for n in NAMES}
             live.engine.write({n: masters[n] + moves[n] for n in NAMES})

@@ -1,4 +1,4 @@
-"""What the trainer reads in a round, for how long, and what it offers of that after a crash."""
+"""What the trainer reads in a round, for how long, and how much it offers after a crash."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ EXACT = tiny_run()
 TIMED = tiny_run(round={"seconds": 10.0}, optimizer={"schedule_steps": 100})
 OWN = tiny_run(data={"mode": "own"})
 DEALT = ((40, 60), (8, 30))
-"""Ten steps and two samples over."""
+"""Ten steps and two more samples."""
 
 
 class Peer:
-    """A trainer whose rounds know only the tip, with a clock that moves when a step was done."""
+    """A trainer whose rounds know only the tip, with a clock that moves after each step."""
 
     def __init__(self, run: RunConfig, folder: Path, tip: Manifest, store: BlobStore) -> None:
         self.expected: list[float] = []
@@ -87,7 +87,7 @@ class Peer:
         self.training.resume()
 
     def offer_again(self) -> Offer:
-        """What was saved is offered."""
+        """Offers the saved state."""
         return at_once(self.training.save())
 
     def round(self) -> Offer:
@@ -97,7 +97,7 @@ class Peer:
         return self.offer_again()
 
     def first_sample(self) -> int:
-        """Where the round's local steps begin to read."""
+        """The first sample of the round's local steps."""
         return self.training.reading.dealt(self.training.tip, 0)[0][0]
 
 
@@ -125,7 +125,7 @@ def start(
     monkeypatch: pytest.MonkeyPatch,
     tip: Manifest | None = None,
 ) -> Peer:
-    """A peer that was just started, on a manifest 0 or on another tip."""
+    """A newly started peer, on a manifest 0 or on another tip."""
     tip = tip or founded(run, store)
     peer = Peer(run, folder, tip, store)
     clock = SimpleNamespace(monotonic=lambda: peer.now_s)
@@ -177,7 +177,7 @@ def test_with_an_agreed_time_as_many_steps_are_taken_as_fit(
 def test_after_a_crash_a_peer_offers_what_it_has_really_done(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five steps fitted the time; `local_steps` is three."""
+    """Five steps fitted the time. `local_steps` is three."""
     peer = start(TIMED, store, tmp_path, monkeypatch)
     offer = peer.round()
     again = start(TIMED, store, tmp_path, monkeypatch, peer.training.tip).offer_again()

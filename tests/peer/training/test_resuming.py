@@ -1,4 +1,4 @@
-"""What a peer does with its private state after a crash."""
+"""A peer's use of its private state after a crash."""
 
 import logging
 import time
@@ -105,13 +105,13 @@ class Life:
         return at_once(self.training.save())
 
     def resume(self) -> tuple[Manifest, Work | None]:
-        """Returns the tip, and the work that is still good on it."""
+        """Returns the tip, and the work that is still valid on it."""
         self.training.resume()
         return self.training.tip, self.training.work
 
 
 class Moments:
-    """No moments are looked for."""
+    """An exchange without moments."""
 
     def adopted(self, *_: Any) -> None: ...
 
@@ -130,7 +130,7 @@ def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, 
 def test_a_state_that_was_written_beside_steps_is_not_written_again(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when an engine steps down to one that cannot be read while it steps."""
+    """As when an engine steps down to one that cannot be read during its steps."""
     coded = {"shared_coding": "b2", "experts_coding": "b1"}
     run = tiny_run(round={"overlap": "round"}, wire=coded)
     founded = founded_by(store, run)
@@ -151,7 +151,7 @@ def test_a_state_that_was_written_beside_steps_is_not_written_again(
 def test_experts_that_leave_after_a_private_state_was_written_leave_no_memory_taken(
     uncollected: None, crashed: tuple[Life, Any]
 ) -> None:
-    """Adopting the experts of a lost peer had held masters and moments of before as well."""
+    """Adopting a lost peer's experts also held the old masters and moments in memory."""
     engine = cast(Any, crashed[0].model.engine)
     stacks = {n: p for n, p in engine._model.trained_parameters().items() if ".owned." in n}
     moments = [each for name in stacks for each in engine._optimizer._moments[name].parts.values()]
@@ -165,7 +165,7 @@ def test_experts_that_leave_after_a_private_state_was_written_leave_no_memory_ta
 def test_a_unit_that_begins_anew_while_the_state_is_written_leaves_it_readable(
     store: BlobStore, founded: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk stands still meanwhile, with tensors that are hashed and not written."""
+    """The disk hangs meanwhile, with tensors that are hashed but not written."""
     life = Life(store, tmp_path, founded)
     adopt_into(life.model, founded, previous="")
     life.model.engine.step(batch(RUN, 0), lr=10.0)  # further than any honest step
@@ -220,7 +220,7 @@ def test_what_was_finished_is_offered_again_whatever_reforms_came(
     monkeypatch: pytest.MonkeyPatch,
     reforms: int,
 ) -> None:
-    """Killed after the record has the reform, before the private state is of it."""
+    """Killed after the record has the reform, and before the private state belongs to it."""
     before, offer = crashed
     tips = [founded]
     for _ in range(reforms):
@@ -251,12 +251,12 @@ def second(store: BlobStore) -> Manifest:
 
 @pytest.fixture
 def crashed_between(store: BlobStore, second: Manifest, tmp_path: Path) -> Offer:
-    """What a peer has offered in the second round of a cycle, when it was killed."""
+    """A peer's offer in the second round of a cycle, in which it was killed."""
     life = Life(store, tmp_path, second, config=SLICED)
     adopt_into(life.model, second, previous="")
     life.model.engine.step(batch(RUN, 0), lr=1e-2)
     offer = life.finish(second, SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {}))
-    life.trainer.release()  # what it held dies with it
+    life.trainer.release()  # its memory dies with it
     return offer
 
 
@@ -314,7 +314,7 @@ def test_a_peer_that_stops_at_rest_saves_what_only_its_offers_had(
 def test_a_peer_between_two_private_states_keeps_the_steps_since_its_offer_when_it_stops(
     store: BlobStore, tmp_path: Path
 ) -> None:
-    """Where rounds overlap, and it is still on the list when it comes back."""
+    """With overlapping rounds, if it is still a member when it returns."""
     slices = {**SLICED.round.model_dump(), "overlap": "round"}
     run = SLICED.model_copy(update={"round": type(SLICED.round)(**slices)})
     founded = founded_by(store, run)

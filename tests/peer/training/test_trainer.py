@@ -36,7 +36,7 @@ def store() -> BlobStore:
 
 
 class Leaver(Life):
-    """A member of two that is asked to leave while it takes a step, the second or another."""
+    """One of two members, asked to leave during a step, the second one by default."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ def _node() -> Node:
 def test_steps_that_a_leaver_has_no_time_to_offer_are_counted_as_lost(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
-    """Two of four steps are left, and need 72 s; half of the time-out less one step are 42 s."""
+    """Two of four steps are left, and need 72 s. Half of the time-out less one step is 42 s."""
     leaver = Leaver(store, tmp_path, monkeypatch, run=run, step_s=36.0)
     with pytest.raises(StopAsked):
         leaver.trainer.main_loop()
@@ -129,7 +129,7 @@ def test_a_leaver_with_time_for_its_steps_offers_them_and_loses_nothing(
 def test_steps_beyond_an_offer_that_is_not_decided_in_time_are_lost_alone(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rounds overlap the offer is on the disk, and is made again; what came after is not."""
+    """With overlapping rounds the offer is on disk, and is repeated. Later steps are lost."""
     leaver = Leaver(store, tmp_path, monkeypatch, run=OVERLAPPED, step_s=1.0, asked_in=6)
     with pytest.raises(StopAsked):
         leaver.trainer.main_loop()

@@ -1,4 +1,4 @@
-"""swarm-export --evaluate: scores of what was written, and who signs them."""
+"""swarm-export --evaluate: scores of the written model, and their signature."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def test_an_export_is_evaluated_from_its_files(run: RunConfig, tmp_path: Path) -
     given = ("--state-dir", tmp_path / "state", "--out", out, "--evaluate")
     code, said = invoke(*given)
     assert code == 0, said
-    # Weights as they were initialised know nothing: log(vocabulary) nats for each of eight bytes.
+    # Initial weights have learned nothing: log(vocabulary) nats for each of eight bytes.
     wanted = math.log(run.model.vocab_size)
     lines = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
     assert [line["metric"] for line in lines] == ["bits_per_byte", "nats_per_token"]

@@ -1,4 +1,4 @@
-"""What swarm-doctor says about which measurements."""
+"""swarm-doctor's findings from measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_said_of_cubic_has_the_command_that_brings_bbr() -> None:
     assert f"({setting} as root" in text
     assert can_take_part(findings_of(replace(GOOD, local=cubic)))
     topics = {found.topic for found in findings_of(GOOD)}
-    assert "congestion control" not in topics, "another system says nothing of it"
+    assert "congestion control" not in topics, "another system has no such finding"
 
 
 def test_a_good_machine_can_take_part_and_needs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""swarm-doctor refuses what swarm-peer would, by its state directory too, and nothing else."""
+"""swarm-doctor refuses exactly what swarm-peer would, by its state directory too."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdC
 RUN_ID = "tiny-0123456789abcdef"
 RUN = tiny_run()
 DEMANDING = tiny_run(run={"initial": "given"}, data={"mode": "own", "tokenizer": "file"})
-"""Its founder has to name text, tokenizer and weights."""
+"""A run whose founder must name text, tokenizer and weights."""
 NEEDED = ("trains on its own text", "no tokenizer was named", "no checkpoint was named")
 
 
 def examined(folder: Path, *args: str | Path) -> tuple[int, str]:
-    """Exit code, and what is said of the options: "" if nothing is."""
+    """Exit code, and the finding about the options, "" if there is none."""
     given = ["--state-dir", str(folder), "--json", *map(str, args)]
     result = CliRunner().invoke(main, given, catch_exceptions=False)
     findings = json.loads(result.stdout)["findings"]
@@ -57,7 +57,7 @@ def text_in(folder: Path) -> str:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """The state directory of a peer that is in a run, which is not finished."""
+    """The state directory of a peer in an unfinished run."""
     load_or_create_identity(tmp_path / "state" / "identity.key")
     founder = Founder(tmp_path / "state")
     founder.found(run=RUN)
@@ -143,7 +143,7 @@ def test_nothing_of_the_state_directory_is_changed(state: Path, is_running: bool
     assert contents(state) == before
 
 
-# ---------------------------------------------------------------- a run that others are in
+# ---------------------------------------------------------------- a run of others
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_joiner_needs_a_text(
 def admitted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, run_id: str = RUN_ID, **given: object
 ) -> tuple[str, ...]:
-    """What is refused by a run that only invited peers join, of which this one is no member."""
+    """Refusals by a run for invited peers, if this peer is not a member."""
     anchor = load_or_create_identity(folder.parent / "anchor.key").peer_id
     run = tiny_run(run={"admission": "invited"})
     record = SimpleNamespace(run=run_id, state=RunState.RUNNING)
@@ -212,7 +212,7 @@ def test_a_folder_that_a_refused_start_has_left_is_no_invitation(
     assert admitted(folder, monkeypatch, invitation=as_text(private)) == ()
     assert admitted(folder, monkeypatch) == (refused,), "nothing is kept"
     directory.write_credential(credential_for(private, anchor))
-    assert admitted(folder, monkeypatch) == (), "a join that was killed goes on with it"
+    assert admitted(folder, monkeypatch) == (), "a killed join continues with it"
 
 
 def test_who_has_a_record_comes_back_without_an_invitation(

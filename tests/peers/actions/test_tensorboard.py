@@ -1,4 +1,4 @@
-"""TensorBoard as a sink of one peer: only where it is asked for, and a clear error without it."""
+"""TensorBoard as a sink of one peer: only on request, and a clear error without the package."""
 
 import builtins
 import errno
@@ -53,7 +53,7 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
 
 
 class FileInMemory:
-    """Keeps the steps whose loss was drawn."""
+    """Records the steps with a drawn loss."""
 
     steps: ClassVar[list[int]] = []
 
@@ -88,7 +88,7 @@ def test_the_file_of_weeks_of_steps_grows_by_their_logarithm(
 
 
 class FileOfAFullDisk:
-    """Takes the first scalar only, or none until it is let."""
+    """Takes the first scalar only, or none until it is allowed to."""
 
     def __init__(self, _folder: Path) -> None:
         self.written = 0
@@ -106,7 +106,7 @@ class FileOfAFullDisk:
 
 
 class FileThatHangs(FileOfAFullDisk):
-    """Its disk answers once it is let."""
+    """Its disk answers once it is allowed to."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -118,7 +118,7 @@ class FileThatHangs(FileOfAFullDisk):
 
 
 def draw_fifty_steps(observer: Drawn) -> float:
-    """Seconds that it took."""
+    """Returns the seconds that it took."""
     begin_s = time.monotonic()
     for number in range(50):
         observer.on_step(number, step())

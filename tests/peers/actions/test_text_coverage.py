@@ -1,4 +1,4 @@
-"""swarm-data info of a run: how much of its text was read, by what its peers agreed on."""
+"""swarm-data info of a run: the share of its text that was read, by the agreed state."""
 
 import dataclasses
 import json

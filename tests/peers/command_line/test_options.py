@@ -1,4 +1,4 @@
-"""Flags, environment, files and defaults: which wins, and what an error looks like."""
+"""Flags, environment, files and defaults: precedence, and errors."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ Call = Callable[..., Options]
 
 @pytest.fixture
 def given() -> Call:
-    """Runs a program that takes every option and returns what it was given."""
+    """Runs a program that takes every option, and returns their values."""
 
     def call(*args: str, **environment: str) -> Options:
         found: list[Options] = []
@@ -210,7 +210,7 @@ PROMISED = {
     errors.DataQuotaSpent: 14,
     errors.WorkersFailed: 15,
 }
-"""Exit codes that scripts rely on; below each of these errors all have the same."""
+"""Exit codes that scripts rely on. All subclasses of each error have the same code."""
 
 
 def test_a_program_ends_with_the_promised_exit_code_of_each_error() -> None:
@@ -454,7 +454,7 @@ def test_each_common_option_has_a_group() -> None:
 def test_an_invitation_may_come_from_a_file_or_standard_input(
     given: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other users of a machine see command lines."""
+    """Other users of a machine can see command lines."""
     path = tmp_path / "line"
     path.write_text("swarm-invitation-x\n")
     assert given("--invitation", f"@{path}").invitation == "swarm-invitation-x"

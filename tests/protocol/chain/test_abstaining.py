@@ -1,4 +1,4 @@
-"""Where a peer whose record was lost votes again [P5]; the simulator shows why."""
+"""The height at which a peer with a lost record votes again [P5]. The simulator shows why."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ LOST = without_record(ME, Record(TIP, None, None), ())
 
 
 def after(tip, **changes):
-    """A manifest that follows a tip, with whatever is said of it."""
+    """A manifest that follows a tip, with the given fields."""
     return replace(tip, parent=tip.digest, height=tip.height + 1, **changes)
 
 
@@ -51,7 +51,7 @@ def test_who_is_no_member_of_what_it_is_shown_is_a_newcomer():
 
 
 def test_who_voted_on_the_way_to_what_it_is_shown_is_no_newcomer():
-    """Another chain may go on with it, where it has voted [F1]."""
+    """Another chain may continue with it, and it has voted there [F1]."""
     strange = replace(after(TIP), members={"B": TIP.members["B"]})
     proof = (Link(TIP.head), Link(strange.head, Certificate(Ballot(0, "B"), {})))
     assert abstains(without_record(ME, Record(strange, None, None), proof))

@@ -1,4 +1,4 @@
-"""Heads that a chain lacks come from others, and nothing else does."""
+"""Missing heads of a chain come from others, and no other heads do."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ PEOPLE = "ABCDEFGHJK"
 
 
 def sound(certificate: Certificate, _: Digest) -> Certificate:
-    """Signatures are right or wrong by what they say."""
+    """Makes signatures right or wrong by their content."""
     right = {peer: s for peer, s in certificate.signatures.items() if s == SIGNED}
     return replace(certificate, signatures=right)
 
 
 def long_chain(heights: int, reformed: Sequence[int] = ()) -> list[Link]:
-    """Everybody is replaced little by little; reforms are at some heights."""
+    """All members are replaced gradually, with reforms at some heights."""
     links = chain_of(["ABCD"])
     members = list("ABCD")
     for height in range(1, heights):
@@ -72,7 +72,7 @@ def chain_of_next(before: Head, members: Sequence[str]) -> Link:
 
 
 def without(links: Sequence[Link], lost: set[int]) -> Chain:
-    """The chain without some of its links, as it is after their lines were damaged."""
+    """The chain without some of its links, as after damage of their lines."""
     kept = [link for at, link in enumerate(links) if at not in lost]
     torn = {link.head.digest for at, link in enumerate(links) if at - 1 in lost and at not in lost}
     return Chain(tuple(kept), frozenset(torn))
@@ -83,7 +83,7 @@ def carried(page: Sequence[Link]) -> tuple[Link, ...]:
 
 
 def completed(chain: Chain, whole: Chain) -> Chain:
-    """What becomes of a chain whose peer asks one that has everything."""
+    """The chain after its peer has asked one with all heads."""
     while found := gaps(chain):
         gap, problem = found[0], "nothing is here"
         while problem:
@@ -126,7 +126,7 @@ def test_a_chain_with_any_gaps_is_whole_again_after_it_has_asked_for_them(
 def test_a_chain_that_lost_links_takes_those_of_another_that_keeps_others(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes back is convinced by it again, wherever the damage was."""
+    """Returning peers are convinced by it again, wherever the damage was."""
     monkeypatch.setattr(trust, "RECENT", 3)
     random = Random(seed)
     links = history(random, random.randint(20, 70), 0.3, 0.0)
@@ -187,7 +187,7 @@ def test_more_heads_than_a_page_has_are_refused() -> None:
         decode_page(b"\n".join([line] * (MAX_LINKS + 1)))
 
 
-# ---------------------------------------------------------------- what is false
+# ---------------------------------------------------------------- false heads
 
 
 def spoil(page: list[Link], how: str, at: int) -> list[Link]:
@@ -239,11 +239,11 @@ def test_heads_of_no_gap_and_beyond_the_tip_are_refused() -> None:
         assert problem
 
 
-# ---------------------------------------------------------------- what it is for
+# ---------------------------------------------------------------- use
 
 
 def test_who_joined_along_a_proof_proves_its_tip_to_who_has_a_head_that_it_passed_over() -> None:
-    """Nobody else is left to do so, if all members have joined like that."""
+    """This matters if all members have joined like that."""
     links = long_chain(30)
     joined = Chain(links[:1]).grown(Chain(tuple(links)).proof(links[0].head.digest))
     assert len(joined.links) < len(links) and not gaps(joined)

@@ -1,4 +1,4 @@
-"""A chain leaves out what no proof needs: everybody is convinced who was by all of it [L3]."""
+"""A pruned chain convinces every peer that the whole chain convinces [L3]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEOPLE = "abcdefghijkm"
 
 
 def quorum(before: Head, random: Random) -> list[PeerId]:
-    """A smallest quorum by lot, which may be half of the voters with the one that breaks ties."""
+    """A random smallest quorum, which may be half of the voters with the tie-breaker."""
     voters = list(before.voters)
     random.shuffle(voters)
     if len(voters) % 2 == 0 and random.random() < 0.2:
@@ -38,7 +38,7 @@ def reformed(before: Head, random: Random) -> Link:
 
 
 def history(random: Random, heights: int, turnover: float, reforms: float) -> list[Link]:
-    """All links of a run whose voters come, go and come back."""
+    """All links of a run whose voters join, leave and return."""
     members = random.sample(PEOPLE, random.randint(1, 8))
     links = [Link(head(members))]
     for height in range(1, heights):
@@ -60,7 +60,7 @@ def changed(members: Sequence[PeerId], random: Random) -> list[PeerId]:
 
 
 def stages(links: Sequence[Link]) -> list[Chain]:
-    """The chain of a peer that was there from the beginning, after each manifest."""
+    """The chain, after each manifest, of a peer that was there from the beginning."""
     chains = [Chain(tuple(links[:1]))]
     for link in links[1:]:
         chains.append(chains[-1].grown([link]))
@@ -68,7 +68,7 @@ def stages(links: Sequence[Link]) -> list[Chain]:
 
 
 def lived(chains: Sequence[Chain], links: Sequence[Link], random: Random) -> Iterator[Chain]:
-    """The chain of a peer after each manifest that it applied: it joins, and is behind at times."""
+    """The chain, after each applied manifest, of a peer that joins and sometimes lags behind."""
     chain, at = chains[0], 0
     if random.random() < 0.5:
         at = random.randrange(len(links))
@@ -105,7 +105,7 @@ def few_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_comes_back_with_any_old_tip_is_convinced_by_any_pruned_chain(
     seed: int, few_are_recent: None
 ) -> None:
-    """By all of it everybody is: each link is a step from the one before."""
+    """The whole chain convinces all, because each link is a step from the one before."""
     random = Random(seed)
     heights, turnover = random.randint(2, 70), random.choice([0.02, 0.1, 0.3, 1.0])
     links = history(random, heights, turnover, random.choice([0.0, 0.0, 0.05]))
@@ -171,7 +171,7 @@ def test_every_reform_stays_with_its_parent(few_are_recent: None) -> None:
 
 
 def test_a_link_that_half_has_signed_is_not_relied_upon(few_are_recent: None) -> None:
-    """Half decides with the tie-breaker of its parent alone; other heads have another one."""
+    """Half decides only with the tie-breaker of its parent. Other heads have another one."""
     links = chain_of(["ab"] * 3)
     for height in range(3, 12):
         before = links[-1].head

@@ -1,4 +1,4 @@
-"""Proofs of the past: who is believed, from what, and who is not however many keys it owns."""
+"""Proofs of the past: who is believed from which head, and who is not, with any number of keys."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ def signed(head: Head, *signers: PeerId, parent: Head | None = None) -> Link:
 
 
 def chain_of(electorates: Sequence[Sequence[PeerId]]) -> list[Link]:
-    """A chain each of whose manifests all members of its parent have signed."""
+    """A chain in which all members of the parent have signed each manifest."""
     links = [Link(head(electorates[0]))]
     for height, members in enumerate(electorates[1:], 1):
         before = links[-1].head
@@ -55,7 +55,7 @@ def chain_of(electorates: Sequence[Sequence[PeerId]]) -> list[Link]:
 
 
 def record_of(tip: Link) -> Any:
-    """A record, as far as chains look at it."""
+    """The part of a record that chains read."""
     parent = SimpleNamespace(head=tip.parent)
     return SimpleNamespace(
         tip=SimpleNamespace(head=tip.head), parent=parent, certificate=tip.certificate
@@ -206,7 +206,7 @@ def test_a_chain_drops_what_its_new_tip_does_not_descend_from() -> None:
     own = Chain(tuple(links[:3])).grown([left])
     assert own.tip == left.head
     assert own.trusted == {left.head.digest, parent.digest}
-    # The old generation went on without it: its next height is the larger code.
+    # The old generation continued without it. Its next height has the larger code.
     assert chain.tip.code > own.tip.code
     path = chain.proof(own.tip.code)
     assert path[0].head == parent
@@ -215,7 +215,7 @@ def test_a_chain_drops_what_its_new_tip_does_not_descend_from() -> None:
 
 
 def test_what_takes_the_place_of_a_chain_keeps_the_reforms_behind_the_record_before() -> None:
-    """A went on alone, gave way to the others' chain, and has its record before read again."""
+    """A continued alone, gave way to the others' chain, and reads its previous record again."""
     links = chain_of(["abcd"] * 5)
     left = signed(reform(links[0].head, "a"), "a", parent=links[0].head)
     alone = [links[0], left]
@@ -244,7 +244,7 @@ def test_a_jump_keeps_the_parent_that_proves_it() -> None:
 
 
 def test_a_proof_from_an_older_head_of_ones_own_is_judged_from_a_trusted_one() -> None:
-    """A reformed at height 5; B joined at 8 along a jump from manifest 0, and heard no more."""
+    """A reformed at height 5. B joined at 8 along a jump from manifest 0, and heard no more."""
     links = chain_of(["abcd"] * 9)
     fork = reform(links[5].head, "a")
     mine = Chain((*links[:6], signed(fork, "a")))
@@ -255,7 +255,7 @@ def test_a_proof_from_an_older_head_of_ones_own_is_judged_from_a_trusted_one() -
     assert [link.head.height for link in rooted] == [5, 8]
     assert proof_problem(rooted, links[8].head, mine.trusted) is None
     few = (jumped[0], replace(jumped[1], certificate=signed(fork, "b").certificate))
-    assert mine.rooted(few) == few, "what is no step from there stays a proof from elsewhere"
+    assert mine.rooted(few) == few, "other links stay a proof from another head"
 
 
 def test_a_proof_that_begins_elsewhere_is_left_as_it_is() -> None:
@@ -289,7 +289,7 @@ def test_every_chain_proves_its_tip_from_each_of_its_heads(data: st.DataObject) 
 
 
 class Counted(tuple):
-    """Links, and how many of them were looked at one by one."""
+    """Links, and the number that was examined one by one."""
 
     looks = 0
 

@@ -77,7 +77,7 @@ def handed(expert=0, round_=1, fill="a"):
 
 
 class Handover:
-    """A new owner of some experts; the weights are of round 1."""
+    """A new owner of some experts. The weights are of round 1."""
 
     def __init__(self, *, owners=(GIVER,), experts=(0,)):
         peers = [ME, GIVER, OTHER]
@@ -202,7 +202,7 @@ def test_a_moments_blob_is_first_moments_second_moments_and_perhaps_masters():
 
 
 def test_nothing_that_decides_a_round_knows_of_moments():
-    """So no agreed value can depend on them, and nobody can wait for them."""
+    """So agreed values cannot depend on them, and rounds cannot wait for them."""
     protocol = Path(swarm.protocol.__file__).parent
     rooms = ("rounds", "values", "membership")
     deciding = [path for room in rooms for path in (protocol / room).rglob("*.py")]

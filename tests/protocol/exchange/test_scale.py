@@ -1,4 +1,4 @@
-"""Decisions that have to be fast with hundreds of peers: the same as the plain way to make them."""
+"""Decisions that must be fast with hundreds of peers equal those of a plain implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.protocol.values.manifest import turn
 
 
 class PlainSourcing(Sourcing[int]):
-    """Looks at everything anew for each job that it hands out."""
+    """Looks at everything again for each job that it hands out."""
 
     def assign(self, now, most=None):
         self._wake(now)
@@ -148,7 +148,7 @@ def test_units_are_averaged_by_the_same_peers_as_by_the_plain_rule(seed):
 
 
 def plain_owners(previous, members, contributors, wanted, experts, seed):
-    """Owners that stay, and gaps filled one after the other by the least loaded contributor."""
+    """Owners stay, and the least loaded contributor fills gaps one after the other."""
     owners = {expert: [p for p in previous.get(expert, ()) if p in members] for expert in experts}
     load = {peer: sum(peer in of for of in owners.values()) for peer in members}
     for expert in experts:
@@ -172,7 +172,7 @@ def test_gaps_go_to_the_same_peers_as_by_the_plain_rule(seed):
     members = dict.fromkeys((f"p{number}" for number in range(random.randint(2, 9))), 1.0)
     contributors = random.sample(sorted(members), random.randint(1, len(members)))
     wanted = random.choice([1, 2])
-    # Nobody has more than another by two, so nothing is moved afterwards.
+    # No two owners differ by two, so nothing is moved afterwards.
     found = assign(
         {}, members, members,
         stale=(), owners_per_expert=wanted, num_experts=len(members), seed=f"s{seed}",

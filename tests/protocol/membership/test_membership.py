@@ -9,7 +9,7 @@ FOUNDING = Founding("f", "n", "c" * 64, 1, "v" * 64, 4)
 
 
 def parent_of(**silent):
-    """A manifest whose members have been silent for so many rounds."""
+    """A manifest whose members have been silent for given numbers of rounds."""
     return Manifest(
         run="r",
         generation="0",

@@ -29,13 +29,13 @@ def loads(assignment, members):
 
 
 def moved(before, after):
-    """How many (expert, owner) pairs are new."""
+    """The number of new (expert, owner) pairs."""
     return sum(len(set(after[e]) - set(before.get(e, ()))) for e in after)
 
 
 @st.composite
 def cases(draw, capacity=capacities):
-    """Any previous assignment, even a bad one, under any change of members."""
+    """Any previous assignment, even a bad one, with any change of members."""
     num_experts = draw(experts)
     members = {peer: draw(capacity) for peer in draw(peers)}
     previous = {
@@ -127,7 +127,7 @@ def test_where_all_contribute_no_claim_wins_more_than_the_limit(case):
 
 @given(cases(greedy), capacities)
 def test_a_claim_below_the_limits_means_what_it_meant(case, capacity):
-    """Where no capacity asks for more than its limit, the limits move nothing."""
+    """If no capacity exceeds its limit, the limits move nothing."""
     previous, members, _, arguments = case
     members = dict.fromkeys(members, capacity)
     arguments["on_trial"] = []
@@ -217,7 +217,7 @@ def test_a_peer_that_comes_back_costs_no_more_moves_than_a_stranger(
         together = [*left, newcomer]
         after = assign(without, equal(together), together, **arguments).owners
         counts.append(moved(without, after))
-    # Every peer is a taker of as many, whichever these are.
+    # Every peer takes the same number, of any experts.
     assert counts[0] == counts[1]
 
 

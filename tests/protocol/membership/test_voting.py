@@ -1,4 +1,4 @@
-"""Which members vote from the next height on: those without an anchor's word stay few [R7]."""
+"""The voters from the next height on: those without an anchor's word stay few [R7]."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ ROUNDS = 1000
 
 
 def swarm(vouched: int, unvouched: int = 0, **trainees: int) -> dict[str, Member]:
-    """So many voters with an anchor's word and without, and trainees counted so many rounds."""
+    """Voters with and without an anchor's word, and trainees that were counted for some rounds."""
     members = {f"v{index:03}": VOUCHED for index in range(vouched)}
     members |= {f"u{index:03}": UNVOUCHED for index in range(unvouched)}
     return members | {peer: replace(TRAINEE, counted=n) for peer, n in trainees.items()}
@@ -75,7 +75,7 @@ def test_unvouched_voters_are_less_than_a_third_of_all(vouched: int, most: int) 
 def test_keys_that_work_are_no_majority_and_block_none_in_a_thousand_rounds(
     honest: int, keys: int
 ) -> None:
-    """The real `next_members`: the keys ask in each round, and every round counts all of them."""
+    """With the real `next_members`: the keys ask in each round, and each round counts them all."""
     parent = replace(parent_of(), members=swarm(honest))
     names = [f"k{index:03}" for index in range(keys)]
     is_settled = False
@@ -101,12 +101,12 @@ def test_keys_that_work_are_no_majority_and_block_none_in_a_thousand_rounds(
 
 
 def test_unvouched_voters_lose_their_votes_when_the_vouched_leave() -> None:
-    """Else they would be the majority once some of those have switched off for the night."""
+    """Otherwise they would be the majority once some vouched peers are off for the night."""
     members = swarm(5, 2, t=SEASONED_ROUNDS)
     members["u001"] = replace(UNVOUCHED, counted=TRIAL_ROUNDS)
     assert voters_after(members) == {*(f"v00{i}" for i in range(5)), "u000", "u001"}
     left = {peer: member for peer, member in members.items() if peer not in ("v003", "v004")}
-    assert voters_after(left) == {"v000", "v001", "v002", "u000"}, "who has worked most stays"
+    assert voters_after(left) == {"v000", "v001", "v002", "u000"}, "the hardest worker stays"
     said = with_voters(left, list(left), seed="s").reasons
     assert "u001 has no vote any more: too few vouched members are left" in said
     del left["v002"]
@@ -146,7 +146,7 @@ def test_a_round_that_trainees_hold_up_goes_on_with_fewer_of_them_each_time() ->
     members = swarm(3, **{f"t{index:02}": index % 10 for index in range(40)})
     kept = [steadiest(members, members, setbacks, seed="s") for setbacks in range(5)]
     voters = {peer for peer, member in members.items() if member.votes}
-    assert kept[0] == kept[1] == members.keys(), "who was missed is left out, the others stay"
+    assert kept[0] == kept[1] == members.keys(), "the missed one is left out, the others stay"
     assert [len(peers - voters) for peers in kept] == [40, 40, 10, 2, 0]
     assert all(voters <= peers for peers in kept)
     assert all(members[peer].counted >= 7 for peer in kept[2] - voters), "those that have worked"

@@ -1,4 +1,4 @@
-"""Who may send what: each type of message, from a member and from a stranger."""
+"""Allowed senders of each type of message: members and strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers for a roster, by itself: whose READY counts, and what is forgotten with a new roster."""
+"""Offers for a roster, in isolation: the READYs that count, and the reset with a new roster."""
 
 from random import Random
 

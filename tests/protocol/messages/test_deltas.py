@@ -1,4 +1,4 @@
-"""Units that move by deltas: what names them, how values are made of them, what is left over."""
+"""Units that move by deltas: their names, the values made from them, remainders."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ TIP = found(RULES, ["A", "B", "C"], run=RULES.run)
 
 
 def offer_of(peer: str, rules: Rules = RULES, tip: Manifest = TIP, **changes: Any) -> Offer:
-    """What a peer offers of deltas; `changes` are those of one unit, by `unit`."""
+    """A peer's offer of deltas. `changes` are those of one unit, by `unit`."""
     offer = make_offer(rules, peer, tip)
     units = dict(offer.units)
     for unit in units.keys() & rules.unit_coding.keys():
@@ -91,7 +91,7 @@ def offer_of(peer: str, rules: Rules = RULES, tip: Manifest = TIP, **changes: An
 def composed(
     peers: str, rules: Rules = RULES, tip: Manifest = TIP
 ) -> tuple[Manifest, Evidence, dict[str, Offer]]:
-    """The manifest of a round of these peers, and what shows it."""
+    """The manifest of a round of these peers, and its evidence."""
     offers = {peer: offer_of(peer, rules, tip) for peer in peers}
     plan = plan_roster(tip, offers, rules)
     reports = []
@@ -118,7 +118,7 @@ def composed(
 NEXT, SHOWN, OFFERS = composed("ABC")
 
 
-# ---------------------------------------------------------------- what is named
+# ---------------------------------------------------------------- names
 
 
 def test_entries_name_base_delta_and_coding_of_units_that_moved_by_deltas() -> None:
@@ -133,7 +133,7 @@ def test_entries_name_base_delta_and_coding_of_units_that_moved_by_deltas() -> N
 
 
 def test_without_deltas_nothing_is_said_of_them() -> None:
-    """Digests of manifests, offers and statements of other runs would move."""
+    """Otherwise digests of manifests, offers and statements of other runs would change."""
     plain = make_rules()
     tip = found(plain, ["A", "B", "C"])
     assert b"coding" not in tip.encoded
@@ -185,7 +185,7 @@ def test_an_acceptor_makes_the_manifest_anew_from_the_deltas_that_were_declared(
     ids=str,
 )
 def test_a_move_that_nobody_has_signed_gets_no_vote(unit: str, change: dict[str, Any]) -> None:
-    """[W4] Of these a decided manifest may only name a delta and a value that nobody can judge."""
+    """[W4] Of these, a decided manifest may only name a delta and a value that nobody can check."""
     forged = replace(NEXT, entries={**NEXT.entries, unit: replace(NEXT.entries[unit], **change)})
     assert evidence_problem(forged, SHOWN, TIP, RULES)
     judged = change not in ({"delta": name("other")}, {"digest": name("other")})
@@ -256,7 +256,7 @@ def test_no_way_is_longer_than_its_limit() -> None:
 
 
 class Lone:
-    """The machine of C, which is told of what A and B have done, and its effects."""
+    """The machine of C, which hears of actions of A and B, and its effects."""
 
     def __init__(self) -> None:
         stored = [entry.digest for entry in TIP.entries.values()]
@@ -385,7 +385,7 @@ def test_deltas_of_the_tip_are_kept() -> None:
     assert kept and kept[-1].digests >= set(NEXT.deltas)
 
 
-# ---------------------------------------------------------------- what goes on
+# ---------------------------------------------------------------- adoption
 
 
 MEANS = coded(make_rules(owners_per_expert=2), SHARED, EXPERT)
@@ -393,7 +393,7 @@ START = found(MEANS, ["A", "B", "C"])
 
 
 def adopted(peers: str, offers: list[Offer], *, me: str = "A", **options: Any) -> Adoption:
-    """What A makes of a round of these peers."""
+    """How A adopts a round of these peers."""
     manifest, _, _ = composed(peers, MEANS, START)
     bases = {0: START.entries[EXPERT].digest}
     fields = {"previous": START.digest, "bases": bases, "offers": offers, **options}
@@ -411,7 +411,7 @@ def test_my_delta_is_taken_off_once_it_is_in_the_mean() -> None:
 
 
 def test_a_delta_that_is_not_known_to_be_mine_begins_anew() -> None:
-    """As after a crash: x may not contain it, and what is taken off twice is lost twice."""
+    """As after a crash: x may not contain it, and subtracting it twice would lose it twice."""
     other = offer_of("A", MEANS, START, unit=SHARED, digest=name("older"))
     other = replace(
         other, units={**other.units, EXPERT: replace(other.units[EXPERT], digest=name("x"))}
@@ -445,11 +445,11 @@ def test_the_writer_of_a_verbatim_delta_keeps_its_master() -> None:
     assert without.experts[0].action is Action.RESTART
 
 
-# ---------------------------------------------------------------- what means leave over
+# ---------------------------------------------------------------- remainders of means
 
 
 def tips(**changes: Any) -> tuple[Remainders[str], Manifest]:
-    """What is left over of a mean of `SHARED` after `NEXT`, and the manifest after it."""
+    """The remainder of a mean of `SHARED` after `NEXT`, and the manifest after it."""
     left: Remainders[str] = Remainders(TIP.digest, 3)
     left.found(TIP.digest, SHARED, name("B", SHARED, TIP.digest), "first")
     left.applied(NEXT, TIP)

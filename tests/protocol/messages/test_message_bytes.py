@@ -1,4 +1,4 @@
-"""Which offers are kept decoded: as many bytes as it takes, the latest that were asked for."""
+"""The cache of decoded offers: limited by bytes, with the last used ones."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from swarm.protocol.values.digests import digest_of
 from swarm.protocol.values.manifest import Manifest, Member, PeerId, Wish
 from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
 
-# With a time instead of a number of steps, tokens are a matter of what a peer says.
+# With a time instead of a number of steps, tokens depend on a peer's claim.
 RULES = replace(make_rules(experts=6), round_seconds=3.2)
 RUN = RULES.run
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a convener really heard, and could say."""
+    """The true messages to a convener, and its possible statements."""
 
     tip: Manifest
     offers: Mapping[PeerId, Offer]
@@ -119,7 +119,7 @@ TIP = parent()
 
 
 def true_round(**changes: Any) -> Round:
-    """A, B and C have offered, D has only answered, E has not; S asks to join."""
+    """A, B and C have offered, D has only answered, and E has not. S asks to join."""
     offers = {peer: replace(make_offer(RULES, peer, TIP), seconds=2.5) for peer in "ABC"}
     declared = {peer: declaration_of(offers.get(peer), 1.0, leave=False) for peer in "ABCDS"}
     fields = {
@@ -169,7 +169,7 @@ def without_expert(offer: Offer) -> Offer:
 
 
 def swapped(offers: Mapping[PeerId, Offer]) -> dict[PeerId, Offer]:
-    """The shared tensors of one contributor go under the name of another."""
+    """The shared tensors of one contributor appear under another's name."""
     mine, other = offers["A"].units, offers["B"].units
     shared = [unit for unit in mine if unit.startswith("shared")]
     return {
@@ -207,7 +207,7 @@ LIES: dict[str, Round] = {
 @pytest.mark.parametrize("what", LIES)
 def test_each_lie_of_a_convener_is_found_by_what_was_signed(what: str) -> None:
     lie = LIES[what].manifest()
-    # Nothing in parent and manifest shows it: so it was believed before there was evidence.
+    # Parent and manifest do not show it. Before there was evidence, it was believed.
     assert successor_problem(lie, TIP, RULES, due=False) is None
     assert problem_of(lie, TRUE.evidence())
 
@@ -222,7 +222,7 @@ def test_who_declared_to_leave_is_let_go_and_with_its_wish_only() -> None:
 
 
 def test_who_is_said_not_to_have_been_heard_is_the_conveners_word() -> None:
-    """So is whose offer is left out: nobody can show that a message did not come."""
+    """The same holds for an excluded offer: nobody can prove that a message did not come."""
     unheard = replace(
         TRUE,
         heard=frozenset("ABC"),
@@ -375,7 +375,7 @@ def test_a_vote_that_all_show_is_verified_once_and_what_differs_by_itself() -> N
     ]  # fmt: skip
     for forged in forgeries:
         left = shown("p0", forged)
-        assert left != forged and left is shown("p1", forged), "what is left is the same, too"
+        assert left != forged and left is shown("p1", forged), "the rest is the same, too"
         assert problem_of(manifest, left)
     assert len(asked) == len(forgeries) * (num_shown + 2)
     assert not shown("p0", evidence, parent=name("tip before")).declared
@@ -383,11 +383,11 @@ def test_a_vote_that_all_show_is_verified_once_and_what_differs_by_itself() -> N
     assert shown("p0", evidence) is evidence
 
 
-# ---------------------------------------------------------------- what the machine does with it
+# ---------------------------------------------------------------- the machine's use
 
 
 def signing(pump: Pump) -> list[tuple[PeerId, bytes]]:
-    """Has the machines of a swarm sign by the stub; what they sign from now on."""
+    """Makes the machines of a swarm sign by the stub. Returns their signed messages."""
     statements: list[tuple[PeerId, bytes]] = []
     for peer, node in pump.nodes.items():
 
@@ -415,7 +415,7 @@ def test_machines_sign_what_others_verify_and_once_for_each_declaration() -> Non
 
     pump.lose = check
     for node in pump.nodes.values():
-        node.train_s = 20.0  # polls repeat what was said
+        node.train_s = 20.0  # polls repeat earlier statements
     pump.run_to_height(3)
     assert not refused
     ready = [each for each in statements if each[1].startswith(b"swarm ready")]
@@ -424,7 +424,7 @@ def test_machines_sign_what_others_verify_and_once_for_each_declaration() -> Non
 
 
 def test_a_vote_keeps_its_evidence_so_that_it_can_be_shown_again() -> None:
-    """The first convener dies after its proposal: the next has to propose the same [C2]."""
+    """The first convener dies after its proposal. The next one must propose the same [C2]."""
     pump = start_swarm("ABC", RULES)
     pump.run_to_height(2)
     first = pump.nodes["A"].machine.tip.order[0]
@@ -468,7 +468,7 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
 
 
 def test_a_second_value_under_one_attempt_is_refused_and_its_convener_followed_no_more() -> None:
-    """It may have split the votes; hardly a schedule waits for this rule alone."""
+    """It may have split the votes. Almost no schedule depends on this rule alone."""
     pump = start_swarm("ABCD", RULES)
     pump.run_to_height(2)
     convener = pump.nodes["A"].machine.tip.order[0]
@@ -491,7 +491,7 @@ def test_a_second_value_under_one_attempt_is_refused_and_its_convener_followed_n
     assert node.record.accepted.manifest == proposals[0].manifest
 
 
-# ---------------------------------------------------------------- what the convener goes by
+# ---------------------------------------------------------------- the convener's evidence
 
 
 def said(offer: str | None, *, leave: bool = False, mark: bytes = b"") -> Declared:
@@ -503,7 +503,7 @@ def test_of_what_a_peer_said_the_last_counts_that_names_the_offer_in_the_roster(
     grounds.note("A", said("first", mark=b"1"))
     grounds.count("A")
     grounds.close(["A"])
-    grounds.note("A", said(None, mark=b"2"))  # it was under way for longer, or A starts again
+    grounds.note("A", said(None, mark=b"2"))  # it was in flight for longer, or A restarts
     assert grounds.shown(TIP)["A"] == said("first", mark=b"1")
     grounds.note("A", said("first", leave=True, mark=b"3"))
     assert grounds.shown(TIP)["A"] == said("first", leave=True, mark=b"3")
@@ -550,7 +550,7 @@ def test_evidence_comes_back_as_it_was_and_only_in_canonical_form() -> None:
 
 
 def test_deals_follow_from_the_members_of_each_lie() -> None:
-    """Else a lie would be found by its deals, and not by what was signed."""
+    """Otherwise the deals would reveal a lie, and not the signatures."""
     for lie in LIES.values():
         manifest = lie.manifest()
         book = book_after(TIP, manifest.work, manifest.members, manifest.tokens, RULES)
@@ -563,7 +563,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Offers that were decoded, each from bytes that are none here."""
+    """Counts decoded offers, each from dummy bytes."""
     seen = list[bytes]()
 
     def decode(encoded: bytes) -> Offer:
@@ -587,9 +587,9 @@ def test_the_same_offer_is_the_same_object_while_others_come(decoded: list[bytes
     offer = known(one)
     for number in range(1, 200):
         known(number.to_bytes(MIB))
-        assert known(bytes(MIB)) is offer, "whoever was asked for last stays"
+        assert known(bytes(MIB)) is offer, "the last used one stays"
     assert len(decoded) == 200 and offer.encoded is one
-    assert known((1).to_bytes(MIB)) is not offer and len(decoded) == 201, "it had gone"
+    assert known((1).to_bytes(MIB)) is not offer and len(decoded) == 201, "it had left"
 
 
 def test_small_offers_are_bounded_by_their_number() -> None:

@@ -1,4 +1,4 @@
-"""Phase 1 of a ballot, by itself: which promises count, and what they bind a convener to."""
+"""Phase 1 of a ballot, in isolation: promises that count, and their effect on a convener."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""For whom a reducer waits much longer than for others."""
+"""Peers that a reducer waits for much longer than for others."""
 
 import pytest
 
@@ -12,14 +12,14 @@ from swarm.protocol.rounds.reducer import Job
         ({"B": 0, "C": 0, "D": 30}, {"D"}),
         ({"B": 3, "C": 4, "D": 30}, {"D"}),
         ({"B": 20, "C": 20, "D": 30}, set()),  # the phase is still young
-        ({"B": 0, "C": 30, "D": 30}, set()),  # its own line may be the one that is slow
+        ({"B": 0, "C": 30, "D": 30}, set()),  # its own line may be the slow one
         ({"B": 0, "C": 0, "D": 0}, set()),
-        ({"D": 30}, set()),  # of two peers nobody knows which
+        ({"D": 30}, set()),  # with two peers it is unknown which
         ({}, set()),
     ],
 )
 def test_who_is_slow_is_slower_than_most(out: dict[str, int], slow: set[str]) -> None:
-    """Of 40 values of each peer so many are out; those of the reducer itself are always there."""
+    """Missing values of each peer, out of 40. The reducer's own are always there."""
     values = {f"shared.{part}": [("A", f"A{part}")] for part in range(40)}
     for part, of_unit in enumerate(values.values()):
         of_unit += [(peer, f"{peer}{part}") for peer in out]

@@ -1,4 +1,4 @@
-"""What is believed of others: offers, rosters, successors, certificates; and hostile events."""
+"""Checks of offers, rosters, successors and certificates of others, and hostile events."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -147,11 +147,11 @@ def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
         assert reducer in (sources & {"C", "D"} or sources), unit
     assert set(plan.reducers) == set(plan_roster(tip, offers, rules).reducers)
     assert assign_reducers(offers, plan.able, rules.unit_bytes) == plan.reducers
-    assert plan_roster(tip, offers, rules, set(peers)).able.keys() == set(peers), "somebody has to"
+    assert plan_roster(tip, offers, rules, set(peers)).able.keys() == set(peers), "one peer must"
 
 
 def seconds_of(plan: Plan, uplinks: Mapping[str, int]) -> dict[str, float]:
-    """How long each peer of a plan sends, in units of 100 bytes by its uplink."""
+    """Sending time of each peer of a plan, in units of 100 bytes divided by its uplink."""
     sent = dict.fromkeys(plan.offers, 0)
     for unit, values in plan.sources.items():
         reducer = plan.reducers.get(unit, values[0][0])
@@ -172,7 +172,7 @@ def test_who_has_a_thin_uplink_averages_less_so_that_all_send_for_as_long() -> N
     before, after = seconds_of(equal, uplinks), seconds_of(fitted, uplinks)
     assert max(before.values()) == before["B"] and after["B"] == pytest.approx(80.0 / 20 + 3 / 20)
     assert max(after.values()) == after["B"]
-    assert fitted.roster_id != equal.roster_id, "reducers sign for the uplinks that they were told"
+    assert fitted.roster_id != equal.roster_id, "reducers sign the uplinks that they received"
 
 
 @pytest.mark.parametrize("said", [10**6, 1])
@@ -197,7 +197,7 @@ def test_a_roster_of_other_offers_has_another_id() -> None:
 
 
 def test_a_roster_of_other_work_has_another_id() -> None:
-    """Weights follow from it, so the same values would have another mean [W1]."""
+    """Weights follow from the work, so the same values would have another mean [W1]."""
     timed = replace(RULES, round_seconds=5.0)
     offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
     other = {**offers, "B": replace(offers["B"], steps=3, tokens=300)}

@@ -1,4 +1,4 @@
-"""The convener when others fail it: who is waited for, who is left out, when a vote counts."""
+"""The convener with failing peers: waiting, exclusions, and votes that count."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -131,7 +131,7 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
             answers(peer)
     assert machine.campaign.stage == "collect"
     assert made.pop("Sender", 0) == plans * len(pump.nodes), "each once, not with each answer"
-    # What is averaged is in what is sent, too.
+    # Averaged units are among the sent ones too.
     assert made == dict.fromkeys(made, plans) | ({"averaged_bytes": 2} if plans else {})
     assert len(made) == 4 * plans
 
@@ -157,12 +157,12 @@ def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
     pump.run_to_height(6, others(pump, slow))
     tip = pump.nodes[first_of(pump)].machine.tip
     assert slow not in tip.contributors
-    assert tip.members[slow].silent == 0  # slow is not silent: it answered the polls
+    assert tip.members[slow].silent == 0  # it is slow, not silent: it answered the polls
     assert "did not say when, " in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
 
 
 def late_offer(pump: Pump, peer: PeerId) -> Offer:
-    """What a peer that was left out has: progress on its experts, and no shared tensors."""
+    """The late offer of an excluded peer: progress on its experts, and no shared tensors."""
     tip = pump.nodes[peer].machine.tip
     whole = make_offer(pump.rules, peer, tip)
     units = {
@@ -179,7 +179,7 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
     slow = last_of(pump)
     train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
     pump.run_to_height(4)
-    # The peer that was not counted is of the highest rank, whatever the digests are.
+    # The uncounted peer has the highest rank, for any digests.
     assert slow not in pump.nodes[slow].machine.tip.contributors and slow == last_of(pump)
     start, offer = pump.now, late_offer(pump, slow)
     pump.give(slow, Offered(offer))
@@ -193,7 +193,7 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
         assert (tip.entries[unit].digest, tip.entries[unit].version) == (offered.digest, 5)
     said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
     assert f"roster closed with 3 of 4 offers: peer {slow} needs " in said
-    # It says nothing on the next tip, as if its step under way had not ended yet.
+    # It does not answer on the next tip, as if its present step had not ended yet.
     start = pump.now
     pump.run_to_height(6)
     assert pump.now - start < 11.5
@@ -207,7 +207,7 @@ def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
     pump.give(peer, Offered(late))
     pump.nodes[peer].disk.update(unit.digest for unit in whole.units.values())
     pump.give(peer, Offered(whole))
-    # The network may bring the older one last.
+    # The network may deliver the older one last.
     ballot = pump.nodes[peer].record.promised or Ballot(0, first_of(pump))
     header = pump.nodes[peer].machine._out.header
     pump.give(first_of(pump), Received(peer, header, Ready(ballot, whole, None, 1.0)))
@@ -219,7 +219,7 @@ def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
 
 
 def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing() -> None:
-    """Once it costs T_red; for the next rounds others reduce at once."""
+    """Once it costs T_red. In the next rounds others reduce at once."""
     rules = make_rules(parts=8)
     pump = in_training("ABCDE", rules=rules)
     apart = pump.nodes["A"].machine.tip.order[-2:]
@@ -237,7 +237,7 @@ def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing()
 
 
 def test_who_most_reducers_wait_for_is_left_out_and_not_these() -> None:
-    """A line that is far too thin: T_red, as long again, and the round goes on without it."""
+    """One uplink is far too slow. After twice T_red the round continues without this peer."""
     pump = in_training("ABCDE", rules=make_rules(parts=8))
     thin = last_of(pump)
     pump.stall_inputs = lambda peer, source: source == thin
@@ -259,7 +259,10 @@ def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> 
 
 
 def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
-    """Its line needs 16 s for what it sends, the others' one; it has worked for a second [D5]."""
+    """Its uplink needs 16 s for its values, the others' one second.
+
+    It has worked for a second [D5].
+    """
     rules = make_rules(parts=1)
     rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))
     pump = start_swarm("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1})
@@ -305,7 +308,7 @@ def test_a_convener_that_was_replaced_for_its_silence_is_not_waited_for_once_mor
     pump.kill(dead)
     start = pump.now
     pump.run_to_height(4, others(pump, dead))
-    # 10 s until it is replaced, two polls to answer, and less than a second for the round.
+    # 10 s until its replacement, two polls, and less than a second for the round.
     assert pump.now - start < 10.0 + 2 * pump.timers.poll_s + 1.5
 
 
@@ -396,7 +399,7 @@ def test_half_without_the_tie_breaker_never_decides() -> None:
     pump.kill(first)
     pump.run(pump.now + 50)
     assert pump.nodes[second].machine.tip.height == 2
-    # It hears nobody, so it does not even try, and says so once.
+    # It hears nobody, so it does not even try, and logs this once.
     assert pump.nodes[second].said(Topic.TAKEOVER).startswith(f"waits: convener {first} silent")
     assert "\n" not in pump.nodes[second].said(Topic.TAKEOVER)
 
@@ -405,7 +408,7 @@ def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sourc
     pump = in_training("ABC")
     convener = first_of(pump)
     owner = last_of(pump)
-    # The owner's experts can be had by nobody; its shared parts were averaged before.
+    # Nobody can fetch the owner's experts. Its shared parts were averaged before.
     pump.refuse_fetch = lambda peer, source, unit: source == owner and unit.startswith("expert")
     pump.run_to_height(3)
     tip = pump.nodes[convener].machine.tip
@@ -517,7 +520,7 @@ def test_a_reducer_whose_machine_refuses_messages_is_left_out_sooner(
     pump = in_training("ABCD")
     pump.dead_refuse = refuses
     first, dead = first_of(pump), last_of(pump)
-    # It has offered, and dies before it has fetched anything.
+    # It offers, and dies before it has fetched any blob.
     pump.stall_inputs = lambda peer, source: peer == dead
     convener = pump.nodes[first].machine
     assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "reduce")

@@ -1,4 +1,4 @@
-"""Who fetches: one that came late for it is waited for [C3], and what came is synced [A2, X1]."""
+"""Fetching peers: rounds wait for a late one [C3], and fetched blobs are synced [A2, X1]."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.protocol.round_pump import start_swarm, train_times
 
 
 def contributors_after_a_late_start(fetched_s: float) -> set[str]:
-    """Of a round of 20 s in which C begins after 10 s, and needs 24 s for its steps."""
+    """Contributors of a round of 20 s. C begins after 10 s, and needs 24 s for its steps."""
     pump = start_swarm("ABC")
     train_times(pump, {"A": 20.0, "B": 20.0, "C": 24.0})
     pump.run_to_height(1)
@@ -24,13 +24,13 @@ def contributors_after_a_late_start(fetched_s: float) -> set[str]:
 
 @pytest.mark.parametrize("fetched_s", [0.0, 20.0])
 def test_who_fetched_the_tip_for_long_is_waited_for(fetched_s: float) -> None:
-    """Two that wait 14 s lose less than the 10 s that it worked and the 20 s that it fetched."""
+    """Two peers that wait 14 s lose less than its 10 s of work and 20 s of fetching."""
     wanted = {"A", "B", "C"} if fetched_s else {"A", "B"}
     assert contributors_after_a_late_start(fetched_s) == wanted
 
 
 def test_what_a_vote_was_for_is_synced_anew_where_a_value_of_it_was_lost_since() -> None:
-    """A damaged value is dropped at the start; what is fetched in its place is not durable yet."""
+    """A damaged value is dropped at the start. Its fetched replacement is not durable yet."""
     pump = start_swarm("ABC")
     pump.lose = lambda source, destination, message: isinstance(message, Accept)
     nodes = pump.nodes

@@ -1,4 +1,4 @@
-"""Lost majorities, partitions, restarts: which chain a peer is on, and when it may change it."""
+"""Lost majorities, partitions, restarts: the chain of a peer, and when it may change."""
 
 from dataclasses import replace
 from math import inf
@@ -42,7 +42,7 @@ REFORM_S = 60.0
 
 
 def cut(pump: Pump, left: str) -> None:
-    """Nothing passes between these peers and the others any more."""
+    """Cuts all links between these peers and the others."""
     pump.lose = lambda source, destination, message: (source in left) != (destination in left)
     pump.refuse_fetch = lambda peer, source, unit: (peer in left) != (source in left)
 
@@ -57,7 +57,7 @@ def tips(pump: Pump, peers: str) -> set[str]:
 
 
 def lost_majority() -> tuple[Pump, str, str]:
-    """Five peers; three die right after round 2. Returns (pump, survivors, dead)."""
+    """Five peers. Three of them die right after round 2. Returns (pump, survivors, dead)."""
     pump = start_swarm("ABCDE")
     pump.run_to_height(2)
     order = pump.nodes["A"].machine.tip.order
@@ -249,7 +249,7 @@ def test_a_booting_peer_says_nothing_but_hello() -> None:
 
 
 def tie_breaker_comes_back() -> tuple[Pump, str, str]:
-    """Of two peers the tie-breaker was away until the other had reformed; it cannot fetch yet."""
+    """Two peers: the tie-breaker was away until the other had reformed. It cannot fetch yet."""
     pump = start_swarm("AB")
     pump.run_to_height(2)
     first, second = pump.nodes["A"].machine.tip.order
@@ -273,7 +273,7 @@ def test_a_booting_peer_waits_for_the_survivors_chain_longer_than_it_listens() -
 
 def test_a_survivors_chain_that_cannot_be_had_does_not_silence_a_peer_for_ever() -> None:
     pump, first, _ = tie_breaker_comes_back()
-    # The survivor goes on: a newer manifest each second must not count as progress.
+    # The survivor continues: a newer manifest each second must not count as progress.
     pump.run(pump.now + REFORM_S / 2 + 5)
     assert pump.nodes[first].machine.phase is not Phase.LISTENING
     pump.run(pump.now + 20)
@@ -335,7 +335,7 @@ def test_a_duplicate_commit_does_not_restart_a_fetch() -> None:
 
 
 def one_that_cannot_fetch() -> tuple[Pump, str, str]:
-    """Four at height 2, one of them, and the three others."""
+    """Four peers at height 2: one of them, and the three others."""
     pump = start_swarm("ABCD")
     pump.run_to_height(2)
     late = pump.nodes["A"].machine.tip.order[-1]
@@ -385,7 +385,7 @@ def test_a_blob_that_the_shell_lost_is_fetched_again_before_the_vote() -> None:
 
 
 def one_that_syncs() -> tuple[Pump, str, Manifest]:
-    """A voter that has just begun to make a proposal durable, which without it has no quorum."""
+    """A voter that has just begun to make durable a proposal that needs its vote for a quorum."""
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     *_, dead, voter = pump.nodes["A"].machine.tip.order
@@ -450,7 +450,7 @@ def one_with_a_slow_disk() -> tuple[Pump, str, Manifest]:
 
 
 def test_what_is_being_made_durable_is_applied_before_anything_newer_is_fetched() -> None:
-    """Rounds that are shorter than a sync would else keep a peer from ever applying one."""
+    """Otherwise rounds shorter than a sync would keep a peer from ever applying one."""
     pump, behind, first = one_with_a_slow_disk()
     node = pump.nodes[behind]
     assert node.machine.pursued == first

@@ -1,4 +1,4 @@
-"""Swarms of so many voters that in some seconds a peer hears but a few of them by chance [H4]."""
+"""Large swarms, in which a peer by chance hears only a few voters in some seconds [H4]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY = string.ascii_letters[:48]
 
 
 def many(timers: Timers | None = None) -> Pump:
-    """48 voters, each of which owns an expert, in training for the first round."""
+    """48 voters with an expert each, in training for the first round."""
     pump = start_swarm(MANY, make_rules(experts=len(MANY)), timers=timers)
     for node in pump.nodes.values():
         node.train_s = 20.0
@@ -34,14 +34,14 @@ def many(timers: Timers | None = None) -> Pump:
 def test_a_convener_that_dies_is_replaced_among_many() -> None:
     pump = many()
     pump.run_to_height(1)
-    pump.run(pump.now + 10.0)  # what they had to say about the last round is long ago
+    pump.run(pump.now + 10.0)  # their messages about the last round are long past
     dead = first_of(pump)
     pump.kill(dead)
     pump.run_to_height(2, others(pump, dead), within_s=40.0)
 
 
 def took_over(pump: Pump) -> str:
-    """What all said of takeovers, and of campaigns that ended."""
+    """All log lines about takeovers and ended campaigns."""
     return "".join(node.said(Topic.TAKEOVER) for node in pump.nodes.values())
 
 
@@ -69,7 +69,7 @@ def test_a_convener_whose_voters_fetch_for_long_hears_them_all_the_same() -> Non
 
 
 def test_all_that_survive_a_lost_majority_go_on_together() -> None:
-    """Nobody is left behind because it was not heard by chance."""
+    """No peer is left behind because it was not heard by chance."""
     pump = many()
     pump.run_to_height(1)
     dead = "".join(sorted(set(MANY) - set(pump.nodes["a"].machine.tip.order[-20:])))
@@ -82,7 +82,7 @@ def test_all_that_survive_a_lost_majority_go_on_together() -> None:
 
 
 def test_voters_without_a_quorum_greet_the_others_seldom_in_the_end() -> None:
-    """Half of a large swarm would greet the other half all the time while that is away."""
+    """Otherwise half of a large swarm would greet the absent other half all the time."""
     pump = many()
     pump.run_to_height(1)
     order = pump.nodes["a"].machine.tip.order
@@ -104,7 +104,7 @@ def test_voters_without_a_quorum_greet_the_others_seldom_in_the_end() -> None:
 
 
 def test_who_fetches_what_was_decided_does_not_convene_meanwhile() -> None:
-    """A unit of a large model shows when it is whole, which takes half a minute on a thin line."""
+    """A unit of a large model counts when it is whole, which takes half a minute on a slow line."""
     pump = many(Timers(reduce_s=600.0, vote_s=600.0, attempt_s=1500.0, reform_s=6000.0))
     slow = set(MANY[:20])
 
@@ -121,7 +121,7 @@ def test_who_fetches_what_was_decided_does_not_convene_meanwhile() -> None:
 
 
 def test_voters_that_are_all_a_little_late_are_counted_together() -> None:
-    """16 that wait for 30 s lose more than each of 8 has worked, and less than these together."""
+    """16 that wait for 30 s lose more than the work of each of 8, and less than that of all 8."""
     peers = MANY[:24]
     pump = swarm_of(peers, "", kind=Talking)
     train_times(pump, {peer: 330.0 if peer in peers[:8] else 300.0 for peer in peers})
@@ -130,7 +130,7 @@ def test_voters_that_are_all_a_little_late_are_counted_together() -> None:
 
 
 def test_a_contributor_that_loses_power_while_values_are_fetched_is_soon_left_out() -> None:
-    """Its machine refuses nothing: it is silent, and greeted while its values are missing."""
+    """Its machine sends no refusals. It is silent, and is greeted while its values are missing."""
     pump = start_swarm("ABCDEF", timers=Timers(reduce_s=600.0, vote_s=600.0, attempt_s=1500.0))
     pump.run_to_height(2)
     convener = pump.nodes[first_of(pump)].machine

@@ -1,4 +1,4 @@
-"""Who comes and who goes, and how a peer does it."""
+"""Joining and leaving."""
 
 from swarm.protocol.messages.events import LeaveAsked, Record, Topic
 from swarm.protocol.messages.messages import Accept, Message, Ready
@@ -7,7 +7,7 @@ from tests.protocol.round_pump import Node, Pump, make_rules, start_swarm
 
 
 def join(pump: Pump, peer: str, *, via: str = "A") -> Node:
-    """A stranger that fetched the tip of a member, as the joining code does."""
+    """A stranger that has fetched a member's tip, as the joining code does."""
     model = pump.nodes[via]
     node = pump.add(peer, model.machine.tip)
     node.record = node.machine._standing.record = Record(
@@ -83,7 +83,7 @@ def test_a_leaver_goes_as_soon_as_a_manifest_without_it_is_applied() -> None:
     rest = "".join(peer for peer in pump.nodes if peer != leaver)
     start = pump.now
     pump.run_to_height(6, rest)
-    assert pump.now - start < 6  # nobody is waited for
+    assert pump.now - start < 6  # rounds wait for nobody
     tip = pump.nodes[rest[0]].machine.tip
     assert all(leaver not in owners for owners in tip.owners.values())
 
@@ -156,7 +156,7 @@ def test_a_live_peer_that_is_always_too_slow_keeps_its_vote() -> None:
     pump.run_to_height(8, "".join(peer for peer in pump.nodes if peer != slow))
     tip = pump.nodes["A"].machine.tip
     assert tip.members[slow].silent == 0
-    # Its experts were not renewed and have moved to those that work [R4].
+    # Its experts were not renewed, and have moved to working peers [R4].
     assert all(slow not in owners for owners in tip.owners.values())
 
 

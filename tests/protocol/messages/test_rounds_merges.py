@@ -1,4 +1,4 @@
-"""Merges: agreed on like a round, computed by everybody, never judged by one's own bits."""
+"""Merges: agreed on like a round, computed by all peers, never judged by a peer's own bits."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from swarm.protocol.rounds.policies.checks import successor_problem
 from swarm.protocol.values.manifest import Entry, Kind, Manifest
 from tests.protocol.round_pump import Pump, found, make_rules, name, start_swarm
 
-# A round is 10 steps; so every second round makes a merge due, until step 1000.
+# A round is 10 steps, so every second round makes a merge due, until step 1000.
 MERGING = MergingConfig(alpha=0.1, top_k=2, decay_steps=1000, interval_steps=20)
 RULES = make_rules(merging=MERGING)
 

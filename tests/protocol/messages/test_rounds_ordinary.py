@@ -1,4 +1,4 @@
-"""Rounds in which nothing fails: how the members agree, and on what."""
+"""Rounds without failures: the agreement and its result."""
 
 import pytest
 
@@ -30,9 +30,9 @@ def test_all_members_apply_the_same_rounds(peers: str) -> None:
 
 
 def test_a_fault_free_round_waits_for_no_timer() -> None:
-    pump = start_swarm("ABCD", tick_s=0.0)  # no ticks at all: events alone carry it
+    pump = start_swarm("ABCD", tick_s=0.0)  # without ticks: events alone drive it
     pump.run(60.0)
-    # Manifest 0 was heard by everybody; then only work, latency and syncs take time.
+    # All have heard manifest 0. After that only work, latency and syncs take time.
     assert all(len(node.applied) >= 25 for node in pump.nodes.values())
 
 
@@ -49,8 +49,8 @@ def test_messages_of_a_round_are_as_few_as_the_page_says() -> None:
         kind: pump.count_sent(kind) / 10
         for kind in (Ready, Roster, Reduced, Propose, Accept, Commit, Prepare, Hello)
     }
-    # 5 (N - 1), one of each kind to or from every other member, and the reducers' answers.
-    # Rosters go to the reducers only, which are at most all; gossip and polls come on top.
+    # 5 (N - 1), one of each kind to or from every other member, and the reducers' answers. Rosters
+    # go only to the reducers, at most all members. Gossip and polls come on top.
     assert sum(sizes[kind] for kind in (Ready, Roster, Propose, Accept, Commit)) <= 5 * 3 + 1
     assert sizes[Reduced] <= 3
 

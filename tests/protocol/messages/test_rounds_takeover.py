@@ -1,4 +1,4 @@
-"""Conveners that fail, and what their successors must and must not propose."""
+"""Failing conveners, and the duties of their successors."""
 
 import string
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_a_successor_proposes_what_may_have_been_decided() -> None:
     def lose(source: PeerId, destination: PeerId, message: Message) -> bool:
         if isinstance(message, Propose) and message.manifest.height == 3:
             proposed.append(message.manifest.digest)
-        # The first convener hears no votes, so it alone knows nothing of its decision.
+        # The first convener hears no votes, so it alone does not know its decision.
         return destination == first and isinstance(message, Accept)
 
     pump.lose = lose
@@ -92,7 +92,7 @@ def test_a_successor_proposes_what_may_have_been_decided() -> None:
 
 
 def campaigning(pump: Pump, peer: PeerId, until: type) -> list[Message]:
-    """What a peer sends while it takes over."""
+    """The messages of a peer during a takeover."""
     node = pump.nodes[peer]
     start = len(node.sent)
     pump.run(
@@ -242,7 +242,7 @@ def test_a_peer_that_comes_back_does_not_end_the_campaign_that_went_on_without_i
     first, second, third, *_ = order_of(pump)
     train_times(pump, dict.fromkeys(set("ABCDE") - {second}, 40.0))
     pump.kill(first)
-    # The next in turn is cut off. What it hears first is no quorum, and nothing of a campaign.
+    # The next in turn is cut off. First it hears from less than a quorum, and of no campaign.
     pump.lose = lambda source, destination, message: second in (source, destination)
     pump.run(pump.now + 30.0)
     pump.lose = lambda source, destination, message: (
@@ -269,7 +269,7 @@ def test_a_convener_that_hears_nobody_steps_down() -> None:
 def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
     pump = ready_for_round_3("ABCDE")
     first, second, *_ = order_of(pump)
-    # It hears one other member only: no quorum of answers will ever come.
+    # It hears only one other member, so no quorum of answers can ever come.
     pump.lose = lambda source, destination, message: destination == first and source != second
     start = pump.now
     pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
@@ -279,7 +279,7 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
 
 
 def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> None:
-    # Of two equal attempts the mute member's is to be the higher, so who hears it refuses others.
+    # Of two equal attempts the mute member's is the higher one, so its hearers refuse others.
     names = string.ascii_letters
     swarms = (ready_for_round_3(names[first : first + 7]) for first in range(len(names) - 6))
     pump = next(pump for pump in swarms if order_of(pump)[1] > max(order_of(pump)[3:]))
@@ -340,7 +340,7 @@ def test_a_convener_that_gets_no_votes_because_it_hears_no_quorum_steps_down() -
 
 
 def test_a_proposal_of_which_a_part_cannot_be_had_does_not_hold_its_attempt() -> None:
-    # As before the first round was timed: a roster may wait for half an hour.
+    # As before the first measured round: a roster may wait for half an hour.
     pump = ready_for_round_3("ABCD", timers=Timers(attempt_s=1841.0, roster_late_s=1800.0))
     first, second, *_ = order_of(pump)
     tip = pump.nodes[first].machine.tip
@@ -360,7 +360,7 @@ def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:
     before = node.machine.record
     old_tip = node.applied[0]
     header = Header(old_tip.code, old_tip.digest, old_tip.generation)
-    now = pump.now + pump.timers.poll_s  # it may have been told the tip just now
+    now = pump.now + pump.timers.poll_s  # it may just have received the tip
     effects = node.machine.handle(Received(second, header, Prepare(Ballot(4, second))), now)
     assert node.machine.record is before
     (answer,) = [effect for effect in effects if isinstance(effect, Send)]
@@ -393,7 +393,7 @@ def test_a_convener_whose_machine_refuses_messages_is_replaced_sooner(
     pump = ready_for_round_3("ABCD")
     pump.dead_refuse = refuses
     first, second, *_ = order_of(pump)
-    train_times(pump, dict.fromkeys("ABCD", 60.0))  # nobody has anything to say to it
+    train_times(pump, dict.fromkeys("ABCD", 60.0))  # nobody has a message for it
     pump.run_to_height(3)
     first, second, *_ = order_of(pump)
     pump.kill(first)
@@ -415,8 +415,10 @@ def test_a_convener_that_is_heard_is_not_deposed_because_a_message_was_refused()
 
 
 def test_conveners_that_got_no_answers_begin_apart() -> None:
-    """Each may have refused the other while it convened itself [A7]: for ever, if both began at
-    the same moment behind all others."""
+    """Each may have refused the other while it convened itself [A7].
+
+    This lasts forever if both begin at the same moment after all others.
+    """
     pump = start_swarm("ABCDEF")
     places = {node.machine._takeover._last_place() for node in pump.nodes.values()}
     assert len(places) == 6 and min(places) >= 6

@@ -1,4 +1,4 @@
-"""Peers without a vote: they train and are counted, and nothing hangs on them [R7]."""
+"""Peers without a vote train and are counted, and no decision depends on them [R7]."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ IDLE_S = 1e9
 
 
 class Talking(Pump):
-    """Peers that say how long their local steps will take."""
+    """Peers that report the duration of their local steps."""
 
     def _train(self, peer: PeerId, tip: Manifest) -> None:
         super()._train(peer, tip)
@@ -35,7 +35,7 @@ def swarm_of(
     voters_train_s: float = 1.0,
     kind: type[Pump] = Pump,
 ) -> Pump:
-    """A swarm in which some have a vote, and others train so long."""
+    """A swarm with voters and trainees, and given training times."""
     rules = make_rules(experts=16)
     manifest = found(rules, [*voters, *trainees])
     members = {
@@ -55,7 +55,7 @@ TRAINEE = Member(0, 1.0, votes=False, vouched=False)
 
 
 def invitation_by(anchor: str, key: str = "K") -> Credential:
-    """What a guest shows; in these tests nobody checks signatures."""
+    """A guest's credential. These tests check no signatures."""
     return Credential(Invitation(make_rules().run, key, 9, 0, 99, anchor, ""), "")
 
 
@@ -64,7 +64,7 @@ def members(pump: Pump) -> dict[str, Member]:
 
 
 def test_keys_that_join_and_vanish_cost_three_voters_no_quorum() -> None:
-    """Before, seven members of which four were gone waited for T_reform [S12]."""
+    """Without the rule, seven members with four dead ones waited for T_reform [S12]."""
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     for key in "WXYZ":
@@ -101,7 +101,7 @@ def test_a_trainee_works_owns_and_reduces_but_convenes_and_votes_in_nothing() ->
 
 
 def test_a_slow_trainee_is_counted_in_a_patient_round_and_waited_for_from_then_on() -> None:
-    """A quarter of the voters' time is less than it needs, and what it needs is worth waiting."""
+    """It needs more than a quarter of the voters' time, and its work is worth the wait."""
     pump = swarm_of("ABC", "X", train_s=38.0, voters_train_s=30.0, kind=Talking)
     pump.run(pump.now + 900, lambda: pump.nodes["A"].machine.tip.round >= PATIENT_EVERY + 3)
     counted = [m.round for m in pump.nodes["A"].applied if "X" in m.contributors]
@@ -122,7 +122,7 @@ def test_voters_decide_without_trainees_and_trainees_never_without_voters() -> N
     pump.run(pump.now + 5)
     tip = pump.nodes[first[2]].machine.tip
     assert len({pump.nodes[peer].machine.tip.generation for peer in alive}) == 1
-    assert tip.lineage[0][1][0] == 1, "one elector of the parent goes on"
+    assert tip.lineage[0][1][0] == 1, "one elector of the parent continues"
     assert set("VWXYZ") <= tip.members.keys()
 
 
@@ -173,7 +173,7 @@ def test_an_anchor_may_vouch_for_a_member_that_is_there() -> None:
     pump.run(pump.now + 30, lambda: members(pump)["B"].votes)
     pump.run(pump.now + 30, lambda: stranger.machine.tip.voters == {"A", "B"})
     assert members(pump)["B"].vouched and stranger.machine.tip.voters == {"A", "B"}
-    assert stranger.machine._contributor._credential() is None, "it has what it asked for"
+    assert stranger.machine._contributor._credential() is None, "it has the requested blobs"
 
 
 def test_a_convener_takes_up_four_trainees_of_one_network() -> None:
@@ -278,7 +278,7 @@ def test_a_trainee_that_hears_the_voters_says_nothing_however_long_a_round_is() 
 
 
 def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it() -> None:
-    """Had it gone on by itself, its chain would be better than that voter's, and not believed."""
+    """Had it continued alone, its chain would be longer than that voter's, and not believed."""
     pump = swarm_of("ABC", "X")
     pump.run_to_height(1)
     pump.kill("A")
@@ -297,7 +297,7 @@ def test_a_trainee_keeps_what_was_decided_for_a_voter_that_has_yet_to_hear_of_it
 
 
 def test_a_trainee_that_fetches_longer_than_a_lone_voter_trains_is_counted_in_the_end() -> None:
-    """One round in so many waits for it; without that it would fetch old tips for ever."""
+    """One round in `PATIENT_EVERY` waits for it. Otherwise it would fetch old tips forever."""
     pump, tip = Pump(make_rules()), found(make_rules(), ["A", "B"])
     tip = replace(tip, members={**tip.members, "B": TRAINEE})
     of_tips = (Purpose.CATCH_UP, Purpose.PROPOSAL)

@@ -55,7 +55,7 @@ def test_a_proposal_finds_the_experts_here_and_fetches_the_means_alone() -> None
 
 
 def test_whose_values_a_roster_has_is_found_once_by_each_reducer(monkeypatch) -> None:
-    """Of 256 peers that is 120,000 values, which it averages, deals out and fetches ahead by."""
+    """For 256 peers these are 120,000 values, used for averaging, relaying and fetching ahead."""
     calls: Counter[str] = Counter()
 
     def counted(owner: Any, function: str) -> None:
@@ -99,7 +99,7 @@ def test_what_is_not_needed_any_more_is_cancelled_with_the_height() -> None:
 
 @pytest.mark.parametrize("reason", ["unreachable", IMPLAUSIBLE])
 def test_an_expert_that_does_not_come_ahead_is_no_input_that_is_missing(reason: str) -> None:
-    """Its acceptors judge that once it is proposed; a reducer has all that it averages."""
+    """Acceptors check it after the proposal. A reducer has all its inputs."""
     pump = eager_swarm("ABC")
     pump.refuse_fetch = lambda peer, source, unit: expert_of_unit(unit) is not None
 
@@ -122,7 +122,7 @@ def test_an_expert_that_does_not_come_ahead_is_no_input_that_is_missing(reason: 
 @pytest.mark.parametrize("shared_every", [1, 2])
 @pytest.mark.parametrize("tokens", [0, 100, 1000])
 def test_what_is_taken_ahead_would_be_taken_in_any_proposal(shared_every: int, tokens: int) -> None:
-    """Otherwise a convener that lies about work to one peer alone could have it vote for more."""
+    """Otherwise a convener that lies about work to one peer could win its vote for too much."""
     rules = replace(
         make_rules(experts=6, shared_every=shared_every, stagger=shared_every > 1),
         step_bound=StepBound(1e-3, 1e-4),

@@ -1,4 +1,4 @@
-"""Messages, offers and records as bytes: exact both ways, small, and deaf to nonsense."""
+"""Messages, offers and records as bytes: exact both ways, small, and strict."""
 
 import json
 from base64 import b64encode
@@ -148,12 +148,12 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def _peer(number: int) -> str:
-    """As long as a libp2p peer id."""
+    """A name as long as a libp2p peer id."""
     return "12D3KooW" + "z" * 42 + BASE58[number // 58] + BASE58[number % 58]
 
 
 def _largest() -> list[Message]:
-    """Each message in a swarm of 1,024, its fields as large as their schemas let them be."""
+    """Each message in a swarm of 1,024, with fields as large as their schemas allow."""
     peers = [_peer(number) for number in range(1024)]
     ballot = Ballot(MAX_ATTEMPT, peers[0])
     signatures = dict.fromkeys(peers, SIGNATURE)
@@ -191,7 +191,7 @@ def test_no_message_of_a_thousand_peers_is_over_64_kb(message: Message) -> None:
 
 
 def test_whatever_a_message_lists_has_a_bound_on_the_wire_too() -> None:
-    """A list that is one longer is refused, so no honest convener can be made to repeat it."""
+    """A list with one more element is refused, so no honest convener can be made to repeat it."""
     *_, reduced, propose, _, _ = _largest()
     assert isinstance(reduced, Reduced) and isinstance(propose, Propose)
     unit, result = next(iter(reduced.results.items()))
@@ -207,7 +207,7 @@ def test_whatever_a_message_lists_has_a_bound_on_the_wire_too() -> None:
 
 
 def test_a_message_that_would_be_too_large_is_an_error_that_its_sender_survives() -> None:
-    """`RoundDriver` logs a StateError and goes on; an assertion ended the convener's process."""
+    """`RoundDriver` logs a StateError and continues. An assertion ended the convener's process."""
     code = LARGEST_CODE[:-1] * 3
     with pytest.raises(StateError, match="HELLO of"):
         encode(replace(LARGEST_HEADER, code=code), Hello(ask=True))

@@ -1,4 +1,4 @@
-"""Records: what is written is read back, and hostile bytes give one kind of error."""
+"""Records survive writing and reading, and hostile bytes give one kind of error."""
 
 import contextlib
 import dataclasses
@@ -116,7 +116,7 @@ def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
         assert refused.reason in ("record_size", "record_schema")
         assert len(str(refused)) <= records.MAX_REASON
     else:
-        # What was admitted can be shown and published again.
+        # Admitted values can be shown and published again.
         assert decode_record(type(record), encode_record(decoded)) == decoded
 
 
@@ -189,7 +189,7 @@ def test_a_loss_that_is_no_finite_number_is_refused(constant: str) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 3.4e38, records.MAX_REAL])
 def test_whatever_a_peer_may_compute_is_admitted(value: float) -> None:
-    """A diverged run has losses and norms as large as 32 bits can say."""
+    """A diverged run has losses and norms as large as 32 bits allow."""
     record = dataclasses.replace(PEER, loss=-value, grad_norm=value, tokens_per_s=value)
     assert decode_record(PeerRecord, encode_record(record)) == record
 
@@ -371,7 +371,7 @@ def test_one_record_of_the_last_round_there_is_makes_no_curve() -> None:
         told = told_losses(honest | {liar: lie}, tip)
         measured_by_others = {n for record in others(honest, liar) for n, _ in rows(record)}
         own = set(range(ROUNDS)) - measured_by_others
-        assert told.by_round == CURVE | dict.fromkeys(own, 0.001), "what nobody else has measured"
+        assert told.by_round == CURVE | dict.fromkeys(own, 0.001), "nobody else measured these"
         assert told.by_manifest == {tip.digest: loss_of(ROUNDS)}
         assert told.bits_per_byte_of_nat == honest[tip.order[0]].bits_per_byte_of_nat
 

@@ -1,4 +1,4 @@
-"""Timers: the model's values, and how they follow a run's sizes and rates."""
+"""Timers: the model's values, and their dependence on a run's sizes and rates."""
 
 from dataclasses import replace
 from math import inf
@@ -33,7 +33,7 @@ def test_the_defaults_are_those_of_the_model() -> None:
 def test_replaced_timers_leave_the_others_as_they_were() -> None:
     timers = replace(Timers(), reform_s=inf, vote_s=200.0)
     assert (timers.reform_s, timers.vote_s, timers.reduce_s) == (inf, 200.0, 5.0)
-    # A fetch is given up even where the generation never is.
+    # A fetch is given up even if the generation never is.
     assert timers.patience_s == timers.pause_s == 600.0
 
 
@@ -99,7 +99,7 @@ def test_a_first_step_has_half_an_hour_and_an_attempt_is_not_as_long() -> None:
 def test_time_outs_contain_each_other_and_follow_the_bytes_of_a_round(
     reduce_bytes: int, vote_bytes: int
 ) -> None:
-    """An attempt took 3 T_red + 2 T_vote, longer than T_reform for any run of some size."""
+    """An attempt once took 3 T_red + 2 T_vote, longer than T_reform for any larger run."""
     measured = Measured(reduce_bytes, vote_bytes, model_bytes=10**11, rate_bytes_per_s=10**7)
     timers = production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers
     assert timers.reduce_s <= timers.vote_s < timers.attempt_s <= timers.reform_s
@@ -173,7 +173,7 @@ def test_with_an_agreed_end_a_step_is_begun_if_it_ends_in_time(
 
 @given(st.floats(0.01, 100), st.floats(0.01, 3600))
 def test_a_peer_of_any_speed_uses_the_agreed_time_but_less_than_a_step(step_s, seconds):
-    """A steady peer; one whose first step takes longer than the round takes that one."""
+    """For a steady peer. A peer whose first step exceeds the round takes that step."""
     done = 0
     while local_work_left(10**6, done, step_s if done else 0.0, seconds - done * step_s).steps:
         done += 1

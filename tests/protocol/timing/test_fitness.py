@@ -1,4 +1,4 @@
-"""What the numbers of a link mean for a run."""
+"""The meaning of a link's figures for a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the timers are adapted from: sizes, and the rate at which bytes came while they came."""
+"""The inputs of adapted timers: sizes, and the rate of active transfers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_units_that_are_not_due_take_no_time_in_a_round() -> None:
 
 
 def test_of_units_that_move_by_deltas_these_count_and_the_values_that_are_made_of_them() -> None:
-    """The 7B's slices would have ten times as long a time-out each, on 20 Mbit/s an hour."""
+    """Otherwise the 7B's slices would have tenfold time-outs: an hour at 20 Mbit/s."""
     measured = Pace(UNITS).measured({"shared.0": 7, "shared.1": 50, "expert.0": 40}, 0.0)
     assert (measured.reduce_bytes, measured.proposal_bytes) == (57, 97)
     assert (measured.reduced_bytes, measured.proposed_bytes) == (100, 1100)
@@ -42,7 +42,7 @@ def test_of_units_that_move_by_deltas_these_count_and_the_values_that_are_made_o
 
 
 def rate_after(*rates: float, every_s: float = 60.0) -> float:
-    """Bytes per second that count after fetches of 8 MiB at these rates, at regular times."""
+    """The counted bytes per second after fetches of 8 MiB at these rates, at regular times."""
     pace = Pace(UNITS)
     for number, rate in enumerate(rates):
         pace.fetched(8 * MIB, 8 * MIB / rate, number * every_s)
@@ -57,7 +57,7 @@ def test_small_fetches_say_nothing_about_a_rate() -> None:
 
 
 def test_one_slow_fetch_changes_nothing_and_a_line_that_got_slower_counts_after_four() -> None:
-    """One outage took a 7B's T_reform from 1.1 to 83 h for the next 16 fetches."""
+    """One outage once raised a 7B's T_reform from 1.1 to 83 h for the next 16 fetches."""
     fast, slow = 12.5e6, 0.17e6
     for before in (2, 3, 15):
         assert rate_after(*[fast] * before, slow) == pytest.approx(fast)
@@ -110,7 +110,7 @@ def test_an_outage_leaves_the_time_outs_of_a_large_run_as_they_are() -> None:
 
 
 def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
-    """A capped convener gives others the time that its own link takes."""
+    """A capped convener gives others the time that its own link needs."""
     assert Pace(UNITS, cap_bytes_per_s=1e6).rate_bytes_per_s(0.0) == 1e6
     assert Pace(UNITS, cap_bytes_per_s=1e9).measured(UNITS, 0.0).rate_bytes_per_s == 0.0
     pace = Pace(UNITS, cap_bytes_per_s=1e6)
@@ -121,7 +121,7 @@ def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
 
 
 def test_a_peer_that_sends_slowly_expects_no_more_of_others_until_it_knows() -> None:
-    """All behind lines of 5 Mbit/s lost their first round to time-outs for 20 (measured)."""
+    """Peers with lines of 5 Mbit/s lost their first round to time-outs for 20 Mbit/s (measured)."""
     pace = Pace(UNITS, cap_of_others_bytes_per_s=6e5)
     assert pace.measured(UNITS, 0.0).rate_bytes_per_s == 6e5
     pace.fetched(8 * MIB, 1.0, 0.0)

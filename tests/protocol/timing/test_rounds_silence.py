@@ -1,4 +1,4 @@
-"""Peers that vanish without a word while a round waits for what they hold [C4, C6]."""
+"""Peers that vanish silently while a round waits for their values [C4, C6]."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from swarm.protocol.timing.deadlines import Timers
 from tests.protocol.round_pump import Pump, first_of, in_training, last_of, others
 
 PHASES = [(12.0, 6.0), (40.0, 20.0), (1000.0, 30.0)]
-"""How long a phase may last, and after how long one that is silent is given up in it."""
+"""Limits of a phase, and of a peer's silence in it."""
 
 
 def timers(phase_s: float) -> Timers:
-    """Of a run whose phases may last so long, and whose conveners are never taken for dead."""
+    """Timers of a run with long phases, in which conveners never count as dead."""
     return Timers(reduce_s=phase_s, vote_s=phase_s, attempt_s=10 * phase_s, heartbeat_s=2000.0)
 
 
 def until_stage(pump: Pump, stage: str) -> None:
-    """Goes on until the convener has come so far."""
+    """Runs until the convener has reached this stage."""
     convener = pump.nodes[first_of(pump)].machine
     assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == stage)
 

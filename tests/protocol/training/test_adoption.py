@@ -90,7 +90,7 @@ def test_a_published_value_that_was_merged_at_once_is_rebased_from_the_published
 
 @pytest.mark.parametrize("agreed", ["late", "mine"])
 def test_either_of_two_offers_may_be_the_agreed_value(agreed):
-    """A late offer goes out before the local steps, whose offer may come too late itself."""
+    """A late offer is sent before the local steps, whose own offer may be late too."""
     offers = [offering("late"), offering("mine")]
     decision = decide(manifest(entry(agreed)), offers=offers).experts[0]
     assert (decision.action, decision.base) == (Action.PUBLISHED, agreed)
@@ -195,5 +195,5 @@ def test_an_owner_whose_offer_is_not_in_the_mean_restarts_from_it(sources):
 def test_a_reform_keeps_the_shared_work_of_its_members_alone():
     reform = replace(manifest(entry("e0"), kind=Kind.REFORM), members={"you": Member(0, 1.0)})
     without = adopt("me", reform, previous=TIP, bases={0: "e0"}, offers=[])
-    assert without.shared is Action.RESTART  # what it has read is dealt to others
+    assert without.shared is Action.RESTART  # the text that it has read is dealt to others
     assert adopt("you", reform, previous=TIP, bases={}, offers=[]).shared is Action.KEEP

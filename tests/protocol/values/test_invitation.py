@@ -1,4 +1,4 @@
-"""Who is invited, by whom, how often and how long; and what of it all peers compute alike [R8]."""
+"""Invitations: guests, inviters, uses, duration, and equal computation by all peers [R8]."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +41,7 @@ LINE = as_text(PrivateInvitation(GOOD, "0" * 64))
 
 
 def shown(invitation: Invitation) -> Credential:
-    """What a guest shows; its signatures are for the shell to judge."""
+    """A guest's credential. The shell checks its signatures."""
     return Credential(invitation, "A" * 86 + "==")
 
 
@@ -63,7 +63,7 @@ def test_an_invitation_is_good_for_its_run_its_rounds_its_uses_and_from_an_ancho
     assert expired == ("the invitation has expired: it was good until round 5, the next is round 6")
     full = {GOOD.name: Used(5, ("X", "Y"))}
     assert "used up: 2 of 2 peers" in (problem(uses=full) or "")
-    assert problem(peer="Y", uses=full) is None, "who comes back does not count again"
+    assert problem(peer="Y", uses=full) is None, "a returning guest does not count again"
     assert problem(uses={GOOD.name: Used(5, ("X",))}) is None
 
 
@@ -71,7 +71,7 @@ def test_two_invitations_share_no_uses_whoever_made_them() -> None:
     other = replace(GOOD, inviter="B", key="L")
     names = {GOOD.name, other.name, replace(GOOD, uses=3).name, replace(GOOD, last_round=6).name}
     assert len(names) == 4
-    assert replace(GOOD, signature="other").name == GOOD.name, "a signature may be made anew"
+    assert replace(GOOD, signature="other").name == GOOD.name, "a signature may be made again"
 
 
 def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:
@@ -81,7 +81,7 @@ def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:
     assert still_good(uses, 5) == {}
 
 
-# ---------------------------------------------------------------- as people pass it on
+# ---------------------------------------------------------------- as text
 
 
 def test_the_line_that_people_pass_on_reads_as_it_was_written() -> None:
@@ -273,7 +273,7 @@ def test_a_guest_of_weight_w_takes_w_of_what_its_inviter_may_let_in() -> None:
 
 
 def came_with(parent: Manifest, brought: dict[str, Invitation]) -> Membership:
-    """Members, who show this."""
+    """Members with this credential."""
     return next_members(
         parent,
         heard=list(parent.members),
@@ -314,7 +314,7 @@ def test_one_use_takes_in_one_of_those_that_come_at_once() -> None:
     assert len(came(child, {"W": once}).members) == 3
 
 
-# ---------------------------------------------------------------- what acceptors compute
+# ---------------------------------------------------------------- acceptors
 
 
 def test_acceptors_compute_the_same_uses_and_refuse_any_others() -> None:

@@ -1,4 +1,4 @@
-"""The layout of units: every element exactly once, the same everywhere, codecs apart."""
+"""The layout of units: every element exactly once, the same everywhere, with separate codecs."""
 
 import itertools
 import math
@@ -96,7 +96,7 @@ def test_tensors_follow_each_other_in_the_order_of_their_names(layout: Layout) -
     for unit in layout.units:
         places = [(piece.name, piece.start) for piece in unit.slices]
         assert places == sorted(places)
-    # Names sort as text: layer 10 comes before layer 2 and that order must never change.
+    # Names sort as text, so layer 10 comes before layer 2. This order must never change.
     names = [piece.name for piece in layout.by_unit["expert.3"].slices]
     assert names[3].startswith("model.layers.1.") and names[6].startswith("model.layers.10.")
 
@@ -131,7 +131,7 @@ def test_norms_and_routers_are_in_parts_of_their_own_where_others_are_coded(shar
         assert len(exact) == 1
         assert unit.coding == ("b1" if is_expert else "none" if exact == {True} else "b2")
         assert unit.codec == ("bf16" if is_expert else "fp32" if exact == {True} else shared)
-    # Only what is in which part differs from a run without codings, and only with fp32.
+    # Compared with a run without codings, only the contents of parts differ, and only with fp32.
     plain = layout_of(run_of(shared=shared, part_bytes=4096))
     if shared == "bf16":
         assert [unit.slices for unit in plain.units] == [unit.slices for unit in layout.units]

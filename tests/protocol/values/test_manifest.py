@@ -1,4 +1,4 @@
-"""Manifests: who is in whose ancestry, by codes alone, and what a run may say of its text."""
+"""Manifests: ancestry by codes alone, and a run's fields about its text."""
 
 import json
 from base64 import b64decode, b64encode
@@ -33,7 +33,7 @@ def at(height: int, *lineage: tuple[int, tuple[int, str]]) -> Code:
         (at(2), at(7), True),
         (at(7), at(2), False),
         (at(3), at(3, REFORM), True),  # a reform repeats the height of its parent
-        (at(4), at(9, REFORM), False),  # decided by those that the reform left
+        (at(4), at(9, REFORM), False),  # decided by the peers that the reform removed
         (at(3, REFORM), at(9), False),
         (at(4, REFORM), at(5, REFORM), True),
         (at(5, REFORM), at(8, REFORM, LATER), True),
@@ -159,7 +159,7 @@ def test_sources_have_one_form(packed: object) -> None:
 
 
 def test_what_is_no_digest_is_never_packed() -> None:
-    """So it comes out as it went in, for who checks names to refuse."""
+    """It is decoded unchanged, so that the check of names can refuse it."""
     for strange in ("A" * 64, "x" * 64, " " * 64, "0" * 63):
         manifest = replace(SOURCED, sources={"shared.0": (("a", DIGESTS[0]), ("b", strange))})
         assert decode_manifest(manifest.encoded) == manifest

@@ -1,4 +1,4 @@
-"""Nobody is given an expert that does not fit; an expert that fits nowhere waits, frozen."""
+"""No peer gets an expert that does not fit. An expert that fits nowhere waits, frozen."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ PEERS = "abcdef"
 
 @st.composite
 def cases(draw):
-    """Any previous assignment and any rooms, under any change of members."""
+    """Any previous assignment and any rooms, with any change of members."""
     number = draw(st.integers(1, 8))
     names = draw(st.lists(st.sampled_from(PEERS), min_size=1, unique=True))
     some = st.lists(st.sampled_from(PEERS), unique=True, max_size=3)
@@ -96,7 +96,7 @@ def test_losing_a_peer_does_not_give_the_others_more_than_fits_them():
 
 
 def rounds_of(rooms, **rounds) -> tuple[Pump, Manifest]:
-    """Three peers with two experts each, of which c dies in the first round."""
+    """Three peers with two experts each. Peer c dies in the first round."""
     rules = make_rules(experts=6, **rounds)
     pump = Pump(rules, rooms=rooms)
     tip = found(rules, ["a", "b", "c"])
@@ -130,7 +130,7 @@ def check_that_it_waits_and_is_trained_again(**rounds) -> None:
     later = pump.nodes["a"].machine.tip
     assert later.entries[unit] == entry
     others = [e.version for name, e in later.entries.items() if name != unit]
-    assert min(others) > later.round - 3, "all others are renewed as ever"
+    assert min(others) > later.round - 3, "all others are renewed as usual"
     join(pump, "d", via="a")
     pump.run(pump.now + 100, lambda: "d" in pump.nodes["a"].machine.tip.members)
     assert pump.nodes["a"].machine.tip.owners[waiting] == ("d",)

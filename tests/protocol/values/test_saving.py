@@ -1,4 +1,4 @@
-"""What is durable before an offer where rounds are slices, and what a restart makes of it [P6]."""
+"""The durable state before an offer in rounds with slices, and its use by a restart [P6]."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def tips(number: int) -> list[Manifest]:
 
 
 def offered_on(tip: Manifest) -> SavedWork:
-    """What a peer wrote of its offer on a tip."""
+    """A peer's durable state of its offer on a tip."""
     units = SLICED.schedule.due_of("me", tip)
     bases = {e: tip.entries[f"expert.{e}"].digest for e in tip.owners if "me" in tip.owners[e]}
     offered = {unit: f"offered.{unit}" for unit in units}
@@ -69,13 +69,13 @@ def test_an_offer_newer_than_the_private_state_is_offered_again_and_waited_for()
     )
     peer.go(rules=CODED)
     begun = peer.names()[: peer.names().index("adopt", peer.names().index("submit"))]
-    assert "train" not in begun, "the model does not contain what is offered"
+    assert "train" not in begun, "the model does not contain the offer"
     offer = peer.of("submit")[0].offer
     assert offer.tip == first.digest
     assert {u: value.digest for u, value in offer.units.items()} == offered_on(first).offered
     assert all(value.base == first.entries[unit].digest for unit, value in offer.units.items())
     decision = peer.of("adopt")[-1].decision
-    assert decision.begins_anew(SLICED.schedule.due(first)), "others have steps that it has not"
+    assert decision.begins_anew(SLICED.schedule.due(first)), "others have steps that it lacks"
     assert peer.of("lose") == []
     assert peer.of("train")[0].tip == second
 
@@ -141,7 +141,7 @@ def test_a_peer_at_rest_saves_what_it_has_beyond_its_private_state() -> None:
     assert rest is not None and not rest.is_offered
     assert (rest.base_tip, rest.steps, rest.tokens) == (chain[2].digest, 1, 100)
     training.ahead.flight = Done()
-    assert training.unsaved() is None, "what is offered is not decided"
+    assert training.unsaved() is None, "the offer is not decided"
     training.ahead.flight, training.is_unsaved = None, False
     assert training.unsaved() is None, "it was saved with the last offer"
 

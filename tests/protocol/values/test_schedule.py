@@ -1,4 +1,4 @@
-"""Which units are due when: once a period each, the same bytes in each round [U2, U3]."""
+"""The due rounds of units: once per period, with equal bytes in each round [U2, U3]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUARTERS = Schedule(experts_every=4, shared_every=4, stagger=True)
 
 
 def tip_of(peers: int, experts: int, parts: int, *, owners: int = 1) -> Manifest:
-    """Manifest 0 of so many peers, with the owners that a founder assigns."""
+    """Manifest 0 of a number of peers, with the owners that a founder assigns."""
     rules = make_rules(experts=experts, parts=parts)
     names = [f"p{index:03}" for index in range(peers)]
     shares = assign(
@@ -58,7 +58,7 @@ def after(tip: Manifest, renewed: set[Unit] | frozenset[Unit]) -> Manifest:
 def rounds_of(
     schedule: Schedule, tip: Manifest, rounds: int, missed: frozenset[Unit] = frozenset()
 ) -> list[frozenset[Unit]]:
-    """What is due in each of the next rounds, if all are renewed in time but those `missed`."""
+    """The due units of each of the next rounds, if all but `missed` are renewed in time."""
     dues = []
     for _ in range(rounds):
         due = frozenset(schedule.due(tip))
@@ -85,7 +85,7 @@ def test_each_unit_is_due_exactly_once_in_each_period(
 
 
 def test_each_round_has_a_part_of_the_shared_tensors() -> None:
-    """So that an offer without one is a late one [O2]."""
+    """So an offer without one is a late one [O2]."""
     for parts in range(4, 12):
         for due in rounds_of(QUARTERS, tip_of(2, experts=3, parts=parts), 8):
             assert any(expert_of_unit(unit) is None for unit in due)
@@ -197,13 +197,13 @@ def test_all_rounds_of_a_7b_move_the_same_bytes(peers: int, every: int, codec: s
     for kind in (None, *tip.members) if peers == 4 else (None,):
         sizes = [_num_bytes(tip, due, kind) for due in dues]
         mean = sum(sizes) / len(sizes)
-        # Of 32 experts in 5 rounds each has 6 or 7, and of 8 of one owner 1 or 2.
+        # Of 32 experts, each of 5 rounds has 6 or 7. Of an owner's 8, each has 1 or 2.
         limit = 0.03 if every == 4 else 0.1 if kind is None else 0.3
         assert all(abs(size - mean) <= limit * mean for size in sizes), (kind, sizes)
 
 
 def _num_bytes(tip: Manifest, due: frozenset[Unit], owner: PeerId | None) -> int:
-    """Bytes of the due units: of all, or of those that one peer offers."""
+    """Bytes of the due units: of all, or of one peer's."""
     units = due if owner is None else [u for u in due if _brings(tip, owner, u)]
     return sum(tip.entries[unit].num_bytes for unit in units)
 

@@ -1,4 +1,4 @@
-"""The main loop of a peer, and what it has done for it."""
+"""The main loop of a peer, and its calls."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -48,35 +48,35 @@ class Over(Exception):
 
 @dataclass
 class Peer(TrainingShell):
-    """A shell that acts by script, and remembers what it was asked for."""
+    """A shell that acts by script, and records its calls."""
 
     tips: list[list[Applied]]
-    """What each wait gives."""
+    """Results of the waits."""
     steps: list[Done] = field(default_factory=list)
-    """What local steps give, or all of them."""
+    """Results of local steps, or one for all."""
     saved: SavedWork | None = None
     offer: SavedWork | None = None
-    """Made after that was saved."""
+    """Calls after this save."""
     at: Applied = field(default_factory=lambda: Applied(TIP, 0.0))
     gone: frozenset[str] = frozenset()
     """Manifests whose blobs were collected."""
     value: str = "trained"
     while_paused: list[Applied] = field(default_factory=list)
-    """What a pause gives."""
+    """Result of a pause."""
     calls: list[SimpleNamespace] = field(default_factory=list)
 
     def go(self, **options: Any) -> None:
-        """Until the rounds or the script are over."""
+        """Runs until the rounds or the script are over."""
         rules, rounds = options.pop("rules", RULES), options.pop("rounds", 9)
         with contextlib.suppress(Over):
             at_once(Training(self, "me", rules, rounds, **options).run())
 
     def of(self, name: str) -> list[SimpleNamespace]:
-        """What was asked for under a name."""
+        """Arguments of the calls of a name."""
         return [call for call in self.calls if call.name == name]
 
     def names(self) -> list[str]:
-        """What was asked for, in order."""
+        """Names of the calls, in order."""
         return [call.name for call in self.calls]
 
     def _note(self, name: str, **said: Any) -> None:
@@ -161,7 +161,7 @@ class Peer(TrainingShell):
 
 
 def after(parent: Manifest, *, kind: Kind = Kind.QUORUM, **changes: Any) -> Manifest:
-    """A successor, in which nobody's values are."""
+    """A successor without anybody's values."""
     fields: dict[str, Any] = {"kind": kind, "parent": parent.digest, "contributors": ("you",)}
     if kind is Kind.REFORM:
         fields |= {"generation": "fresh"}
@@ -228,7 +228,7 @@ def test_a_merge_after_the_last_round_is_part_of_the_run() -> None:
     assert peer.tips == []
 
 
-# ---------------------------------------------------------------- what work is still good for
+# ---------------------------------------------------------------- use of earlier work
 
 
 def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -> None:
@@ -248,7 +248,7 @@ def test_steps_that_go_on_in_a_unit_of_deltas_are_lost_if_a_second_round_leaves_
 
 
 def moved_by_a_delta(parent: Manifest) -> Manifest:
-    """A round in which a delta of another peer alone moved a part of the shared tensors."""
+    """A round in which only another peer's delta moved a part of the shared tensors."""
     before = parent.entries["shared.0"]
     delta = f"delta of round {parent.round + 1}"
     moved = replace(before, digest=f"by {delta}", base=before.digest, delta=delta, coding="b2")
@@ -333,7 +333,7 @@ FIRST = found(SLICED, ["me", "you"])
 
 
 def renewed(tip: Manifest, contributors: tuple[str, ...]) -> Manifest:
-    """The next round, in which these peers renew what they own of what is due."""
+    """The next round, in which these peers renew their due experts."""
     due = SLICED.schedule.due(tip)
     owned = {u for peer in contributors for u in SLICED.schedule.due_of(peer, tip)}
     entries = {
@@ -463,7 +463,7 @@ def test_a_private_state_that_does_not_fit_has_a_problem(
     assert (problem is None) if words is None else (problem and words in problem)
 
 
-# ---------------------------------------------------------------- too few experts have an owner
+# ---------------------------------------------------------------- too few owned experts
 
 
 def test_a_peer_waits_while_too_few_experts_have_an_owner_and_no_machine_has_room() -> None:

@@ -1,4 +1,4 @@
-"""The main loop where rounds overlap: steps beside an offer, and what becomes of them [V1, V6]."""
+"""The main loop with overlapping rounds: steps during an offer, and their fate [V1, V6]."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ AHEAD = replace(
 TIP = found(AHEAD, ["me", "you"])
 MY_DELTA = f"trained.{RULES.shared_units[0]}"
 SAMPLES = 100
-"""Of a round."""
+"""Local steps of a round."""
 
 
 def round_after(parent: Manifest, *peers: str) -> Manifest:
-    """A round in which these peers' deltas of the shared part are."""
+    """A round with these peers' deltas of the shared part."""
     unit = RULES.shared_units[0]
     before, book = parent.entries[unit], AHEAD.next_book
     entry = Entry(f"v{parent.height + 1}", 1, 1, "me", "fp32", before.digest, "b2", "B")
@@ -45,7 +45,7 @@ def round_after(parent: Manifest, *peers: str) -> Manifest:
 
 
 def peer_with(*tips: Manifest, steps: Sequence[Done] = ()) -> Peer:
-    """A peer that has begun the run, and has been through these rounds."""
+    """A peer that has begun the run and completed these rounds."""
     peer = Peer([applied(tip) for tip in tips], steps=[*steps], at=applied(TIP)[0])
     peer.go(rules=AHEAD)
     return peer
@@ -116,7 +116,7 @@ def test_a_peer_that_has_read_all_that_it_was_dealt_waits() -> None:
     assert num_samples(second.dealt["me"]) == 2 * SAMPLES
     assert [name for name in peer.names() if name in ("train", "submit", "wait")] == [
         *("train", "submit", "train", "wait"),  # the first round
-        *("submit", "wait"),  # both offers' samples are all that is dealt
+        *("submit", "wait"),  # the samples of both offers are the whole deal
     ]
 
 
@@ -144,7 +144,7 @@ def test_after_a_reform_the_undecided_offer_goes_with_the_next_one() -> None:
 
 @pytest.mark.parametrize("is_mine", [True, False])
 def test_steps_count_on_another_line_only_if_it_deals_their_samples(is_mine: bool) -> None:
-    """Of two reforms of one manifest; with slices no value moved from the one to the other."""
+    """After two reforms of one manifest. With slices, no value moved from one to the other."""
     sliced = make_rules(experts=2, parts=2, experts_every=2, shared_every=2, stagger=True)
     rules = replace(sliced, overlaps=True)
     tip = found(rules, ["me", "you"])
@@ -193,7 +193,7 @@ def test_after_a_restart_behind_its_round_steps_are_counted_once(peers: tuple[st
 
 
 def test_where_rounds_overlap_parts_that_are_sent_whole_follow_too() -> None:
-    """Their progress since the offer would be gone with a jump to the mean."""
+    """A jump to the mean would lose their progress since the offer."""
     whole = after(
         TIP, contributors=("me", "you"), sources={"shared.0": (("me", "m"), ("you", "y"))}
     )

@@ -1,4 +1,4 @@
-"""How far local steps can move a value."""
+"""Bounds on the change of a value by local steps."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ gradients = st.lists(
 
 @given(gradients, st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.8, 0.65)]))
 def test_no_gradients_take_adamw_beyond_the_bound_of_its_steps(pulls, betas) -> None:
-    """Without slack: by the formulas of Adam, with the largest weight on the newest gradient."""
+    """Without slack, by the formulas of Adam, with the largest weight on the newest gradient."""
     first, second = betas
     run = with_betas(first, second, weight_decay=0.0)
     limit = StepBound.of(run).absolute * (1 + 1e-9)
@@ -106,7 +106,7 @@ def test_what_is_no_update_has_no_bound() -> None:
 
 
 def plain_steps(unit: str, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
-    """The rule for one source, with what everybody is dealt worked out for it alone."""
+    """The rule for one source, with all deals computed for it alone."""
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
     is_carried = rules.overlaps or unit in rules.averaged_deltas

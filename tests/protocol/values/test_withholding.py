@@ -1,4 +1,4 @@
-"""A peer that offers and serves nobody costs one round in nine [C8]."""
+"""A peer that offers but serves nobody costs one round in nine [C8]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 from tests.protocol.round_pump import Pump, found, last_of, make_rules, others, start_swarm
 
 RULES = make_rules(parts=8)
-"""So that everybody averages something."""
+"""So that every peer averages a part."""
 TIMERS = Timers(reduce_s=12.0)
 
 
@@ -54,7 +54,7 @@ def test_fewer_than_half_of_the_members_are_left_out_the_last_to_withhold() -> N
 
 
 def swarm_with_mute(**options: object) -> tuple[Pump, PeerId, list[float]]:
-    """A swarm whose last peer offers and serves nobody from round 3 on; how long rounds take."""
+    """The lengths of rounds in a swarm whose last peer serves nobody from round 3 on."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS, **options)
     pump.run_rounds(2)
     mute = last_of(pump)
@@ -80,7 +80,7 @@ def test_it_holds_up_one_round_in_nine() -> None:
 
 
 def test_a_peer_that_falls_silent_is_waited_for_in_the_next_round() -> None:
-    """It has died, or is cut off: what it offers when it is back counts."""
+    """It has died, or is cut off. Its offer after its return counts."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS)
     pump.run_rounds(2)
     victim = last_of(pump)

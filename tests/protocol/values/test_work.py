@@ -1,4 +1,4 @@
-"""What work counts for, whatever members say of it: property tests, and a model of whole runs."""
+"""The value of work, whatever members claim: property tests, and a model of whole runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ from swarm.protocol.values.work import (
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
 EXACT = make_rules()
-"""10 steps a round of 100 tokens each, 10 tokens a sample."""
+"""10 steps per round with 100 tokens each, 10 tokens per sample."""
 TIMED = replace(EXACT, round_seconds=8.0, planned_peers=4)
 AHEAD = replace(EXACT, overlaps=True)
 PER_STEP, USUAL = 10, 100
@@ -50,12 +50,12 @@ PER_STEP, USUAL = 10, 100
 
 
 def samples(stretches):
-    """Each sample by itself, in order."""
+    """Each sample separately, in order."""
     return list(chain.from_iterable(range(start, stop) for start, stop in stretches))
 
 
 class History:
-    """A run in which peers come, work at different speeds, fall silent and are lost."""
+    """A run in which peers join, work at different speeds, fall silent and are lost."""
 
     def __init__(self, rules: Rules, seed: int, most_peers: int = 12) -> None:
         self.rules, self.random, self.most_peers = rules, Random(seed), most_peers
@@ -106,16 +106,16 @@ class History:
         self.tip = replace(tip, members=members, tokens=tokens, **vars(book))
 
     def _count(self, peer: PeerId) -> int:
-        """Samples that a peer manages to read of its deal."""
+        """Number of samples of its deal that a peer reads."""
         dealt = num_samples(self.tip.dealt[peer])
         if self.rules.overlaps:
-            return self.random.choice([USUAL, dealt])  # of one round, or of one left out as well
+            return self.random.choice([USUAL, dealt])  # of one round, or also of a missed one
         if self.rules.round_seconds is None:
             return dealt
         return self.random.randint(1, dealt // PER_STEP) * PER_STEP
 
     def check(self) -> None:
-        """Each sample before the cursor was counted, is open, or is dealt: exactly one of them."""
+        """Each sample before the cursor is exactly one of: counted, open, dealt."""
         book = book_of(self.tip)
         dealt = chain.from_iterable(samples(own) for own in book.dealt.values())
         everything = [*self.seen, *samples(book.holes), *dealt]
@@ -166,7 +166,8 @@ def test_what_was_not_used_is_dealt_first() -> None:
 def test_where_rounds_overlap_what_was_not_counted_stays_its_readers_and_comes_first() -> None:
     book = next_book(Book(), {}, {"A": 20, "B": 20, "C": 20})
     after = next_book(book, {"A": 10, "B": 0}, {"A": 20, "B": 20}, keeps_rest=True)
-    # A was counted with half of its deal, B was left out, C went: its samples come after A's own.
+    # A was counted with half of its deal, B was excluded, and C left. C's samples come after A's
+    # own.
     assert after == Book(50, (), {"A": ((10, 20), (40, 50)), "B": ((20, 40),)})
     fewer = next_book(after, {}, {"A": 5, "B": 5}, keeps_rest=True)
     assert fewer.dealt == after.dealt, "it may have been read"
@@ -266,7 +267,7 @@ def test_no_pace_makes_a_quota_explode() -> None:
 
 
 def test_the_pace_is_taken_by_the_clock_of_the_run_and_moves_by_a_factor_of_two() -> None:
-    """A round has 8 s; 5 of these are the least that a deal of 1.25 times what fits may take."""
+    """A round has 8 s. A deal of 1.25 times the fitting samples takes at least 5 of them."""
 
     def pace(tokens: int, seconds: float, known: float = 0.0) -> float:
         offer = replace(make_offer(TIMED, "A", found(TIMED, ["A"])), tokens=tokens, seconds=seconds)
@@ -276,14 +277,14 @@ def test_the_pace_is_taken_by_the_clock_of_the_run_and_moves_by_a_factor_of_two(
     assert pace(1000, 8.0) == 125.0
     assert pace(1000, 0.001) == pace(1000, 0.0) == 200.0
     assert pace(1000, 8.0, known=10.0) == 20.0
-    assert pace(1000, 8.0, known=1000.0) == 500.0, "one round in which it stood still is forgiven"
+    assert pace(1000, 8.0, known=1000.0) == 500.0, "one round without progress is forgiven"
 
 
 @given(
     st.lists(st.floats(0.1, 1e4), min_size=2, max_size=7), st.integers(1, 64), st.floats(0.0, 1e12)
 )
 def test_one_voter_alone_moves_no_limit_of_a_deal(paces, weight, lie):
-    """Whatever it says, it is dealt no more than 4 times what some other voter does."""
+    """Whatever its claim, its deal is at most 4 times another voter's work."""
     members = {f"p{n}": Member(0, 1.0, pace) for n, pace in enumerate(paces)}
     members |= {"liar": Member(0, 1.0, lie, weight=weight)}
     most = max(MOST, 1.25 * weight) * max(paces) * 8.0 / TIMED.sequence_length
@@ -292,7 +293,7 @@ def test_one_voter_alone_moves_no_limit_of_a_deal(paces, weight, lie):
 
 @pytest.mark.parametrize("rules", [AHEAD, TIMED], ids=["beside", "timed"])
 def test_of_a_text_of_its_own_nobody_counts_more_than_it_would_be_dealt(rules: Rules) -> None:
-    """What it says it has done is what its values weigh, and how far they may have moved."""
+    """Its claimed work is the weight of its values, and limits how far they may have moved."""
     own = replace(rules, is_dealt=False)
     tip = found(own, ["A", "B"])
     assert not tip.dealt
@@ -392,7 +393,7 @@ def test_nobody_weighs_more_than_half_more_than_the_median_nor_more_than_a_third
 
 @given(works)
 def test_tokens_of_a_round_are_never_more_than_twice_as_many_as_without_the_largest_claim(work):
-    """What one member alone says adds no more than another one has done."""
+    """One member's claim adds at most another member's work."""
     found, largest = trained(work), max(work, key=lambda peer: work[peer])
     rest = {peer: tokens for peer, tokens in work.items() if peer != largest}
     assert 0 < found <= sum(work.values())
@@ -404,19 +405,22 @@ def test_tokens_of_a_round_are_never_more_than_twice_as_many_as_without_the_larg
 # ---------------------------------------------------------------- whole runs
 
 RULES = replace(make_rules(), round_seconds=8.0, planned_peers=4)
-"""10 tokens a sample, 10 samples a step; a peer that no round knows is dealt 160 steps."""
+"""10 tokens per sample, 10 samples per step. A new peer is dealt 160 steps."""
 BATCH = 100
 
 
 @dataclass
 class Run:
-    """Rounds of members with so many steps in the time of one; a liar counts what it is dealt."""
+    """Rounds of members that take `steps` steps in the time of one.
+
+    A liar counts its whole deal.
+    """
 
     steps: Mapping[PeerId, int]
     vouched: Mapping[PeerId, int] = field(default_factory=dict)
     liars: frozenset[PeerId] = frozenset()
     done: dict[PeerId, int] = field(default_factory=dict)
-    """Tokens that each member has really been trained on, in the last round."""
+    """Tokens that each member has really trained on in the last round."""
     said: dict[PeerId, int] = field(default_factory=dict)
     counted: int = 0
     trained: int = 0

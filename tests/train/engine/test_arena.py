@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies from: pinned, or an error that is no other's."""
+"""Host memory that a GPU copies from: pinned, or an error of its own."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_launch(monkey
     kept = []
 
     class Code:
-        """As torch binds `cudaError_t`: it knows the name of no error."""
+        """As torch binds `cudaError_t`, without names of errors."""
 
         def __int__(self):
             return 2

@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline wait for each other, with layers that sleep.
+"""Waits of the stages of a pipeline for each other, with sleeping layers.
 
 So long that a busy machine hardly counts.
 """
@@ -53,7 +53,7 @@ def sleeping_stage(rank, schedule, chunks, folder):
 
 @pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_stages_wait_as_long_as_the_formula_says(tmp_path, schedule, chunks):
-    """(p - 1) / (v m + p - 1) of a step, within 10 % of it; the figures of the ranks say so too."""
+    """(p - 1) / (v m + p - 1) of a step, within 10 % of it, also by the figures of the ranks."""
     torch.multiprocessing.spawn(sleeping_stage, (schedule, chunks, tmp_path), nprocs=STAGES)
     ranks = [RankFigures(**torch.load(tmp_path / f"{rank}.pt")) for rank in range(STAGES)]
     busy_s = chunks * MICRO_BATCHES * (FORWARD_S + BACKWARD_S)

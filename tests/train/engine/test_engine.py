@@ -59,7 +59,7 @@ def train(engine, steps, *, start=0, lr=1e-2):
 
 
 def poison(engine, name="model.norm.weight"):
-    """Makes every loss NaN; returns what undoes it."""
+    """Makes every loss NaN. Returns a function that undoes this."""
     before = engine.read([name])
     engine.write({name: torch.full_like(before[name], float("nan"))})
     return before
@@ -131,7 +131,7 @@ def test_gradients_are_clipped_to_the_global_norm_of_what_is_trained(make_engine
     engine = make_engine(run, [0, 1])
     engine.step(batch(run, 0), lr=1e-2)
     means = [t for n, t in engine.state_dict().tensors.items() if n.startswith("exp_avg.")]
-    # After one update the first moment is (1 - 0.9) of the clipped gradient; clipping divides by
+    # After one update the first moment is (1 - 0.9) of the clipped gradient. Clipping divides by
     # norm + 1e-6, and the norm is about 1.
     clipped = torch.cat([mean.flatten() for mean in means]).norm().item() / 0.1
     assert clipped == pytest.approx(1e-3, rel=1e-4)

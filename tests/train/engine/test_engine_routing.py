@@ -1,4 +1,4 @@
-"""What a step does with routing besides gradients: biases that move, noise, drops, statistics."""
+"""What a step does with routing apart from gradients: moving biases, noise, drops, statistics."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_each_step_moves_the_selection_biases_against_the_loads_it_saw():
     found = torch.stack([engine.read([name])[name] for name in BIASES])
     assert torch.allclose(found, expected)
     assert found.abs().max() > 0
-    # Neither weight decay nor a gradient: without a rate they stay where they are.
+    # Neither weight decay nor a gradient: without a rate they do not change.
     still = tiny_run(model={"scoring_func": "sigmoid"})
     engine = new_engine(still, [0, 1])
     engine.write({name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in BIASES})
@@ -94,7 +94,7 @@ def test_what_guides_a_step_is_seen_in_its_statistics():
     assert (stats.dropped, stats.similarity) == (0, None)
     controls = RoutingControls(capacity_factor=0.5, own_expert_bias=5.0, probe=True)
     stats = guided.step(batch(run, 0), lr=1e-2, controls=controls)
-    # Nearly all choose the two own experts, each of which takes a quarter of the choices.
+    # Nearly all tokens choose the two own experts. Each of these takes a quarter of the choices.
     assert [layer[:2] for layer in stats.expert_tokens] == [(64, 64), (64, 64)]
     assert stats.dropped == 2 * 2 * (2 * 32 - 2 * 8)  # layers, micro-batches, choices less places
     assert stats.similarity is not None and abs(stats.similarity) <= 1.01
@@ -121,7 +121,7 @@ EVERYTHING = {
         "own_expert_bias": 0.5,
         "balance_factor": 0.7,
     },
-    # 64 tokens of a micro-batch: some pairs share enough of them to be compared.
+    # Of the 64 tokens of a micro-batch, some pairs share enough to be compared.
     "train": {"micro_batch_sequences": 4, "batch_tokens": 128},
     "loss": {"similarity_weight": 0.5, "similarity_threshold": 0.0},
 }

@@ -1,4 +1,4 @@
-"""Figures of each worker: what they are made of, and whom they name."""
+"""Figures of each worker: their inputs, and the worker that they name."""
 
 import json
 import time
@@ -54,7 +54,7 @@ def test_who_is_slow_is_named_with_what_is_known_of_the_reason():
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 4), (4, 4), (4, 32)])
 def test_the_bubble_of_even_stages_is_that_of_the_formula(stages, micro_batches):
-    """Of what a rank waits before and after its own part of the schedule as well."""
+    """It includes waits of a rank before and after its own part of the schedule."""
     slots = micro_batches + stages - 1
     ranks = [
         RankFigures(
@@ -85,7 +85,7 @@ def test_steps_add_up_until_the_workers_are_others():
 
 @pytest.mark.gpu
 def test_seconds_on_a_gpu_are_those_of_its_queue():
-    """Not those in which the host fills it."""
+    """They exclude the host's time of filling the queue."""
     watch, gpu = Watch(), torch.device("cuda")
     matrix = torch.ones(8192, 8192, device=gpu)
     matrix @ matrix
@@ -97,13 +97,13 @@ def test_seconds_on_a_gpu_are_those_of_its_queue():
                 matrix @ matrix
     queued_s = time.perf_counter() - began_s
     found = watch.take()
-    # Its clock and the host's are two.
+    # Its clock differs from the host's.
     assert queued_s < found["products"] < 1.01 * (time.perf_counter() - began_s)
     assert watch.take() == {}
 
 
 def ranks_of(run, size, slow=None):
-    """Figures of a step by threads, of which one may have a layer that sleeps."""
+    """Figures of a step by threads. One of them may have a layer that sleeps."""
 
     def work(ranks):
         engine = RankEngine(run, EngineOptions.of(run), ranks)

@@ -15,7 +15,7 @@ FP16 = {"compute": "fp16"}
 
 
 def overflowing(engine, name="model.norm.weight"):
-    """Makes one gradient infinite under a finite loss; returns what undoes it."""
+    """Makes one gradient infinite with a finite loss. Returns a function that undoes this."""
     parameter = engine._model.trained_parameters()[name]
     return parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
 
@@ -59,7 +59,7 @@ def test_an_overflow_that_no_scale_cures_is_divergence():
 
 
 def test_the_scale_changes_no_update():
-    """A power of two: fp16's gradients are those of a smaller scale wherever none vanishes."""
+    """A power of two: fp16's gradients equal those of a smaller scale if none vanishes."""
     run = tiny_run()
     engines = [new_engine(run, [0, 1], **FP16) for _ in range(2)]
     engines[1]._guard.scale = LossScale(2.0**15)
@@ -83,7 +83,7 @@ def test_small_gradients_survive_in_fp16_through_the_scale():
     exact = new_engine(run, [0, 1])
     exact._accumulate(batch(run, 0), RoutingControls())
     wanted = exact._model.trained_parameters()[name].grad
-    # fp16 keeps 11 bits, as activations and gradients; below 6e-8 it keeps none.
+    # fp16 keeps 11 bits of activations and gradients, and none below 6e-8.
     assert (found[2.0**16] - wanted).norm() < 0.01 * wanted.norm()
     assert (found[2.0**-12] - wanted).norm() > 0.1 * wanted.norm()
 
@@ -95,7 +95,7 @@ def test_low_precision_gradients_are_near_those_of_fp32(compute, tolerance):
     for kind in ("fp32", compute):
         engine = new_engine(run, [0, 1, 2, 3], compute=kind)
         norms.append(engine.step(batch(run, 0), lr=1e-2))
-    # 8 and 11 bits; a token whose two best experts are near each other may go elsewhere.
+    # 8 and 11 bits. A token whose two best experts are close may be routed differently.
     assert norms[1].loss == pytest.approx(norms[0].loss, rel=tolerance / 10)
     assert norms[1].grad_norm == pytest.approx(norms[0].grad_norm, rel=tolerance)
 

@@ -25,7 +25,7 @@ RUN = tiny_run()
 
 
 class Recorder:
-    """Stands where an engine would, notes what it is asked and answers from a list."""
+    """Takes the place of an engine, records its calls and answers from a list."""
 
     def __init__(self, losses):
         self.losses, self.asked, self.masks = iter(losses), [], []
@@ -154,7 +154,7 @@ def test_peers_with_other_deals_differ_after_a_step():
 
 
 def test_the_demo_model_learns_the_standard_library(tmp_path):
-    """60 steps of 512 bytes; measured 5.55 -> 2.66 nats per byte, on this Python's text."""
+    """60 steps of 512 bytes. Measured: 5.55 -> 2.66 nats per byte, on this Python's text."""
     run = tiny_run(
         model={
             "hidden_size": 128,
@@ -183,11 +183,11 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
             run,
             Task("me", 0, ((0, 60 * 8),), 512),
             left=lambda steps, _: 60 - steps,
-            # A machine that needs a minute for what takes three seconds fails, not hangs.
+            # A machine that needs a minute for three seconds of work fails instead of hanging.
             stop=lambda: time.monotonic() > started_s + 60,
             on_step=lambda *_: None,
         )
-    # ln 260 = 5.56: a model that knows nothing yet.
+    # ln 260 = 5.56: an untrained model.
     assert before == pytest.approx(5.56, abs=0.05)
     assert loss() < 3.0
 

@@ -1,4 +1,4 @@
-"""What the planner takes for a peer of many GPUs, and why; and that it starts."""
+"""The planner's choice for a peer of many GPUs, its reason, and a start of it."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ AUTO = ComputeSection()
 
 
 def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, run, **speeds):
-    """Machines alike, each with so many GPUs of so many GB; 100 GB of host memory for each."""
+    """Equal machines with a number of GPUs each, and 100 GB of host memory per GPU."""
     size = gpus * machines
     fabric = Fabric(size, gpus, BUSES[bus] if isinstance(bus, str) else bus, gbit / 8)
     machine = Machine("cuda", device * GB, 100 * GB, 4000 * GB, fabric=fabric, **speeds)
@@ -53,13 +53,13 @@ def test_what_fits_one_gpu_is_on_each_of_them():
     assert plan.fits and cut(plan) == (1, 1)
     assert plan.reason.startswith("resident: the fastest that fits; next best: heads and experts ")
     assert "since outputs of heads and experts are added up for 0.1" in plan.reason
-    # All eight at work on 256 micro-batches.
+    # All eight work on 256 micro-batches.
     assert plan.time.products == pytest.approx(plan.step_s, rel=0.02)
     assert plan.time.waiting == 0
 
 
 def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
-    """An eighth of 128 experts owned: with all of them a GPU would need 398 GB of state."""
+    """An eighth of 128 experts is owned. With all of them a GPU would need 398 GB of state."""
     run = model_of_120b()
     plan = planned(run, 16, 8, 141, "nvlink")
     assert plan.fits and (cut(plan), plan.options.moments) == ((8, 1), "fp32")
@@ -69,7 +69,7 @@ def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
     assert "since outputs of heads and experts are added up for 4.1" in plan.reason
     whole = need_of(run, 16, replace(plan.options, ep=1), 8)
     assert whole.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
-    # In less memory layers would be computed again, which costs more than outputs of heads.
+    # With less memory, layers would be recomputed, which costs more than outputs of heads.
     small = planned(run, 16, 8, 80, "nvlink")
     assert small.fits and (cut(small), small.options.tp) == ((8, 1), 8)
     assert (small.options.moments, small.options.recompute) == ("bf16", "none")
@@ -93,8 +93,8 @@ def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
     machine, wishes = site(8, 40, "nvlink", run=run)
     for wished in ("none", "state"):
         for each in rungs(run, machine, replace(wishes, shard=wished)):
-            # Over all workers that have the same stage, so not over a single pipeline; never where
-            # heads are cut.
+            # Over all workers with the same stage, so not over a single pipeline, and never with
+            # cut heads.
             is_cut = wished == "state" and each.tp == 1
             assert each.shards == (8 // each.pp if is_cut else 1)
 
@@ -111,9 +111,8 @@ def test_a_slow_bus_makes_it_a_pipeline():
 
 
 def test_wide_layers_and_long_sequences_on_a_fast_bus():
-    """Heads and experts are cut where a step has few micro-batches, so that no stage waits.
-
-    Of wide layers that cuts activations too, so that none is computed again.
+    """Heads and experts are cut if a step has few micro-batches, so that no stage waits. For wide
+    layers this cuts activations too, so no layer is recomputed.
     """
     sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
     model = {**sizes, "num_key_value_heads": 64, "num_experts": 8}
@@ -125,15 +124,15 @@ def test_wide_layers_and_long_sequences_on_a_fast_bus():
     dealt = next(rung for rung in plan.others if rung.cut == (2, 1, 1))
     assert dealt.fits and (dealt.options.recompute, dealt.options.shards) == ("routing", 8)
     assert planned(rarely, 2, 8, 141, "pcie").options.tp == 1
-    # Of 256 micro-batches stages wait for few, and send less than heads do.
+    # With 256 micro-batches stages wait little, and send less than cut heads do.
     plan = planned(wide, 2, 8, 141, "nvlink")
     assert plan.fits and (cut(plan), plan.options.tp, plan.options.shards) == ((1, 2), 1, 4)
     heads = next(rung for rung in plan.others if rung.cut == (8, 1, 8))
     assert heads.fits and plan.step_s < heads.time.total < 1.1 * plan.step_s
     assert heads.time.outputs > plan.time.waiting
-    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and stages
-    # are idle for most of a step. Each rank has an eighth of a residual stream, so that no layer is
-    # computed again.
+    # Two sequences of 131,072 tokens per step: whole models leave six GPUs without a sequence, and
+    # stages are idle for most of a step. Each rank has an eighth of a residual stream, so no layer
+    # is recomputed.
     length = 131_072
     long = of_file(
         "spes_7b",
@@ -179,7 +178,7 @@ def test_what_fits_in_no_other_way_streams_on_every_gpu_from_one_host_copy():
     assert plan.reason.startswith("streaming, every layer is streamed, activation checkpoints on")
     assert "faster, if it did fit: masters and moments cut over 4, 183.7 GB of GPU" in plan.reason
     assert not any(rung.fits for rung in plan.others)
-    # One GPU needs as much host memory, but for inputs of layers, and four times as long.
+    # One GPU needs the same host memory except for inputs of layers, and four times as long.
     inputs = 4 * 36 * PASS_TOKENS * 2880
     alone = plan_engine(run, 8, box, replace(anywhere, folder=None))
     assert alone.options.kind is EngineKind.STREAMING and alone.fits
@@ -199,7 +198,7 @@ def test_streaming_is_taken_after_every_way_that_fits_the_gpus_and_on_one_machin
         assert plan.options == resident.options and plan.fits
         assert plan.below[: len(resident.below)] == resident.below
         assert {each.kind for each in plan.below[len(resident.below) :]} == {EngineKind.STREAMING}
-        # With too little host memory it is nothing to step down to.
+        # With too little host memory it is no level to step down to.
         small = replace(machine, host_bytes=40 * GB)
         small = plan_engine(run, 16, small, replace(wishes, engine="auto"))
         assert small.below == resident.below
@@ -216,7 +215,7 @@ def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():
     assert rounded.fits and rounded.time.total < plan.step_s
 
 
-# ------------------------------------------------ what holds of every choice
+# ------------------------------------------------ properties of every choice
 
 SIZES = st.sampled_from([(8, 1), (8, 2), (4, 1), (6, 1), (1, 4), (5, 3)])
 RUNS = st.sampled_from(["7b", "120b", "2b"])
@@ -261,7 +260,7 @@ def test_more_bandwidth_never_makes_a_plan_slower(found, what, times):
     before = plan_engine(run, owned, machine, wishes)
     after = plan_engine(run, owned, replace(machine, fabric=fabric), wishes)
     assert before.fits == after.fits
-    if before.fits:  # what does not fit is chosen by what it needs
+    if before.fits:  # among plans that do not fit, the need decides
         assert after.step_s <= before.step_s * (1 + 1e-12)
 
 
@@ -276,7 +275,7 @@ def test_the_choice_is_the_fastest_of_what_fits(found):
     assert all(plan.step_s <= each.time.total for each in alike)
     if not plan.fits:
         return
-    # And of all its variants the one that computes nothing twice, if that fits.
+    # And of its variants the one without recomputing, if that fits.
     for ways, mesh in product(("none", "routing"), wishes.meshes):
         if mesh.tp > 1 and (plan.options.moments == "int8" or plan.options.shards > 1):
             continue  # neither is cut by heads
@@ -325,7 +324,7 @@ def test_a_pipeline_waits_for_its_slowest_stage_and_while_it_fills():
 
 
 @pytest.mark.parametrize(
-    # Of 33 the last one goes alone, and fills and drains the stages once more.
+    # Of 33 the last one goes alone, and fills and drains the stages again.
     "micro_batches, slots",
     [(32, 2 * 32 + 3), (33, 2 * 33 + 2 * 3)],
 )
@@ -354,7 +353,7 @@ def test_ranks_without_a_micro_batch_wait():
         assert time.waiting / time.products == pytest.approx(2 * 8 / 9 - 1)
 
 
-# ------------------------------------------------ what is chosen starts
+# ------------------------------------------------ chosen engines start
 
 
 def test_every_mesh_is_one_that_a_person_may_ask_for():

@@ -1,4 +1,4 @@
-"""Who holds which expert: evenly, and with as few moves as there can be."""
+"""The distribution of experts: even, and with the fewest moves."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ def even(kind: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def fewest_moves(experts: set[int], former: Dealing, ep: int) -> int:
-    """By trying every even dealing of one kind: which seats get one more is all that is free."""
+    """Tries every even distribution of one kind, which differ in the seats with one more expert."""
     seats = former.seats
     there = [sum(seats[e] == seat for e in experts) for seat in range(ep)]
     least, more = divmod(len(experts), ep)

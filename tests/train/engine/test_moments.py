@@ -33,7 +33,7 @@ def optimizer_of(form, *, size=1000, owned=(1, 2), seed=0):
 def give_gradients(optimizer, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in optimizer.parameters:
-        # Scales over four orders of magnitude within a block, as gradients have them.
+        # Values over four orders of magnitude within a block, as with gradients.
         scale = 10 ** (-4 * torch.rand(parameter.shape, generator=generator))
         parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
 
@@ -91,14 +91,14 @@ def test_an_update_below_half_a_bf16_ulp_survives_in_the_master():
 
 
 def test_int8_squares_are_never_below_what_they_were():
-    """One that came out too small, or 0, would make its update enormous."""
+    """A square that is too small, or 0, would make its update enormous."""
     generator = torch.Generator().manual_seed(0)
     square = 10 ** (-12 * torch.rand(4 * BLOCK + 7, generator=generator))
     moments = Moments.zeros("int8", 1, len(square), torch.device("cpu"))
     part = slice(0, len(square))
     moments.store(0, part, (torch.zeros_like(square), square), seed=0)
     _, back = moments.load(0, part)
-    # 1e-3 of a code is given away so that codes read back are themselves; (c + 0.001)^4 / c^4.
+    # 1e-3 of a code is lost so that decoded codes stay the same: (c + 0.001)^4 / c^4.
     assert (back >= square * (1 - 4e-3)).all()
     large = square > 1e-4
     # One code up at most: (c + 1)^4 / c^4 with c = 255 * 0.1.
@@ -142,8 +142,8 @@ def test_small_moments_move_a_parameter_as_fp32_does(form, tolerance):
     for name in left:
         moved = left[name].detach() - start[name]
         apart = right[name].detach() - left[name].detach()
-        # bf16 keeps 8 bits; int8 squares are rounded up to the next of 255 codes on a fourth
-        # root, so that updates come out smaller, by at most 2 / c where a code is c.
+        # bf16 keeps 8 bits. int8 squares are rounded up to the next of 255 codes on a fourth root,
+        # so that updates are smaller, by at most 2 / c for a code c.
         assert apart.norm() < tolerance * moved.norm()
 
 
@@ -200,6 +200,6 @@ def test_small_moments_train_to_a_loss_near_that_of_fp32(form, tolerance):
         for step in range(40):
             stats = engine.step(batch(run, step % 4), lr=3e-3)
         losses[kind] = stats.loss
-    # Four batches learned by heart: from 5.6 to below 4; nats, in absolute terms.
+    # Four batches learned by heart: from 5.6 to below 4 nats.
     assert losses["fp32"] < 4.6
     assert losses[form] == pytest.approx(losses["fp32"], abs=tolerance)

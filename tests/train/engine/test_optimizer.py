@@ -149,7 +149,7 @@ def test_the_first_update_of_a_new_expert_is_about_half_of_lr():
         parameter.grad = torch.ones_like(parameter)
     optimizer.update(0.1)
     change = named[STACK][1].detach() - before * (1 - 0.1 * 0.1)
-    # 0.1 / sqrt(0.05) of lr, since bias correction is that of update 201.
+    # 0.1 / sqrt(0.05) of lr, because bias correction is that of update 201.
     torch.testing.assert_close(change, torch.full((3, 2), -0.1 * 0.1 / 0.05**0.5))
 
 
@@ -176,7 +176,7 @@ def sharded_engine(run, **options):
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("make", [new_engine, new_streaming, sharded_engine])
 def test_each_tensor_of_a_state_is_read_from_its_file_once(monkeypatch, make, form):
-    """Also where it is looked up whether there is one, and of which form."""
+    """The look-up of a tensor's existence and form counts as well."""
     run = tiny_run()
     source = new_engine(run, [1, 3], moments=form)
     source.step(batch(run, 0), lr=1e-2)

@@ -67,7 +67,7 @@ FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
         pytest.param(RUN, {}, id="fp32"),
         pytest.param(run_of(**BF16, loss={"balance": "global"}), GPIPE, id="bf16, gpipe, global"),
         pytest.param(run_of(**EVERYTHING), {}, id="every influence on routing"),
-        # Five micro-batches are no even rounds of two: the last one comes in a go of its own.
+        # Five micro-batches are no even rounds of two, so the last one forms a second pass.
         pytest.param(run_of(5, **FIVE), CHUNKS, id="interleaved"),
         pytest.param(run_of(4, **EVERYTHING), CHUNKS, id="interleaved, all", marks=SLOW),
         pytest.param(run_of(4, **MASKED), CHUNKS, id="interleaved, documents", marks=SLOW),
@@ -156,10 +156,9 @@ def test_two_pipelines_with_cut_state_round_moments_as_with_whole_state(piped, m
     ids=["two", "four", "two by two, state cut", "interleaved"],
 )
 def test_a_tied_embedding_is_one_tensor_that_is_held_twice(piped, options):
-    """Within 2 % of the learning rate.
-
-    One process adds what embedding and head contribute for each micro-batch, a pipeline what each
-    of them has added up over all: another order of sums in fp32.
+    """Within 2 % of the learning rate. One process adds the contributions of embedding and head for
+    each micro-batch. A pipeline adds their totals over all micro-batches. The order of fp32 sums
+    differs.
     """
     run = run_of(4, tied=True, **ONE_BY_ONE)
     engine, straight = piped(run, OWNED, **options), new_engine(run, OWNED)
@@ -183,7 +182,7 @@ def frozen_of(engine, run):
 
 
 def handed_on(engine, other, run):
-    """What one engine is saved as is what the other one is, and both train on alike."""
+    """The saved state of one engine equals the other engine's, and both continue alike."""
     other.load_state_dict(engine.state_dict())
     other.write(frozen_of(engine, run))
     assert is_same(run, engine, other)
@@ -233,7 +232,7 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(piped):
     ]
     assert values[0] == values[1] != engine.evaluate(batch(RUN, 1))
     assert same(engine.read(all_names(RUN)), before)
-    # Nine micro-batches, of which the last is smaller, and predictions that do not count.
+    # Nine micro-batches, the last one smaller, and predictions that do not count.
     tokens_BT1 = torch.cat([batch(RUN, k) for k in range(5)])[:17]
     scored_BT = torch.arange(16).repeat(17, 1) % 3 > 0
     for run, options in ((run_of(), {}), (run_of(4), CHUNKS)):
@@ -243,7 +242,7 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(piped):
 
 
 def test_bytes_between_stages_are_those_of_the_formula(piped):
-    """Per micro-batch the residual stream, and of each layer above 2 E + 3 numbers."""
+    """Per micro-batch the residual stream, and 2 E + 3 numbers of each layer above."""
     engine = piped(RUN, OWNED)
     engine.step(batch(RUN, 0), lr=LR)
     tokens, hidden, experts = 16, 16, 4
@@ -279,7 +278,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog, run, opti
 @SLOW
 @pytest.mark.parametrize("layers, options", [(2, {}), (4, CHUNKS)], ids=["1f1b", "interleaved"])
 def test_a_stage_without_memory_steps_all_workers_down(piped, caplog, layers, options):
-    """Also where torch's schedule says so in words of its own."""
+    """Also if torch's schedule raises it with its own text."""
     wide = run_of(
         layers,
         model={"hidden_size": 256, "moe_intermediate_size": 512},

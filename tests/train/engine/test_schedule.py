@@ -90,7 +90,7 @@ def test_by_default_nothing_guides_the_routing():
 
 
 def test_a_round_of_an_agreed_time_is_trained_at_one_point_of_the_schedule():
-    """Else a peer that takes ten times the steps would be ten times as far in the cosine."""
+    """Otherwise a peer with ten times the steps would be ten times as far in the cosine."""
     timed = tiny_run(round={"seconds": 60.0}, optimizer={"schedule_steps": 100})
     assert [schedule_step(40, local_step, timed) for local_step in (0, 1, 500)] == [40, 40, 40]
     assert [schedule_step(40, local_step, RUN) for local_step in (0, 1, 50)] == [40, 41, 90]

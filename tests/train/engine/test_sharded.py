@@ -82,7 +82,7 @@ def engine_of(ranks, run, owned=OWNED, kind=ShardedEngine, **options):
 
 
 def found(engine, run):
-    """Five clipped steps, with other experts after the third, and what the engine then is."""
+    """Five clipped steps, with other experts after the third, and the engine's final state."""
     stats = train(engine, run, range(3))
     engine.own(THEN)
     stats += train(engine, run, range(3, 5))
@@ -105,7 +105,7 @@ TWO, IDLE = (BF16, 2), (BF16, 4)
         pytest.param(*TWO, "int8", id="bf16, int8 moments"),
         pytest.param(BF16_ALONE, 4, "fp32", id="four in bf16"),
         pytest.param({**CLIPPED, "train": ALONE}, 4, "fp32", id="four in fp32", marks=SLOW),
-        pytest.param(*IDLE, "fp32", id="four, of which two are idle", marks=SLOW),
+        pytest.param(*IDLE, "fp32", id="four, two of them idle", marks=SLOW),
         pytest.param(*IDLE, "int8", id="two idle, int8 moments"),
         pytest.param({**BF16, **MUON}, 2, "fp32", id="Muon, bf16"),
         pytest.param({**MUON, "train": ALONE}, 4, "int8", id="Muon, four, int8 moments"),
@@ -133,7 +133,7 @@ def test_two_workers_equal_one_process_in_every_bit(cut, sections):
 
 
 def test_two_by_two_with_dealt_experts_are_within_2_percent_of_the_learning_rate():
-    """As in tests/train/saving/test_expert_parallel.py: there too the order of sums differs."""
+    """As in tests/train/saving/test_expert_parallel.py, because the order of sums differs."""
     run = tiny_run(**CLIPPED, train=ALONE)
     stats, loss, values, state = found(new_engine(run, OWNED), run)
     union = {}
@@ -168,7 +168,7 @@ def test_norms_of_shares_in_fp32_are_noticed():
 
 
 class SkipsIdle(ShardedEngine):
-    """Leaves out the sums where it has no micro-batch."""
+    """Leaves out the sums if it has no micro-batch."""
 
     def _add_up(self):
         if self._ranks.block(2):

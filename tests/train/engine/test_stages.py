@@ -1,4 +1,4 @@
-"""How the layers of a model are cut into the stages of a pipeline."""
+"""Cutting the layers of a model into the stages of a pipeline."""
 
 from itertools import combinations, pairwise, product
 

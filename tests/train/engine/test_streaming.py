@@ -22,7 +22,7 @@ BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
 
 def assert_equal_for_steps(run, left, right, steps=5):
     for step in range(steps):
-        # Frozen dataclasses of floats: equal means every bit.
+        # Frozen dataclasses of floats are equal only in every bit.
         assert left.step(batch(run, step), lr=1e-2) == right.step(batch(run, step), lr=1e-2)
     assert same(left.read(all_names(run)), right.read(all_names(run)))
     states = [dict(sorted(engine.state_dict().tensors.items())) for engine in (left, right)]
@@ -109,7 +109,7 @@ def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):
 
 
 def is_empty(folder):
-    """Whether files hold nothing: each has one block, that of its last byte."""
+    """Whether files are empty: each has one block, that of its last byte."""
     return all(f.st_blocks * 512 <= f.st_blksize for f in map(Path.stat, folder.iterdir()))
 
 
@@ -170,8 +170,8 @@ def test_tied_weights_agree_up_to_the_order_of_one_sum(engines):
     for step in range(3):
         left = resident.step(batch(run, step), lr=1e-2)
         right = streaming.step(batch(run, step), lr=1e-2)
-        # Resident adds head and embedding micro-batch by micro-batch, streaming each by itself:
-        # the same fp32 terms in another order.
+        # The resident engine adds head and embedding micro-batch by micro-batch, and the streaming
+        # one each separately: the same fp32 terms in another order.
         assert right.loss == pytest.approx(left.loss, rel=1e-6)
         assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-5)
 
@@ -211,7 +211,7 @@ def test_activation_checkpoints_in_bf16_cost_little(engines):
     for step in range(5):
         left = exact.step(batch(run, step), lr=1e-3)
         right = rounded.step(batch(run, step), lr=1e-3)
-    # Backward starts from inputs rounded to 8 bits (0.4 %); the loss itself moves far less.
+    # Backward starts from inputs rounded to 8 bits (0.4 %). The loss itself changes far less.
     assert right.loss == pytest.approx(left.loss, rel=1e-3)
     assert right.grad_norm == pytest.approx(left.grad_norm, rel=2e-2)
 
@@ -228,8 +228,8 @@ def test_weights_cross_the_bus_once_per_pass_whatever_the_micro_batches(engines,
     store = engine._store
     trained = {name: unit.wire_buffer.nbytes for name, unit in store.units.items()}
     frozen = store.frozen[0].buffer.nbytes
-    # Four layers each way, but of the last two backward finds both where forward left them, and
-    # forward finds the frozen experts of the first two where the step before left them.
+    # Four layers each way. But backward finds the last two where forward left them, and forward
+    # finds the frozen experts of the first two where the previous step left them.
     layers = (4 + 2) * trained["layer.0"] + (2 + 2) * frozen
     assert brought == layers + trained["head"]
     gradients = sum(unit.packing.num_bytes for unit in store.units.values())
@@ -301,7 +301,7 @@ def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypat
     with pytest.raises(ZeroDivisionError, match="in an update thread"):
         for step in range(2):
             engine.step(batch(run, step), lr=1e-2)
-    # Nor can what may be half updated be offered.
+    # Nor can perhaps half updated values be offered.
     with pytest.raises(ZeroDivisionError, match="in an update thread"):
         engine.read(["model.norm.weight"])
 
@@ -362,7 +362,7 @@ def test_threads_that_wait_for_the_device_enter_it_first(engines, monkeypatch):
     engine = engines(tiny_run(), OWNED)
     engine.step(batch(tiny_run(), 0), lr=1e-2)
     engine.read(all_names(tiny_run()))  # the host's thread enters it with its first update
-    # Places are made anew when other experts are owned.
+    # Places are made again when other experts are owned.
     assert set(entered) == {"swarm-host", "swarm-fetch"}
 
 
@@ -402,10 +402,11 @@ def test_streams_and_copies_of_a_gpu_lose_nothing(engines, sections, only):
     for step in range(8):
         left = resident.step(batch(run, step), lr=1e-3)
         right = streaming.step(batch(run, step), lr=1e-3)
-        # AdamW runs on the GPU here and on the CPU there: fp32 rounds its square roots otherwise.
+        # AdamW runs on the GPU here and on the CPU there, which round square roots in fp32
+        # differently.
         assert right.loss == pytest.approx(left.loss, rel=1e-3)
         assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-2)
     mine, theirs = streaming.read(all_names(run)), resident.read(all_names(run))
     for name in all_names(run):
-        # Eight updates of at most 1e-3 each; a lost or doubled one would be seen.
+        # Eight updates of at most 1e-3 each. A lost or doubled one would be visible.
         torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=4e-3)

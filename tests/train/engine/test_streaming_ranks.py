@@ -1,4 +1,4 @@
-"""Several devices that stream from one host copy: the bits of one process; faults; bytes."""
+"""Several devices that stream from one host copy: the bits of one process, faults, bytes."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def streaming(crews):
 
 @pytest.fixture
 def cut_tensors(monkeypatch):
-    """Updates are made in pieces that are smaller than these small tensors."""
+    """Makes updates in pieces smaller than these small tensors."""
     monkeypatch.setattr("swarm.train.engine.optimizer.PIECE", BLOCK)
 
 
@@ -82,7 +82,7 @@ def engine_of(ranks, run, owned=OWNED, kind=StreamingRank, **options):
 
 
 def work_of(run, work=found, **options):
-    """What a rank finds, whose threads end then."""
+    """The result of a rank, whose threads end afterwards."""
 
     def on_rank(ranks):
         engine = engine_of(ranks, run, **options)
@@ -125,7 +125,7 @@ ONE_RING = {"gradient_buffers": 1}
         pytest.param(BF16_ALONE, 4, {}, id="four in bf16"),
         pytest.param({**BF16_ALONE, **BY_UNIT}, 4, ONE_RING, id="four by unit", marks=SLOW),
         pytest.param({**CLIPPED, "train": ALONE}, 4, {}, id="four in fp32", marks=SLOW),
-        pytest.param(BF16, 4, {"moments": "int8"}, id="four, of which two are idle"),
+        pytest.param(BF16, 4, {"moments": "int8"}, id="four, two of them idle"),
         pytest.param({**EVERYTHING, **CLIPPED}, 2, {}, id="every influence on routing", marks=SLOW),
         pytest.param({**MASKED, **CLIPPED}, 2, {}, id="documents and padding", marks=SLOW),
     ],
@@ -140,7 +140,7 @@ def test_five_steps_equal_those_of_one_process_in_every_bit(sections, size, opti
 
 
 def test_tied_weights_agree_up_to_the_order_of_one_sum(cut_tensors):
-    """A rank adds the gradients of head and embedding of its micro-batches, then all ranks do."""
+    """A rank first adds the gradients of head and embedding of its own micro-batches."""
     run = tiny_run(**CLIPPED, model={"tie_word_embeddings": True})
     alone = new_streaming(run, OWNED)
     stats, _, values, _ = found(alone, run)
@@ -153,7 +153,7 @@ def test_tied_weights_agree_up_to_the_order_of_one_sum(cut_tensors):
 
 
 def test_several_passes_of_a_rank_are_added_up_on_the_host(cut_tensors):
-    """In another order than by one process: 2 % of the learning rate, as everywhere."""
+    """The order differs from one process: 2 % of the learning rate, as everywhere."""
     run = tiny_run(**CLIPPED, train={**ALONE, "batch_tokens": 5 * 16})  # ranks have two and three
     stats, _, values, _ = found(new_engine(run, OWNED), run)
     first, second = together(2, work_of(run, pass_micro_batches=1))
@@ -217,13 +217,13 @@ def test_whoever_asks_reads_and_writes_every_tensor(streaming):
     engine = streaming(run, OWNED)
     train(engine, run, range(2))
     assert_holders_answer(engine, run, ["model.norm.weight", "model.embed_tokens.weight"])
-    # What was written is what all compute with.
+    # All compute with the written values.
     other = new_engine(run)
     other.load_state_dict(engine.state_dict())
     frozen = [n for n in all_names(run) if expert_of(n) in (0, 2)]
     other.write(engine.read(frozen))
     found, expected = (train(each, run, [2])[0] for each in (engine, other))
-    assert replace(found, spike=False) == expected  # what was usual is no part of a state
+    assert replace(found, spike=False) == expected  # the usual norm is not part of a state
     assert_nan_changes_nothing(engine, run, "lm_head.weight")
 
 
@@ -374,7 +374,7 @@ def test_two_workers_of_one_gpu_lose_nothing_on_their_ways_to_the_host(device="c
             assert right.loss == pytest.approx(left.loss, rel=1e-3)
         mine, theirs = engine.read(all_names(run)), alone.read(all_names(run))
         for name, value in mine.items():
-            # Five updates of at most 1e-3 each; a lost or doubled one would be seen.
+            # Five updates of at most 1e-3 each. A lost or doubled one would be visible.
             torch.testing.assert_close(value, theirs[name], rtol=0, atol=2.5e-3)
 
 
@@ -382,7 +382,7 @@ def test_two_workers_of_one_gpu_lose_nothing_on_their_ways_to_the_host(device="c
 
 
 def common_bytes(pid):
-    """Of a process its part of the memory that workers have in common and have used."""
+    """A process's part of the used memory that workers share."""
     num_bytes, is_common = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         field, *rest = line.split()
@@ -435,7 +435,7 @@ def test_host_memory_is_that_of_one_process_and_each_device_has_its_own(
     need, alone = need_of(run, len(FOUR), chosen, size), need_of(run, len(FOUR), chosen, 1)
     half = sized({**train_section, "batch_tokens": 2 * 2 * 128})
     assert size * need.host == alone.host
-    # The device holds what that of one process with half of the batch does.
+    # The device needs the memory of one process with half of the batch.
     assert need.device_state == need_of(half, len(FOUR), chosen, 1).device_state
     gradients = 4 * sizes_of(run.model, len(FOUR)).trained
     for peak, sent, summed in on_threads(size, work):

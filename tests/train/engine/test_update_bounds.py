@@ -1,4 +1,4 @@
-"""Honest local steps stay within what members take for plausible, anywhere in the schedule [U1]."""
+"""Honest local steps stay within the members' bounds, anywhere in the schedule [U1]."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ RUN = tiny_run(
 SIZE = 512
 SHARED, EXPERT = shared_unit(0), expert_unit(0)
 PLACES = {"warm-up": 0, "warm": 4, "peak": 6, "middle": 20, "last": ROUNDS - 1, "over": ROUNDS + 9}
-"""Rounds that are over."""
+"""Past rounds."""
 
 
 def tip_at(rounds, rules):
@@ -42,7 +42,7 @@ def rules_of(run):
 
 
 def pulls(pattern, generator):
-    """Gradients without end."""
+    """An endless sequence of gradients."""
     sign = torch.randn(SIZE, generator=generator).sign()
     while True:
         noise = torch.randn(SIZE, generator=generator)
@@ -59,7 +59,7 @@ def pulls(pattern, generator):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("timed", [False, True], ids=["exact", "timed"])
 def test_honest_steps_are_within_the_bound(place, pattern, form, timed):
-    """Also those of a peer whose moments are zero under the count of the others."""
+    """Also for a peer with zero moments under the count of the others."""
     run = RUN
     if timed:
         seconds = RUN.round.model_copy(update={"seconds": 9.0})
@@ -112,7 +112,7 @@ def test_honest_steps_of_muon_are_within_the_bound(pattern, form):
 
 def test_the_bound_follows_the_schedule_and_is_two_to_twenty_times_tighter_than_at_its_peak():
     rules = rules_of(RUN)
-    before = 4 * STEPS * RUN.optimizer.lr * 1.17  # whatever the schedule said
+    before = 4 * STEPS * RUN.optimizer.lr * 1.17  # for any schedule
     times = {}
     for place, rounds in PLACES.items():
         work = {"A": STEPS * RUN.train.batch_tokens}

@@ -1,4 +1,4 @@
-"""Tokens that travel to the ranks of their experts: the values of one process; what moves."""
+"""Tokens that travel to the ranks of their experts: the values of one process, and the traffic."""
 
 import functools
 import zlib
@@ -43,7 +43,7 @@ def dealt_layer(ranks, owned=OWNED, compute="fp32", frozen="fp32"):
 
 
 def filled(layer, owned):
-    """With the run's initial weights; those that change their rank come along."""
+    """Has the run's initial weights. Experts that change their rank bring theirs."""
     weights = initial_tensors(RUN, all_names(RUN))
     with torch.no_grad():
         layer.gate.weight.copy_(weights["model.layers.0.mlp.gate.weight"] * 20)
@@ -64,7 +64,7 @@ def tokens(rank, number=50):
 def passed(layer, x_BTD, controls=None, recall=None, part=lambda all_BTD: all_BTD):
     """Output, routing and gradient of the input of one pass; parameters have theirs.
 
-    `part` is that of all tokens which the layer gets.
+    `part` are the tokens for the layer.
     """
     weight = part(torch.linspace(-1, 1, x_BTD.numel()).view_as(x_BTD))
     x_BTD = part(x_BTD).clone().requires_grad_()
@@ -86,9 +86,9 @@ def masters(layer):
 
 
 def assert_as_whole(size, numbers, tolerance, controls=None, **form):
-    """Against one process that computes the tokens of one rank after the other.
+    """Compares with one process that computes the tokens of one rank after the other.
 
-    Returns how many pairs of experts each rank compared.
+    Returns the number of pairs of experts that each rank compared.
     """
     whole, expected = whole_layer(**form), []
     for rank, number in enumerate(numbers):
@@ -159,13 +159,13 @@ def test_experts_of_other_ranks_are_compared_and_drawn_apart():
 
 
 def test_a_rank_that_has_no_pairs_to_compare_takes_part_all_the_same():
-    """Forward and backward: its experts' gradients come from the tokens of the other rank."""
+    """Forward and backward, because its experts' gradients come from the other rank's tokens."""
     for few in (8, 0):
         pairs = assert_as_whole(2, [120, few], CLOSE, COMPARED)
         assert pairs[0] > 1 and pairs[1] == 0
 
 
-# ------------------------------------------------ what moves
+# ------------------------------------------------ traffic
 
 EXPERT_KINDS = ("counts", "tokens", "outputs", "output gradients", "token gradients")
 
@@ -283,7 +283,7 @@ def test_experts_that_freeze_and_move_are_rounded_as_by_one_process(frozen):
     assert found.keys() == expected.keys()
 
 
-# ------------------------------------------------ what must not happen
+# ------------------------------------------------ faults
 
 UNEVEN = tiny_run(train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16})
 
@@ -299,7 +299,7 @@ def losses_of(run, kind, controls=None, recompute="none"):
 
 
 class SkipsIdle(RankEngine):
-    """Leaves out the operations of micro-batches that others of its group have and it has not."""
+    """Leaves out the operations of micro-batches that only others of its group have."""
 
     def _idle(self, count):
         return 0
@@ -314,7 +314,7 @@ def test_an_idle_rank_that_skips_an_operation_is_noticed():
 
 
 def test_an_evaluation_with_agreed_values_takes_those_of_other_ranks_too():
-    """Of three micro-batches one rank has one: its experts have agreed values for the others."""
+    """With three micro-batches, one rank has one. Its experts use agreed values for the others'."""
     tokens_BT1, straight = batch(UNEVEN, 5), new_engine(UNEVEN, (1, 3))
     scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     scored_BT[1, 4:] = False

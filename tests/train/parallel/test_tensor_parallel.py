@@ -1,6 +1,6 @@
 """Heads and experts of every layer shared by ranks with the same tokens: the values of one process.
 
-What moves is counted, and what is told by whole names is put together from the parts.
+Traffic is counted, and values under whole names are put together from the parts.
 """
 
 import functools
@@ -75,8 +75,8 @@ def run_of(layers=2, **sections):
 
 
 RUN = run_of()
-# With the seed 1 one element's gradient is all rounding, and its step 3 % off; of four layers too,
-# where steps that follow are 5 10^-5 of the loss off, with stages of any kind and without.
+# With the seed 1 one element's gradient is all rounding, and its step is 3 % off. With four layers
+# too, where later steps are 5 10^-5 of the loss off, with and without stages.
 SEEDED = {"name": "tiny", "rounds": 4, "seed": 2}
 INFLUENCES = run_of(**EVERYTHING, run=SEEDED)
 
@@ -96,7 +96,7 @@ def engine_of(ranks, run, owned=(1, 3), kind=HeadsEngine, **options):
     return engine
 
 
-# ------------------------------------------------ who holds what
+# ------------------------------------------------ held tensors
 
 
 def test_ranks_that_share_heads_are_neighbours_and_have_the_same_micro_batches():
@@ -194,7 +194,7 @@ def test_no_more_ranks_share_the_heads_than_there_are_experts():
     ],
 )
 def test_in_fp32_five_steps_are_those_of_one_process(cut, run, options):
-    """Within 2 % of the learning rate: outputs are sums over the ranks, in another order."""
+    """Within 2 % of the learning rate, because outputs are sums over the ranks in another order."""
     engine = cut(run, OWNED, **options)
     assert_as_one_process(run, engine)
     assert engine.traffic["attention outputs"][0] > 0
@@ -211,8 +211,8 @@ def test_in_fp32_five_steps_are_those_of_one_process(cut, run, options):
 def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(cut, options):
     """At the learning rate of a real run.
 
-    Sums of outputs are rounded otherwise than by one process, and AdamW makes of a gradient that is
-    all rounding a whole step: at ten times the rate the losses are up to 0.006 apart.
+    Sums of outputs are rounded differently from one process, and AdamW turns a gradient that is all
+    rounding into a whole step. At ten times the rate the losses differ by up to 0.006.
     """
     run, lr = run_of(**BF16), LR / 10
     engine, straight = cut(run, OWNED, **options), new_engine(run, OWNED)
@@ -240,7 +240,7 @@ INFLUENCED = {
     ids=["", "layers again, one norm over all heads, tied"],
 )
 def test_ranks_decide_as_one_process(recompute, more):
-    """Capacity, noise, the compared pairs, and an evaluation; of four ranks, two by two."""
+    """Capacity, noise, the compared pairs, and an evaluation, with four ranks as two by two."""
     run = run_of(**{**INFLUENCED, "model": {**INFLUENCED["model"], **more}})
 
     def found(engine):
@@ -286,7 +286,7 @@ def shared_layer(ranks, owned=(0, 2, 3), compute="fp32", frozen="fp32"):
 def test_outputs_and_gradients_of_experts_are_those_of_one_process(
     size, form, tolerance, number, controls
 ):
-    """Each rank has so many of the tokens, consecutive ones."""
+    """Each rank has a number of consecutive tokens."""
     whole, all_tokens = whole_layer(**form), tokens(0, size * number)
     out, routing, dx = passed(whole, all_tokens, controls)
 
@@ -331,10 +331,9 @@ FORWARD = ("attention inputs", "attention outputs", "routing", "expert inputs", 
 def test_a_layer_and_micro_batch_take_five_pairs_and_as_many_bytes_as_planned(
     recompute, sections, size
 ):
-    """Of gather and reduce-scatter: for two inputs, two outputs and the routing of each token.
-
-    All that comes before the experts' outputs is gathered or added up once more if again. A QK-norm
-    over all heads takes two sums forward and two backward of one number of a token each.
+    """Pairs of gather and reduce-scatter: for two inputs, two outputs and the routing of each
+    token. With recomputing, all operations before the experts' outputs run again. A QK-norm over
+    all heads takes two sums forward and two backward, of one number per token.
     """
     run = run_of(**sections)
 
@@ -364,7 +363,7 @@ def test_a_layer_and_micro_batch_take_five_pairs_and_as_many_bytes_as_planned(
 
 
 def test_between_stages_each_rank_sends_its_tokens(cut):
-    """And the table of what the losses take from the routers of the first of two layers."""
+    """And the table of the losses' terms from the routers of the first of two layers."""
     run = run_of(**ALONE)
     engine = cut(run, OWNED, workers=4, pp=2)
     engine.step(batch(run, 0), lr=LR)
@@ -373,7 +372,7 @@ def test_between_stages_each_rank_sends_its_tokens(cut):
     assert engine.traffic["stage outputs"] == (4, 4 * each)
 
 
-# ------------------------------------------------ what must not be left out
+# ------------------------------------------------ necessary operations
 
 
 def after_two_steps(run, kind=HeadsEngine):
@@ -391,7 +390,7 @@ def furthest(values, expected, part=""):
 
 
 def without_the_sum_of(part):
-    """An engine that leaves gradients of some tensors as each rank has formed them."""
+    """An engine that does not sum the gradients of some tensors over ranks."""
 
     class OfOwnTokens(HeadsEngine):
         def _add_up(self):
@@ -405,7 +404,7 @@ def without_the_sum_of(part):
 
 @pytest.mark.parametrize("run", [RUN, run_of(model={"noisy_top_k": True}, run=SEEDED)])
 def test_a_gradient_that_is_not_summed_over_the_heads_or_tokens_of_all_ranks_is_noticed(run):
-    """Of a QK-norm the heads', of the other norms, the router, embedding and head the tokens'."""
+    """Over heads for a QK-norm. Over tokens for the other norms, the router, embedding and head."""
     straight = new_engine(run, (1, 3))
     norms = [straight.step(batch(run, k), lr=LR).grad_norm for k in range(2)]
     expected = straight.read(list(shared_shapes(run.model)))
@@ -433,7 +432,7 @@ def capacity_of_a_rank(expert_NK, num_experts, capacity):
     ("what", "local"), [("gaussian", noise_of_a_rank), ("within_capacity", capacity_of_a_rank)]
 )
 def test_what_goes_by_the_number_of_a_token_on_its_rank_is_noticed(monkeypatch, what, local):
-    """Noise and capacity are those of a token's place in the whole micro-batch."""
+    """Noise and capacity depend on a token's place in the whole micro-batch."""
     run = run_of(**INFLUENCED)
 
     def found(engine):
@@ -554,12 +553,12 @@ def test_a_state_in_parts_goes_on_in_every_engine(cut, tmp_path):
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
 
 
-# ------------------------------------------------ what goes wrong
+# ------------------------------------------------ faults
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"workers": 4, "pp": 2}, marks=SLOW)])
 def test_texts_of_any_length_are_evaluated(cut, options):
-    """Also of one that the ranks cannot share evenly, with some predictions that do not count."""
+    """Also a text that the ranks cannot share evenly, with some uncounted predictions."""
     engine, straight = cut(RUN, OWNED, **options), new_engine(RUN, OWNED)
     for length in (1, 3, 8, 13):
         tokens_BT1 = batch(RUN, 5)[:3, : length + 1]

@@ -87,15 +87,15 @@ def test_a_2b_peer_of_16_fits_8_gb_and_16_gb_of_host_memory():
 
 def test_a_120b_model_alone_fits_one_h200_and_1500_gb_of_host_memory():
     machine = gpu(141, 1500, disk=4000)
-    # int8 moments reach it always; bf16 ones where updates keep up with the backward pass, which
-    # takes clipping by unit and a step that is one pass.
+    # int8 moments always reach it. bf16 moments do if updates keep up with the backward pass, which
+    # needs clipping by unit and one pass per step.
     always = plan_engine(model_of_120b(), 128, machine)
     one_pass = {"train": {"batch_tokens": 32_768}, "phases": {}, "optimizer": {"clip": "unit"}}
     early = plan_engine(model_of_120b(**one_pass), 128, machine)
     for plan, moments in ((always, "int8"), (early, "bf16")):
         assert plan.fits
         assert plan.options.moments == moments
-        # What "120 B in 1.5 TB" means: 12.5 bytes per trained parameter.
+        # "120 B in 1.5 TB" means 12.5 bytes per trained parameter.
         assert plan.need.host < 12.5 * 120e9
 
 
@@ -104,7 +104,7 @@ def test_the_2b_peer_needs_less_than_the_paper_with_its_micro_batch():
     options = rungs(run, gpu(80, 128), Wishes(engine="resident", recompute="none"))[0]
     mine, everything = (need_of(run, owned, options).device for owned in (1, 16))
     assert mine <= 35 * GB
-    # The paper's 35 and 55 GB are FSDP's; the step from one to the other is what SPES saves.
+    # The paper's 35 and 55 GB are FSDP's. Their difference is the saving of SPES.
     assert 15 * GB < everything - mine < 25 * GB
 
 
@@ -219,9 +219,9 @@ def test_a_pipeline_of_eight_holds_an_eighth():
     need = need_of(run, 16, cut)
     # Some stages have five of the 36 layers, and buffers for all micro-batches.
     assert need_of(run, 16, alone).device_state / need.device_state == pytest.approx(5.5, rel=0.02)
-    # 1F1B keeps as many micro-batches as there are stages behind, GPipe all.
+    # 1F1B keeps as many micro-batches as there are later stages, GPipe all.
     assert need_of(run, 16, replace(cut, schedule="gpipe")).activations > 1.5 * need.activations
-    # Of two pipelines each has buffers for half of the micro-batches, here at one side.
+    # Each of two pipelines has buffers for half of the micro-batches, here at one side.
     micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
     two = need_of(run, 16, cut, 16)
     assert need.device_state - two.device_state == micro / 2 * 4 * 2 * 2048 * 2880

@@ -69,7 +69,7 @@ def tokens_of(run):
     shape = (run.train.batch_tokens // run.data.sequence_length, run.data.sequence_length + 1)
     tokens_BT1 = torch.randint(0, END, shape, generator=torch.Generator().manual_seed(0))
     if run.data.attention == "document":
-        tokens_BT1[:, ::17] = END  # a length that is padded most
+        tokens_BT1[:, ::17] = END  # the length with the most padding
     return tokens_BT1
 
 
@@ -119,7 +119,7 @@ def test_state_between_steps_is_the_formula_to_a_hundredth_of_a_percent(frozen):
     run = sized(BF16)
     state, _ = measured(run, EngineKind.RESIDENT, frozen=frozen)
     need = planned(run, EngineKind.RESIDENT, frozen=frozen)
-    # Beside it only each layer's group numbers: 8 experts x 8 bytes.
+    # The rest is each layer's group numbers: 8 experts x 8 bytes.
     assert state == pytest.approx(need.device_state, rel=1e-4)
     sizes = sizes_of(run.model, len(OWNED))
     if frozen != "int8":
@@ -172,7 +172,7 @@ def test_peaks_are_predicted_within_5_percent(kind, options, train, sizes):
 
 
 def test_keys_that_are_repeated_for_each_query_are_counted(monkeypatch):
-    """As a GPU has them in fp32."""
+    """As on a GPU in fp32."""
     run, peaks, needs = sized({}, num_key_value_heads=1), [], []
     for repeats in (False, True):
         for module in (attention, activations):
@@ -184,7 +184,7 @@ def test_keys_that_are_repeated_for_each_query_are_counted(monkeypatch):
 
 
 def test_keys_that_a_gpu_before_ampere_cannot_share_are_counted(monkeypatch):
-    """In 16 bits, for which newer ones have kernels; both ask as they would on a GPU."""
+    """In 16 bits, for which newer GPUs have kernels. Both behave as on a GPU."""
     run, peaks, needs = sized({}, num_key_value_heads=1), [], []
     decide = attention.repeats_keys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -247,7 +247,7 @@ def test_the_peak_of_a_held_out_loss_is_predicted_within_5_percent(run, options)
 def test_a_held_out_loss_on_a_gpu_takes_no_more_than_is_predicted():
     run = sized(BF16, layers=2, hidden=512, num_experts=32, vocab=4001, length=512)
     engine = new_streaming(run, OWNED, device="cuda")
-    engine.evaluate(tokens_of(run))  # and takes what libraries work in
+    engine.evaluate(tokens_of(run))  # and allocates the libraries' workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     engine.evaluate(tokens_of(run))
@@ -281,8 +281,8 @@ def test_the_state_of_each_stage_of_a_pipeline_is_the_formula(tied):
             gc.collect()
             state = live.now
         micro_batches, ends = 2, stage.is_first + stage.is_last
-        state += micro_batches * (2 - ends) * 4 * 2 * 128 * 64  # what comes from other stages
-        # Int8 codes are padded to whole blocks; and each layer has its group numbers.
+        state += micro_batches * (2 - ends) * 4 * 2 * 128 * 64  # inputs from other stages
+        # Int8 codes are padded to whole blocks, and each layer has its group numbers.
         assert state == pytest.approx(need.device_state, rel=0.01)
     assert need_of(run, len(OWNED), options) in needs
 
@@ -299,7 +299,7 @@ def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routin
             gc.collect()
             live.reset()
             engine.step(tokens_of(run), lr=1e-3)
-        # Logits and probabilities with their gradients; weights, choices and sorted rows.
+        # Logits and probabilities with their gradients, and weights, choices and sorted rows.
         routing = layers * 2 * 128 * (2 * 2 * 4 * 8 + 2 * (4 + 4 * 8))
         found[layers] = live.peak - engine.host_bytes - routing
         engine.close()
@@ -311,7 +311,7 @@ def test_activations_at_four_times_the_context_are_as_planned():
     for length in (64, 256):
         run = sized({}, length=length, vocab=300)
         state, peak = measured(run, STREAMING)
-        # Inputs of layers are part of what is measured here: this level keeps them on the device.
+        # The measurement includes inputs of layers, because this level keeps them on the device.
         found[length] = peak - state
         need = planned(run, STREAMING)
         assert need.activations == pytest.approx(peak - state, rel=0.05)
@@ -373,7 +373,7 @@ def test_no_phase_of_a_round_of_the_7b_needs_more_than_2_gb_beside_the_engine(
     phases = asdict(peaks)
     for phase in phases.keys() - {"training", "exporting", "adopting"}:
         assert phases[phase] - need.device_state - need.host < allowed, phase
-    # Experts that are exchanged have their masters twice, where a step has its gradients.
+    # Exchanged experts have their masters twice, in place of a step's gradients.
     again = moving_bytes(run, 8, options) if kind is EngineKind.RESIDENT else 0
     assert phases["adopting"] - need.device_state - need.host < allowed + again
     assert phases["adopting"] < phases["training"]

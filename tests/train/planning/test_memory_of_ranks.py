@@ -1,7 +1,7 @@
 """Predicted bytes of each rank against living tensors, within 5 %, for every kind of mesh.
 
-Where experts are dealt out the prediction is made from the rows that the rank's experts had in this
-step; a plan takes even routing and a margin, which is tried below.
+For distributed experts the prediction uses the rows of the rank's experts in this step. A plan
+assumes even routing and a margin, which a test below checks.
 """
 
 import statistics
@@ -33,8 +33,8 @@ CHUNKS = {"schedule": "interleaved", "chunks": 2}
 def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: int = 0) -> float:
     """Bytes that leave a rank in a step for gradients and new values, where the state is cut.
 
-    Each element's gradient goes to the rank that has its state, and its new value to all others, in
-    the compute type where every use casts it. A tied embedding at both ends of a pipeline comes on
+    Each element's gradient goes to the rank with its state. Its new value goes to all others, in
+    the compute type if every use casts it. A tied embedding at both ends of a pipeline comes on
     top.
 
     Args:
@@ -52,14 +52,14 @@ def step_traffic(run: RunConfig, num_owned: int, options: EngineOptions, stage: 
         cast += sizes.table
     total = 0.0
     for count, over, copies in zip((shared, experts), options.alike, (cast, experts), strict=True):
-        # A rank sends of its share of the values a copy to each of the others.
+        # A rank sends a copy of its share of the values to each of the others.
         values = MASTER_BYTES * (count - copies) + compute * copies
         total += (GRADIENT_BYTES * count + values) * (over - 1) / over
     return total
 
 
 def run_for(size, train, **sizes):
-    """Two micro-batches for each of so many ranks, and so four for a pipeline of two stages."""
+    """Two micro-batches per rank, and so four for a pipeline of two stages."""
     train = dict(train)
     sizes["optimizer"] = train.pop("optimizer", {})
     return sized({**train, "batch_tokens": MICRO_BATCHES * size * 2 * 128}, **sizes)
@@ -70,8 +70,8 @@ def measuring(run, options):
 
 
 def assert_as_predicted(run, options, found):
-    # Beside it only each layer's group numbers, and tables of routers between stages; where state
-    # is cut no rank has less than 64 elements of a tensor, or a block of 256 in int8.
+    # The rest is each layer's group numbers, and tables of routers between stages. Where state is
+    # cut, each rank has at least 64 elements of a tensor, or a block of 256 in int8.
     exactly = 1e-3 * options.chunks if options.shards == 1 else 0.02
     for rank, mine in enumerate(found):
         need = mine.predicted(run, len(OWNED), options, workers=len(found), rank=rank)
@@ -142,7 +142,7 @@ def test_state_and_peak_of_a_rank_of_two_stages(tmp_path, size, options, train):
 
 
 def test_a_plan_has_room_for_tokens_that_crowd():
-    """By the mean within 5 % without it, and above every rank with it."""
+    """Without the margin the mean is within 5 %. With it, the plan is above every rank."""
     run = run_for(4, {})
     options = replace(EngineOptions.of(run), ep=4)
     need = need_of(run, len(OWNED), options, 4)

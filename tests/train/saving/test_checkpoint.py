@@ -115,7 +115,7 @@ def test_rows_of_a_stack_are_saved_without_their_neighbours(path):
 
 
 def test_a_state_whose_tensors_come_one_by_one_is_the_same_file(path):
-    """As that of workers, of which none is looked up to know what there is."""
+    """As the state of workers: listing its tensors reads none of them."""
     state = small_state()
     save_private(path, state)
     whole = path.read_bytes()
@@ -200,13 +200,13 @@ def test_a_damaged_file_gives_way_to_the_one_before_and_says_so(path, caplog):
     with caplog.at_level(logging.ERROR):
         loaded = load_newest(path)
     assert loaded.state.round == 1
-    assert "not what was written" in loaded.reason
+    assert "the content has changed" in loaded.reason
     assert "using private.previous, round 1" in loaded.reason
-    assert "not what was written" in caplog.text
+    assert "the content has changed" in caplog.text
 
 
 def test_who_goes_on_from_the_state_before_keeps_it_until_the_next_is_there(path, monkeypatch):
-    """A kill between the names of a saving must not leave two damaged files."""
+    """A kill between the renames of a saving must not leave two damaged files."""
     save_private(path, small_state(1))
     save_private(path, small_state(2))
     path.write_bytes(path.read_bytes()[:-5])
@@ -215,7 +215,7 @@ def test_who_goes_on_from_the_state_before_keeps_it_until_the_next_is_there(path
     assert load_newest(path).state.round == 1, "reading alone changes nothing"
     assert path.exists() and unfinished.exists()
     loaded = resume_newest(path)
-    assert loaded.state.round == 1 and "not what was written" in loaded.reason
+    assert loaded.state.round == 1 and "the content has changed" in loaded.reason
     assert_equal(loaded.state, small_state(1))
     assert [file.name for file in path.parent.iterdir()] == ["private"]
     replace_file = checkpoint.Path.replace
@@ -290,7 +290,7 @@ class Killed(BaseException):
 
 
 def killed_after(moment):
-    """Wraps functions, of which so many calls in all are carried out before the process dies."""
+    """Wraps functions. The process dies after so many calls of them in all."""
     left = moment
 
     def killing(real):
@@ -308,7 +308,7 @@ def killed_after(moment):
 
 @pytest.mark.parametrize("moment", range(12))
 def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, moment):
-    """Each call that changes the disk is a moment; the state is the new or the old one, whole."""
+    """Each call that changes the disk is a moment. The state is the new or the old one, whole."""
     save_private(path, small_state(1))
     save_private(path, small_state(2))
     killing = killed_after(moment)
@@ -361,7 +361,7 @@ def test_resuming_from_disk_gives_the_bits_of_a_run_without_a_stop(path):
         straight.step(batch(run, step), lr=1e-2)
         stopped.step(batch(run, step), lr=1e-2)
     save_private(path, state_of(stopped.state_dict()))
-    stopped.step(batch(run, 99), lr=1e-2)  # what is saved is no longer a view of the engine
+    stopped.step(batch(run, 99), lr=1e-2)  # the saved tensors are no longer views of the engine
     again = new_engine(run)
     again.load_state_dict(load_private(path).engine)
     for step in range(5, 10):
@@ -395,7 +395,7 @@ def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path,
 
 
 def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
-    """More chunks than wait at once, so that whoever hashes must not wait for ever."""
+    """More chunks than the queue holds, so that the hashing thread must not wait forever."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
@@ -413,7 +413,7 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
 
 
 def test_a_disk_that_is_full_is_given_back_what_was_written(path, monkeypatch):
-    """At once, since offered values wait for room while the saving is still open."""
+    """At once, because offered values wait for room while the saving is still open."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 640)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
@@ -443,7 +443,7 @@ def test_what_could_not_be_finished_is_removed(path, monkeypatch, name):
 
 @pytest.mark.parametrize("end", ["finished", "given up", "refused"])
 def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollected, end):
-    """The engine owns other experts next; the values of before would be the most of a process."""
+    """The engine then owns other experts. Keeping the old values would raise the peak."""
     tensor = torch.arange(1000.0)
     state, found = state_of(EngineState({"a": tensor}, (), 0, 0, 0)), weakref.ref(tensor)
 
@@ -463,7 +463,7 @@ def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollec
 
 
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
-    """A disk that stands still stops the hashing after as many chunks as may wait."""
+    """A hanging disk stops the hashing when the queue of chunks is full."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     go_on, hashed, pieces = threading.Event(), [], tensor_file.bytes_of
 
@@ -511,7 +511,7 @@ def test_a_disk_that_does_not_answer_is_given_up(path, monkeypatch, caplog, call
     assert "a disk may not answer: swarm-private" in caplog.text
     monkeypatch.undo()
     save_private(path, state)
-    answers.set()  # what it writes now is in no file of that name
+    answers.set()  # its bytes from now on go to no file of that name
     begun._file._pool.shutdown()
     assert_equal(load_private(path), state)
 

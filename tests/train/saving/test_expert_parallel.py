@@ -1,4 +1,4 @@
-"""An engine whose experts are dealt out over its workers: the values of one that holds them all."""
+"""An engine with experts distributed over its workers has the values of one with all of them."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ LR = 1e-2  # of `train`
 
 @pytest.fixture
 def dealt(crews):
-    """Makes engines whose experts are dealt out over two workers."""
+    """Makes engines whose experts are distributed over two workers."""
     with lent_engines(crews, ep=2) as make:
         yield make
 
@@ -50,7 +50,7 @@ def tensors(engine):
 
 
 def five_steps(engine, run):
-    """Each clipped, with other experts after the third."""
+    """Five clipped steps, with other experts after the third."""
     stats = train(engine, run, range(3))
     engine.own(THEN)
     stats += train(engine, run, range(3, 5))
@@ -68,7 +68,7 @@ SLOW = pytest.mark.exhaustive
         pytest.param({**EVERYTHING, **CLIPPED}, 2, 2, id="two, every influence on routing"),
         pytest.param({"optimizer": {"kind": "muon", "clip_norm": 0.1}}, 2, 2, id="two, Muon"),
         pytest.param({**MASKED, **CLIPPED}, 2, 2, id="two, documents and padding", marks=SLOW),
-        pytest.param(CLIPPED, 4, 4, id="four, of which two are idle", marks=SLOW),
+        pytest.param(CLIPPED, 4, 4, id="four, two of them idle", marks=SLOW),
         pytest.param({**EVERYTHING, **CLIPPED}, 4, 2, id="two by two, two idle", marks=SLOW),
         pytest.param(
             {**CLIPPED, "train": {"micro_batch_sequences": 1}}, 4, 4, id="four", marks=SLOW
@@ -85,9 +85,9 @@ SLOW = pytest.mark.exhaustive
 def test_in_fp32_five_steps_are_those_of_one_process(dealt, sections, workers, ep):
     """Within 2 % of the learning rate.
 
-    A gradient of an expert is one product over the rows of all ranks of a group, where one process
-    adds up those of its micro-batches: the order of sums in fp32 differs, and AdamW, which divides
-    by the gradient's own size, makes of a relative difference one of that share of its step.
+    A gradient of an expert is one product over the rows of all ranks of a group, while one process
+    adds up those of its micro-batches. So the order of fp32 sums differs. AdamW divides by the
+    gradient's own size, so a relative difference becomes the same share of its step.
     """
     run = tiny_run(**sections)
     engine = dealt(run, OWNED, workers=workers, ep=ep)
@@ -119,7 +119,7 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(dealt):
         assert mine.loss == pytest.approx(other.loss, abs=1e-3)
 
 
-# tests/train/workers/test_parallel.py has it with replicas: the way back is the same.
+# tests/train/workers/test_parallel.py tests it with replicas. The restart is the same.
 @pytest.mark.exhaustive
 def test_a_worker_that_is_killed_in_a_step_costs_no_bit(dealt, crews, caplog):
     """Also after a change of ownership, which the new workers repeat."""
@@ -151,7 +151,7 @@ def frozen_of(engine, run):
 
 
 def handed_on(engine, other, run):
-    """What one engine is saved as is what the other one is, and both train on alike."""
+    """The saved state of one engine equals the other engine's, and both continue alike."""
     other.load_state_dict(engine.state_dict())
     other.write(frozen_of(engine, run))
     assert same(other.read(all_names(run)), engine.read(all_names(run)))
@@ -161,7 +161,7 @@ def handed_on(engine, other, run):
 
 
 def test_bits_do_not_depend_on_who_holds_which_expert(dealt):
-    """A fresh engine deals otherwise: where ownership changed, most experts stayed."""
+    """A new engine distributes differently: after a change of ownership most experts had stayed."""
     engine, fresh = dealt(RUN, OWNED), dealt(RUN)
     train(engine, RUN, range(2))
     engine.own(THEN)
@@ -192,7 +192,7 @@ def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
 
 
 def saved_and_resumed(engine, path, others, run):
-    """The files hold the bits of the state, and each engine goes on from them as from memory."""
+    """The files hold the bits of the state, and each engine resumes from them as from memory."""
     save(path, engine.state_dict(), 1)
     assert len(list(folder_of(path).iterdir())) == len(engine.pids)
     state = load_private(path).engine
@@ -255,7 +255,7 @@ def test_workers_that_are_killed_while_they_save_begin_again(dealt, tmp_path, mo
 def test_workers_that_are_killed_before_they_save_may_have_other_experts(
     dealt, tmp_path, monkeypatch
 ):
-    """Those that take their place deal the experts out anew, and are asked again who has what."""
+    """Their replacements deal the experts out again, and are asked again who has which."""
     path = tmp_path / "private"
     engine = dealt(RUN, OWNED, given={"folder": tmp_path, "saved": Saved.at(path)})
     train(engine, RUN, [0])

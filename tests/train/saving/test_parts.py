@@ -1,4 +1,4 @@
-"""A private state that several write: whole or refused, whatever happens to its files."""
+"""A private state of several writers: whole or refused, whatever happens to its files."""
 
 import errno
 import os
@@ -35,11 +35,11 @@ from tests.train.saving.test_checkpoint import Killed, killed_after, state_of
 from tests.train.saving.test_checkpoint import assert_equal as assert_same
 
 ALONE = "master.d"
-"""Held by nobody that writes parts."""
+"""A tensor that no writer of parts holds."""
 
 
 class Writers(PartedTensors):
-    """Tensors that three write, each in threads of its own; `ALONE` comes one by one."""
+    """Tensors of three writers, each with its own threads. `ALONE` comes one by one."""
 
     def __init__(self, tensors):
         self.tensors = tensors
@@ -94,7 +94,7 @@ def parted(number=1):
 
 
 def by_one(state):
-    """The same state, as one process has it."""
+    """The same state in one process."""
     return replace(state, engine=replace(state.engine, tensors=dict(state.engine.tensors)))
 
 
@@ -139,7 +139,7 @@ def test_the_parts_of_two_states_are_kept_and_no_others(path):
 
 
 def test_a_flip_in_any_file_is_refused(path):
-    """Of each byte of the index and of the headers, and of some others."""
+    """For each byte of the index and of the headers, and for some others."""
     save_private(path, parted())
     index = path.read_bytes()
     places = [(path, k) for k in range(len(index))]
@@ -169,7 +169,7 @@ def test_a_part_that_is_gone_short_long_or_of_another_state_is_refused(path):
     assert len(other) == len(whole) and other != whole
     for content in (other, whole[:-1], whole + b"\0", b""):
         mine[0].write_bytes(content)
-        with pytest.raises(CorruptState, match="not what was written"):
+        with pytest.raises(CorruptState, match="the content has changed"):
             load_private(path)
     mine[0].unlink()
     with pytest.raises(CorruptState, match="cannot be read"):
@@ -200,7 +200,7 @@ def test_a_part_that_cannot_be_read_now_does_not_make_its_state_a_lost_one(path,
 
 @pytest.mark.parametrize("moment", range(34))
 def test_a_kill_at_any_moment_leaves_a_whole_state(path, monkeypatch, moment):
-    """Each call that changes the disk, of any of the threads, is a moment; none follows."""
+    """Each call of any thread that changes the disk is a moment. No call follows it."""
     save_private(path, parted(1))
     save_private(path, parted(2))
     killing = killed_after(moment)
@@ -263,7 +263,7 @@ def test_a_full_disk_is_a_state_error_and_the_state_before_stays(path, monkeypat
         save_private(path, parted(2))
     monkeypatch.undo()
     assert_equal(load_private(path), parted(1))
-    assert sorted(files_of(path)) == kept, "what was given up takes no room"
+    assert sorted(files_of(path)) == kept, "an abandoned saving takes no room"
     save_private(path, parted(3))
     assert_equal(load_private(path), parted(3))
 
@@ -284,7 +284,7 @@ def test_tensors_are_dealt_to_who_has_them_and_evenly():
     assert sorted(name for names in dealt for name in names) == sorted(forms)
     assert set(dealt[1]) <= first and not dealt[2], "masters go with their moments"
     sizes = [sum(int(name[2:]) for name in names) for names in dealt]
-    assert sizes == [52, 20, 0]  # 5 to 8, and what is smaller
+    assert sizes == [52, 20, 0]  # 5 to 8, and smaller ones
     assert deal_out(forms, [first]) == [[name for name in dealt_order(forms) if name in first]]
     even = deal_out(forms, [set(forms)] * 4)
     assert [sum(int(name[2:]) for name in names) for names in even] == [18] * 4

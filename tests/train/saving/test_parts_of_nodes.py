@@ -1,4 +1,4 @@
-"""A private state of which workers of other machines hold a share."""
+"""A private state that workers of other machines hold a share of."""
 
 import pytest
 

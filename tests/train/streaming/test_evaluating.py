@@ -1,4 +1,4 @@
-"""Held-out losses of the streaming engine: what moves for them, and that no bit depends on it."""
+"""Held-out losses of the streaming engine: the copied data, which changes no bit."""
 
 from collections import Counter
 
@@ -87,7 +87,7 @@ def test_no_bit_depends_on_the_passes(engines, together, train):
 
 @pytest.mark.parametrize("layers", [0, 2, None])
 def test_training_goes_on_with_the_same_bits_after_a_held_out_loss(engines, layers):
-    """Its weights and gradients leave the device meanwhile; also where the loss fails."""
+    """Its weights and gradients leave the device meanwhile, also if the loss fails."""
     run = run_of(**BF16)
     looked, blind = (engines(run, OWNED, resident_layers=layers) for _ in range(2))
     taken = looked.device_bytes

@@ -74,7 +74,7 @@ def test_values_and_state_are_those_before_the_step_and_no_bit_of_it_differs(par
 
 
 def test_what_is_changed_while_workers_stand_is_updated_by_the_step(parallel):
-    """As where a refused unit begins anew; new workers come to the same."""
+    """As where a refused unit starts again. New workers compute the same values."""
     made = []
     for engine in (new_engine(RUN, OWNED), parallel(RUN, OWNED)):
         step(engine, 0)

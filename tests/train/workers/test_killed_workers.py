@@ -1,4 +1,4 @@
-"""Workers that are killed in the middle of any task: no bit is lost, and they train again soon."""
+"""Workers that are killed in the middle of any task lose no bit, and soon train again."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from tests.train.workers.test_parallel import CLIPPED, OWNED, THEN, save, train
 pytestmark = pytest.mark.exhaustive
 
 AGAIN_S = 30.0
-"""So long workers may be away: the time within which a peer trains again."""
+"""Limit until a peer trains again."""
 ARMED = """
 import os, sys
 from pathlib import Path
@@ -33,7 +33,7 @@ NORM = "model.norm.weight"
 
 
 class FreshCrews(Crews):
-    """Workers that nobody else has used, or will."""
+    """Workers for one test only."""
 
     def new(self, size):
         return Crew(Place(size))
@@ -57,7 +57,7 @@ def values(names, number):
 
 
 def all_of(engine, path, number):
-    """A step and a round of a peer: all that an engine is asked for; returns what it gave."""
+    """A step and a round of a peer: all calls of an engine. Returns the engine's answers."""
     given = [train(engine, RUN, [number])]
     given.append(engine.read(all_names(RUN)))
     save(path, engine.state_dict(), number)
@@ -88,7 +88,7 @@ STAGES = {"pp": 2}
     "options", [{}, {"ep": 2}, STAGES], ids=["whole", "experts dealt out", "in two stages"]
 )
 def test_a_worker_may_be_killed_in_the_middle_of_any_task(tasks, tmp_path, caplog, options):
-    """Against workers that nobody kills: what each task gives has the same bits."""
+    """Compared with unkilled workers, the results of each task have the same bits."""
     mine, other = tmp_path / "mine", tmp_path / "other"
     with (
         closing(engine_in(mine, options)) as engine,
@@ -98,7 +98,7 @@ def test_a_worker_may_be_killed_in_the_middle_of_any_task(tasks, tmp_path, caplo
             if task == "sum of gradients" and options == STAGES:
                 continue  # each gradient is one stage's
             expected = all_of(straight, other / "private", number)
-            # A worker that comes back does so because another task has killed one.
+            # A worker restarts only because another task has killed one.
             asked = {"forward", task} if task == "return" else {task} - {None}
             for each in asked:
                 (tasks / each).touch()

@@ -41,7 +41,7 @@ from tests.train.workers.test_parallel import (
 
 LIMIT_S = 300.0
 LEAVES_S = 25.0
-"""Less than torchrun waits before it kills."""
+"""Less than torchrun's wait before it kills."""
 MINE = Node(1, 0, None, versions())
 
 
@@ -79,7 +79,7 @@ def children(pid):
 
 
 class Agents:
-    """Two nodes of a worker each, which are started again if they were killed."""
+    """Two nodes of a worker each, which are restarted after a kill."""
 
     def __init__(self, port, key_file):
         self.command = agent_command(port, key_file)
@@ -89,7 +89,7 @@ class Agents:
         return subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
 
     def kill(self, pid):
-        """Kills the agent with this worker, and starts another one in its place."""
+        """Kills the agent with this worker, and starts another one."""
         (index,) = (i for i, each in enumerate(self.processes) if pid in children(each.pid))
         self.end(self.processes[index])
         self.processes[index] = self.start()
@@ -100,7 +100,7 @@ class Agents:
 
 
 class CrewsWithNodes(Crews):
-    """Of one worker here, and those of the nodes."""
+    """Crews of one worker here and the nodes' workers."""
 
     def __init__(self, nodes):
         super().__init__()
@@ -160,7 +160,7 @@ def test_workers_of_other_machines_are_read_beside_the_products_of_a_step(parall
 
 @pytest.mark.exhaustive
 def test_experts_dealt_out_over_machines_learn_as_in_one_process(parallel):
-    """To 2 % of the learning rate, as over the workers of one machine."""
+    """Within 2 % of the learning rate, as over the workers of one machine."""
     engine, straight = parallel(RUN, OWNED, ep=3), new_engine(RUN, OWNED)
     for each in (engine, straight):
         five_steps(each, RUN)
@@ -260,7 +260,7 @@ def test_workers_of_a_node_end_with_a_controller_that_is_killed(key_file):
             controller.kill()
             wait_until(lambda: all(map(is_gone, pids)), within_s=GONE_S)
             assert agent.wait(LIMIT_S) == 0
-            assert "the controller is gone" in agent.stderr.read()
+            assert "the controller has ended" in agent.stderr.read()
 
 
 PROGRAMS = Path(sys.executable).parent
@@ -268,7 +268,7 @@ PROGRAMS = Path(sys.executable).parent
 
 @pytest.mark.exhaustive
 def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(key_file):
-    """With one line of each; the peer, which would wait for them, has a second left."""
+    """Each prints one line. The peer, which would wait for them, has a second left."""
     goes_s = [inf]
     leaving = {"remaining_s": lambda: goes_s[0] - time.monotonic()}
     with listening(key_file, Wanted(1, 2), **leaving) as nodes:
@@ -283,9 +283,9 @@ def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(ke
             assert len(pids) == 3
             began_s = time.monotonic()
             goes_s[0] = began_s + 1.0
-            stopped(engine, 0)  # so that a step is under way
+            stopped(engine, 0)  # so that a step is in progress
             soon(launcher.terminate)
-            with pytest.raises(WorkersFailed, match=r"this peer has to go|of 2 workers"):
+            with pytest.raises(WorkersFailed, match=r"this peer must end|of 2 workers"):
                 train(engine, RUN, range(1, 100))
             assert time.monotonic() - began_s < LEAVES_S
             said = launcher.communicate(timeout=LEAVES_S)[1].splitlines()
@@ -295,7 +295,7 @@ def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(ke
     assert said == ["swarm-worker: error: interrupted"] * 2
 
 
-# ------------------------------------------------ who is let in; no process is started
+# ------------------------------------------------ admission, without processes
 
 
 def dialled(nodes, key, node=MINE):
@@ -303,7 +303,7 @@ def dialled(nodes, key, node=MINE):
 
 
 def called_ranks(nodes):
-    """Of the nodes that are called, which are let go again."""
+    """Ranks of the called nodes, whose connections are closed again."""
     members = nodes.called().members
     for member in members:
         member.kill()
@@ -314,7 +314,7 @@ def test_a_node_with_another_key_is_refused_with_one_line(key_file, tmp_path, ca
     other = key_at(tmp_path / "other.key", may_make=True)
     with listening(key_file, Wanted(1, 1)) as nodes:
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"no controller for us .*: it has another key"):
+            with pytest.raises(ConfigError, match=r"for this node .*: it has another key"):
                 dialled(nodes, other)
         wait_until(lambda: "does not hold the key" in caplog.text)
         found = dialled(nodes, key_at(key_file, may_make=False))
@@ -406,7 +406,7 @@ def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(k
     with listening(key_file, Wanted(2, 4, unit=2), wait_s=50) as nodes:
         assert not nodes.has_more(4, 50)
         wires = [dialled(nodes, key)]
-        wait_until(lambda: nodes.has_more(5, 50))  # six are what is wanted
+        wait_until(lambda: nodes.has_more(5, 50))  # six are wanted
         assert not nodes.has_more(4, 50)  # five are no multiple of two
         assert not nodes.has_more(5, 49) and not nodes.has_more(6, 50)
         wires[0].close()
@@ -414,7 +414,7 @@ def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(k
 
 
 def test_an_agent_reports_its_workers_fate_and_dials_again(key_file, monkeypatch):
-    """Against a controller that asks for more than there is."""
+    """With a controller that asks for more workers than there are."""
     key = key_at(key_file, may_make=False)
     with listening(key_file, Wanted(1, 1)) as nodes:
         agent = Agent(("127.0.0.1", nodes.port), key, MINE)
@@ -475,7 +475,7 @@ def test_a_peer_that_has_to_go_waits_for_nobody_any_more(key_file):
     ):
         nodes.called()
     with listening(key_file, Wanted(1, 1), **remaining) as nodes:
-        assert nodes.called().members == []  # those that are here do without
+        assert nodes.called().members == []  # the local workers suffice
 
 
 def test_a_port_that_is_taken_is_a_wrong_setting(key_file):

@@ -1,4 +1,4 @@
-"""Several processes as one engine: the bits of one process, whatever happens to them."""
+"""Several processes as one engine have the bits of one process, whatever happens to them."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ ONE_SEQUENCE = {"train": {"micro_batch_sequences": 1}, **CLIPPED}
 
 
 class InBlocks(ResidentEngine):
-    """One process that adds gradients up as so many ranks do, each of which has a block of them."""
+    """One process that adds gradients up as several ranks do, with one block of them each."""
 
     size = 1
 
@@ -89,7 +89,7 @@ def is_same(run, left, right):
 
 
 def assert_equal(run, left, right):
-    """Five steps, of which each is clipped, with other experts after the third."""
+    """Five clipped steps, with other experts after the third."""
     stats = train(left, run, range(3))
     assert stats == train(right, run, range(3))
     assert all(step.grad_norm > run.optimizer.clip_norm for step in stats)
@@ -158,19 +158,22 @@ def test_micro_batches_are_dealt_in_blocks_that_differ_by_one_at_most():
 
 
 def stopped(engine, rank):
-    """Holds a worker still, so that the next step is under way until something is done."""
+    """Stops a worker, so that the next step lasts until the test acts."""
     os.kill(engine.pids[rank], signal.SIGSTOP)
 
 
 def soon(act):
-    """Does something while the caller waits for a step."""
+    """Calls a function while the caller waits for a step."""
     timer = threading.Timer(0.3, act)
     timer.start()
     return timer
 
 
 def assert_a_kill_costs_nothing(engine, straight, run, rank, caplog):
-    """A worker is killed in the third of four steps: all are others then, with the same figures."""
+    """A worker is killed in the third of four steps.
+
+    All workers are new then, with the same figures.
+    """
     before, victim = engine.pids, engine.pids[rank]
     stopped(engine, rank)
     timer = soon(lambda: os.kill(victim, signal.SIGKILL))
@@ -203,7 +206,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(parallel, caplog, rank):
 
 
 class OnceImpatient(CommandTimeouts):
-    """Waits two seconds for one step, and as long as ever for everything else."""
+    """Waits two seconds for one step, and as long as usual for all else."""
 
     def within_s(self, message, longest_s, num_bytes):
         if message["do"] == "step" and self.is_armed:
@@ -215,7 +218,7 @@ class OnceImpatient(CommandTimeouts):
 
 
 def assert_a_hang_costs_nothing(make, caplog):
-    """A worker hangs in the second of two steps, which has the figures of one process."""
+    """A worker hangs in the second of two steps, which still has the figures of one process."""
     patience = OnceImpatient()
     engine, straight = make(RUN, OWNED, given={"patience": patience}), new_engine(RUN, OWNED)
     assert train(engine, RUN, [0]) == train(straight, RUN, [0])
@@ -235,7 +238,7 @@ def test_a_worker_that_hangs_is_ended_with_one_line(parallel, caplog):
     ]
 
 
-# So many activations that a step has to ask the system for memory.
+# So many activations that a step must request memory from the system.
 WIDE = tiny_run(
     model={"hidden_size": 256, "moe_intermediate_size": 512},
     train={"micro_batch_sequences": 16, "batch_tokens": 32 * 16},
@@ -243,7 +246,7 @@ WIDE = tiny_run(
 
 
 def allow_no_more(pid):
-    """A process gets no memory beside what it has."""
+    """A process gets no more memory than it has."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
@@ -295,9 +298,8 @@ def test_without_a_level_below_no_memory_ends_the_peer():
 
 @pytest.mark.exhaustive
 def test_new_workers_go_on_from_the_private_state_on_disk(parallel, tmp_path):
-    """With what came after it: other experts, values that were written or lent, and steps.
-
-    A state that was looked at, and not saved before the end, is no beginning.
+    """They repeat the later commands: other experts, written or lent values, and steps. A state
+    that was read but not saved before the end is no beginning.
     """
     path = tmp_path / "private"
     given = {"folder": tmp_path, "saved": Saved.at(path)}
@@ -343,7 +345,7 @@ def save(path, state, step):
 # ------------------------------------------------ a controller that ends
 
 GONE_S = 10.0
-"""So long workers may outlive it."""
+"""Limit for workers that outlive it."""
 
 CONTROLLER = """
 import sys
@@ -364,7 +366,7 @@ for step in range(10**6):
 
 
 def is_gone(pid):
-    """Whether a process has ended, if perhaps nobody has asked for its status yet."""
+    """Whether a process has ended, even if nobody has collected its status yet."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -376,7 +378,7 @@ def is_gone(pid):
 def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_bit(
     parallel, tmp_path
 ):
-    """They end within 10 s, whatever they compute; the state on disk is whole, and goes on."""
+    """They end within 10 s, whatever they compute. The state on disk is whole, and resumes."""
     path = tmp_path / "private"
     command = [sys.executable, "-c", CONTROLLER, str(path)]
     with running(command, stdout=subprocess.PIPE) as controller:
@@ -387,7 +389,7 @@ def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_
         controller.kill()
         end_s = time.monotonic() + GONE_S
     while not all(map(is_gone, pids)):
-        assert time.monotonic() < end_s, "workers without a controller go on"
+        assert time.monotonic() < end_s, "workers run on without a controller"
         time.sleep(0.05)
     state = load_newest(path).state
     assert state.round >= 3

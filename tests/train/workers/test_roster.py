@@ -1,4 +1,4 @@
-"""Who is which rank, when there are enough workers, and what launchers say: pure decisions."""
+"""Pure decisions: ranks, sufficient numbers of workers, and launchers' settings."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_one_more_node_than_needed_is_a_spare_and_the_last_one_may_give_a_part()
 def test_when_it_is_late_those_that_are_there_have_to_do():
     assert seats([node(8)], Wanted(8, 16), is_late=True) == [range(8, 16)]
     assert seats([], Wanted(8, 16), is_late=True) == []
-    # Experts that are dealt out over 16 need 16, over 4 a multiple of 4.
+    # Experts distributed over 16 workers need 16, over 4 a multiple of 4.
     assert seats([], Wanted(8, 8, unit=16), is_late=True) is None
     assert seats([node(3), node(3)], Wanted(2, 9, unit=4), is_late=True) == [
         range(2, 5),

@@ -1,4 +1,4 @@
-"""Workers that take long to start: a peer that has to go does not wait for them."""
+"""Workers that take long to start: a peer that must end does not wait for them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ if "swarm.train.workers.worker_process" in sys.orig_argv:
 
 @pytest.fixture
 def sleepy(tmp_path, monkeypatch):
-    """Every worker that is started sleeps before it loads anything."""
+    """Every started worker sleeps before it loads anything."""
     (tmp_path / "sitecustomize.py").write_text(SLEEPS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -44,7 +44,10 @@ def test_a_peer_that_has_to_go_waits_for_no_worker_that_starts(sleepy):
 
 
 def test_workers_that_have_started_go_on_while_a_peer_leaves():
-    """Whatever it still asks them for, such as its private state; but none come back."""
+    """For all its remaining commands, such as its private state.
+
+    But lost workers are not replaced.
+    """
     run, left_s = tiny_run(), [100.0]
     engine = ParallelEngine(
         run, [EngineOptions.of(run)], lambda: Crew(Place(1), None, lambda: left_s[0])
@@ -53,14 +56,14 @@ def test_workers_that_have_started_go_on_while_a_peer_leaves():
         left_s[0] = 0.0
         assert engine.read(["model.norm.weight"]).keys() == {"model.norm.weight"}
         os.kill(engine.pids[0], signal.SIGKILL)
-        with pytest.raises(WorkersFailed, match="this peer has to go"):
+        with pytest.raises(WorkersFailed, match="this peer must end"):
             engine.read(["model.norm.weight"])
     finally:
         engine.close()
 
 
 def test_a_peer_that_has_to_go_waits_for_no_worker_that_hangs(monkeypatch):
-    """Beyond its time to leave, and what an answer may take then."""
+    """Not beyond its time to leave and the limit of an answer then."""
     monkeypatch.setattr(crew, "OVERTIME_S", 1.0)
     run, goes_s = tiny_run(), [float("inf")]
     remaining_s = lambda: max(goes_s[0] - time.monotonic(), 0.0)  # noqa: E731

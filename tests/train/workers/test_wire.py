@@ -1,4 +1,4 @@
-"""What crosses between machines: bytes at their places, and a key that both sides must hold."""
+"""Traffic between machines: bytes at their places, and a key that both sides must hold."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def ends():
 
 
 def beside(work):
-    """Does something in a thread; its result or error is the list's only element."""
+    """Calls a function in a thread. Its result or error becomes the only element of the list."""
     found = []
 
     def run():
@@ -163,7 +163,7 @@ def test_a_node_with_another_key_is_refused_and_told_so(ends):
 
 
 def test_a_node_tells_nothing_to_a_controller_that_only_gives_its_proof_back(ends):
-    """Nor to one that lets any node in."""
+    """Nor to one that admits any node."""
     near, far = ends
     thread, found = beside(lambda: introduce(near, KEY, {"secret": 1}))
     far.send({"swarm-workers": controller_wire.PROTOCOL, "nonce": "0" * 64})

@@ -1,4 +1,4 @@
-"""Workers that are asked and started again, without processes: deadlines, and when it is enough."""
+"""Asking and restarting workers, without processes: deadlines, and the limit of restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Act = Callable[[Message], Message]
 
 
 class FakeCrew(Crew):
-    """Answers as it is told, and knows how long it was given."""
+    """Gives the scripted answers, and records its time limits."""
 
     may_grow = False
 
@@ -41,15 +41,15 @@ class FakeCrew(Crew):
         return [self.act(message)]
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 def force_of(make: Callable[[], Act], **options: Any) -> tuple[Workforce, list[FakeCrew]]:
-    """Workers that do what `make` gives, and all of them that were started."""
+    """A workforce with crews from `make`, and the list of started crews."""
     started: list[FakeCrew] = []
 
     def start() -> Crew:
-        assert len(started) < 50, "workers are started for ever"
+        assert len(started) < 50, "workers are started forever"
         started.append(FakeCrew(make()))
         return started[-1]
 
@@ -118,7 +118,7 @@ def test_a_level_that_needs_less_is_no_loss_of_a_begun_step() -> None:
 
 
 def test_a_state_of_several_files_may_take_as_long_as_all_of_them_take_to_be_read() -> None:
-    """Workers read what came before with the last one."""
+    """Workers read the earlier files with the last one."""
     files = [TensorFile.temporary(None) for _ in range(3)]
     for number, file in enumerate(files):
         file.append(f"master.{number}", torch.zeros(1000 * (3 - number)))
@@ -131,7 +131,7 @@ def test_a_state_of_several_files_may_take_as_long_as_all_of_them_take_to_be_rea
 
 
 def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its products and its end, but not what the controller does between these."""
+    """Its products and its end count, but not the controller's work in between."""
     clock = {"now_s": 100.0}
     monkeypatch.setattr(time, "monotonic", lambda: clock["now_s"])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -159,7 +159,7 @@ def test_a_begun_step_says_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_that_a_machine_slept_through_sets_no_deadline_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of 8 hours gave workers that hang 160, for weeks."""
+    """One step of 8 hours gave hanging workers 160 hours, for weeks."""
     clock = {"now_s": 100.0, "step_s": 8 * 3600.0}
     monkeypatch.setattr(time, "monotonic", lambda: clock["now_s"])
 

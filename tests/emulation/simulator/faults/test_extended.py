@@ -54,7 +54,7 @@ CAUGHT = {
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
-    "reform_although_quorum": "M:5",  # who is heard by nobody still hears
+    "reform_although_quorum": "M:5",  # a peer that nobody hears still hears others
     "transfer_limit_fixed": "J:20",
     "timers_not_adapted": "J:8",
     "hand_over_not_awaited": "K:2",
@@ -71,7 +71,7 @@ CAUGHT = {
     "trainees_count": "V:0",
     "any_room": "C:0",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --classes F --mutant NAME`."""
 
 
@@ -180,7 +180,7 @@ def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
 
 
 class _ShownAnotherReform:
-    """Of two that reform one goes on alone, forgets it, and is shown the founder's reform."""
+    """Two peers reform. One continues alone, forgets that, and is shown the founder's reform."""
 
     def __init__(self):
         self.reform = self.last = self.other = None
@@ -225,7 +225,7 @@ def test_a_voter_of_a_reform_that_passed_for_a_newcomer_would_decide_a_height_tw
 
 
 def lone_member_forgets(tested=None):
-    """The only member loses its disk; a stranger that follows it has an older tip."""
+    """The only member loses its disk. A stranger that follows it has an older tip."""
     script = [
         (0.1, World.split, ((("p0",), ("p1",)),)),
         (10.0, World.join, ("p1",)),
@@ -248,7 +248,7 @@ def test_a_lone_member_that_voted_without_its_record_would_decide_a_height_twice
 
 
 def lone_member_comes_back(tested=None):
-    """It forgets, reforms after a tip of long ago, and then meets the chain that it had left."""
+    """It forgets, reforms after an old tip, and then meets its former chain."""
     script = [
         (0.1, World.split, ((("p0",), ("p1",), ("p2",)),)),
         (10.0, World.join, ("p1",)),
@@ -291,7 +291,7 @@ def test_an_abstention_ends_once_the_peer_has_contributed_or_reformed(forgetful)
     assert not any(abstains(record) for record in records)
 
 
-# ---------------------------------------------------------------- timers, clocks, what is tried
+# ---------------------------------------------------------------- timers, clocks, tried values
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -347,7 +347,7 @@ def test_peers_adapt_their_timers_to_slow_links_each_to_its_own():
     seen: set[Timers] = set()
     for seed in range(4):
         random = Random(f"J:{seed}")
-        this = draw(SLOW_LINKS, random)  # on faster ones all have the smallest values
+        this = draw(SLOW_LINKS, random)  # on faster links all timers have their smallest values
         slowest = min(c.up_bytes_per_s for c in this.setup.characters.values())
         largest = sum(this.setup.rules.unit_bytes.values())
         assert largest / slowest > ANSWER_WITHIN_S / 2

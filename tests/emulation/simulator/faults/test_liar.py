@@ -22,7 +22,7 @@ CAUGHT_BY_SCHEDULE = {
     "any_attempt": "P:20",
     "pruned_by_count": "Q:2",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --classes P --mutant NAME`."""
 
 
@@ -44,7 +44,7 @@ def test_a_liar_that_serves_nobody_fetches_for_itself_and_goes_on() -> None:
 
 @pytest.mark.slow
 def test_a_peer_comes_back_along_certificates_after_the_whole_membership_changed_thrice() -> None:
-    """It was away for some 400 of these rounds; a reform would mean that it gave up."""
+    """It was away for some 400 of these rounds. A reform would mean that it gave up."""
     outcome = run_schedule("Q", 2)
     assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:2"
     assert outcome.rounds > 400
@@ -56,7 +56,7 @@ BY_DIRECTED_TEST = {
         test_m02_members_of_one.test_a_convener_that_takes_votes_and_announces_nothing_is_replaced
     ),
 }
-"""Hardly a schedule waits for these rules alone."""
+"""Almost no random schedule needs one of these rules alone."""
 
 
 @pytest.mark.parametrize("name", BY_DIRECTED_TEST)

@@ -1,4 +1,4 @@
-"""What a crash leaves of blobs that were offered: no more than a program has synced [P6, W5]."""
+"""After a crash only synced blobs of an offer are left [P6, W5]."""
 
 from dataclasses import replace
 from random import Random
@@ -13,13 +13,13 @@ SEEDS = range(6)
 
 
 def quiet(fault_class, seed):
-    """A swarm of a class to which nothing happens."""
+    """A swarm of a class without faults."""
     random = Random(f"{fault_class}:{seed}")
     return build(replace(draw(ALL_CLASSES[fault_class], random), script=()), random)
 
 
 def offered_before_a_crash(world):
-    """Blobs of the first offer, coded units' and others', and what a crash at once leaves there."""
+    """Blobs of the first offer, of coded and other units, and those left by a crash."""
     offers = []
     world.invariants.offered = lambda peer, offer: offers.append((peer, offer))
     world.run(lambda: offers)
@@ -42,7 +42,7 @@ def test_values_are_lost_that_no_manifest_has_had_synced(fault_class):
     for seed in SEEDS:
         _, others, left = offered_before_a_crash(quiet(fault_class, seed))
         lost, kept = lost + len(others - left), kept + len(others & left)
-    assert lost > kept > 0  # some are there again by luck
+    assert lost > kept > 0  # some survive by luck
 
 
 def test_deltas_are_durable_when_they_are_offered():

@@ -23,7 +23,7 @@ CAUGHT = {
     "lost_steps_counted": "U:6",
     "two_in_flight": "O:0",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --classes Ou --mutant NAME`."""
 BY_DIRECTED_TEST = {
     "other_line_counted": partial(
@@ -31,7 +31,7 @@ BY_DIRECTED_TEST = {
         is_mine=False,
     )
 }
-"""Of several thousand schedules hardly one has two reforms of one manifest that deal otherwise."""
+"""Few of several thousand schedules have two reforms of one manifest with different deals."""
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

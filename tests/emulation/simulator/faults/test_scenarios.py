@@ -1,4 +1,4 @@
-"""Two faults that once broke a draft of the protocol, by script."""
+"""Scripts of two faults that once broke a draft of the protocol."""
 
 from dataclasses import replace
 from random import Random
@@ -34,7 +34,7 @@ RULES = Rules(
 
 
 def scenario(script, *, heal_s, slow=(), peers=PEERS):
-    """Founders on good links; the slow ones need four times as long for local steps."""
+    """Founders on good links. The slow ones need four times as long for local steps."""
     characters = {peer: Character(local_steps_s=12.0 if peer in slow else 3.0) for peer in peers}
     return Scenario(
         setup=Setup(peers, RULES, CALM_TIMERS, characters),
@@ -76,14 +76,14 @@ def test_a_fast_minority_that_was_cut_off_does_not_roll_the_majority_back():
         for m in manifests
         if m.generation == FOUNDING_GENERATION and world.invariants.first_seen_s[m.digest] < 300
     ]
-    # The case is what it says: the minority went on, and further than the majority.
+    # Checks the set-up: the minority has continued, and is further than the majority.
     assert max(m.tokens for m in of_minority) > max(before_healing)
     assert best_tip(world).generation == FOUNDING_GENERATION
 
 
 def test_fork_choice_by_tokens_would_never_bring_them_together():
-    # The majority is not stalled, so it does not follow the richer reform [F2]; the minority sees
-    # nothing better than its own.
+    # The majority is not stalled, so it does not follow the richer reform [F2]. The minority sees
+    # no better chain than its own.
     with pytest.raises(Violation, match="I5"):
         run(FAST_MINORITY, MUTANTS["most_tokens_win"])
 
@@ -96,7 +96,7 @@ MAJORITY_RETURNS = scenario(
 
 
 class DeafAtBoot(Listener):
-    """Starts to speak as soon as it runs: no [B1]."""
+    """Sends as soon as it runs, without [B1]."""
 
     def have_spoken(self):
         return True
@@ -148,4 +148,4 @@ def roll_back(world, ranks):
 def test_peers_that_abstain_never_stop_a_swarm_for_ever(num_peers, ranks):
     script = [(30.0, roll_back, (ranks,))]
     world = run(scenario(script, heal_s=31.0, peers=PEERS[:num_peers]))
-    assert len(world.alive()) == num_peers  # and all are on one chain, or play had raised
+    assert len(world.alive()) == num_peers  # and all are on one chain, or `play` would have raised

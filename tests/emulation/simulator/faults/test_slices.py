@@ -22,7 +22,7 @@ CAUGHT = {
     "offer_forgotten": "o:1",
     "steps_taken_for_known": "u:4",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --classes abou --mutant NAME`."""
 
 

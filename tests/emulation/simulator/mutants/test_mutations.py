@@ -1,7 +1,7 @@
-"""Every rule of the protocol page that a model check once caught is caught here when it is removed.
+"""Catches the removal of each rule of the protocol page that a model check once caught.
 
-Most by one recorded schedule; a handful of rare ones by a directed test of the round machine that
-is run a second time on the machine without the rule.
+One recorded schedule catches most removals. For a few rare ones, a directed test of the round
+machine runs a second time on the machine without the rule.
 """
 
 from collections.abc import Callable
@@ -49,12 +49,12 @@ CAUGHT_BY_SCHEDULE = {
     "accept_only_own_merge": "B:39",
     "no_base_check_at_merge": "C:47",
     "tip_before_collected": "D:1",
-    # Rare: hundreds of schedules until caught, so they have a directed test as well.
+    # Rare mutants, caught after hundreds of schedules. They have a directed test as well.
     "promise_in_memory": "C:46",
     "promise_not_recorded": "C:71",
     "lowest_accepted": "C:233",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --mutant NAME`."""
 
 CAUGHT_BY_DIRECTED_TEST: dict[str, Callable[[], None]] = {

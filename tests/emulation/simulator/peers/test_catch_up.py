@@ -1,4 +1,4 @@
-"""The check that a decided manifest is not fetched anew [X1]."""
+"""The check that a decided manifest is not fetched a second time [X1]."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Step = Literal["next", "end"] | tuple[Literal["a", "b"], bool]
 A, AGAIN = ("a", True), ("a", False)
 STORIES: dict[str, tuple[Step, ...]] = {
     "a duplicate restarts it": (A, "next", AGAIN),
-    "it goes on after another event and is restarted": (A, "next", "next", AGAIN),
+    "it continues after another event and is restarted": (A, "next", "next", AGAIN),
     "one event gives it up and begins it": (A, "next", "end", AGAIN),
     "it is begun after it was given up": (A, "next", "end", "next", A),
     "giving it up twice is giving it up": (A, "next", "end", "next", "end", A),
     "another manifest": (A, "next", ("b", True), "next", A),
-    # A reform: the first Fetch was for the old tip's manifest, but the machine pursues another now.
+    # A reform: the first Fetch was for the old tip's manifest, but now the machine wants another.
     "two within one event": ("next", A, "end", A),
     "two within one event, then a duplicate": ("next", A, "end", A, "next", AGAIN),
 }

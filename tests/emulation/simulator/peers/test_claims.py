@@ -1,4 +1,4 @@
-"""What peers claim, of their work, invitations and networks, and each rule that holds them."""
+"""Claims of peers about work, invitations and networks, and the rules that limit them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAUGHT_BY_SCHEDULE = {
     "any_number_of_trainees": "V:2",
     "votes_are_kept": "A:0",
 }
-"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+"""Mutant -> fault class and seed. After a change of the simulator find new ones with
 `scripts/simulate --classes X --mutant NAME`."""
 
 

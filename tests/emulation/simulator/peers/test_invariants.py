@@ -1,4 +1,4 @@
-"""Thousands of swarms under random faults, none of which may break an invariant [I1-I11]."""
+"""Thousands of swarms under random faults: none may break an invariant [I1-I11]."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ from tests.emulation.simulator.schedules import as_found
 
 SEEDS_PER_CLASS = 600
 QUICK_SEEDS_PER_CLASS = 20
-"""Campaigns (scripts/simulate) try hundreds of thousands; these notice what breaks at once."""
+"""scripts/simulate tries hundreds of thousands. These find obvious faults at once."""
 SEEDS_PER_TEST = 20
 SEEDS = [
     pytest.param(first, marks=[pytest.mark.exhaustive] if first >= QUICK_SEEDS_PER_CLASS else [])
@@ -21,7 +21,7 @@ SEEDS = [
 
 @cache
 def outcome_of(fault_class: str, seed: int) -> Outcome:
-    """What several tests ask of the same schedule."""
+    """The outcome of a schedule, cached for several tests."""
     return run_schedule(fault_class, seed)
 
 
@@ -46,7 +46,7 @@ HOLES = {
     "B:9214814": "attempts were given up after 25 s on lines that lose a third of the messages",
     "B:9304715": "a convener that heard one of five held its attempt while it waited for votes",
     "K:389": "an owner's older moments were taken although another owner had newer ones to come",
-    "C:9801320": "a stranger kept what it had read through a reform that dealt it to others",
+    "C:9801320": "a stranger kept its read text through a reform that dealt the text to others",
     "H:7300040": "the same",
     "A:20057": "of a swarm that lost all its members a stranger was left, and could not go on",
     "F:99": "strangers had reformed, which nobody believed, and did not come back",
@@ -54,12 +54,12 @@ HOLES = {
     "K:51": "the same, with a larger reform than that of the member",
     "K:70000138": "a trainee had reformed, and its chain was better than that of a voter",
     "M:7901545": "a convener heard by one alone was back each time before others were done",
-    "K:52006049": "two conveners that refused each other began at the same moment for ever",
+    "K:52006049": "two conveners that refused each other began at the same moment forever",
     "L:52002120": "a lone voter's rounds were as short as others fetched its values",
     "L:52017008": "the same, and who came in time was left out for want of work",
     "L:52200310": "the same",
     "A:55119169": "the check's own: who left a generation needs not have kept its values",
-    "C:55127031": "a proof began with an older head of the own chain, and was asked for for ever",
+    "C:55127031": "a proof began with an older head of the own chain, and was requested forever",
     "o:3056": "the check's own: who left a generation need not serve deltas that it voted for",
     "K:52110051": "the check's own: nobody asked for the heads that a proof had passed over",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
@@ -97,12 +97,12 @@ def test_schedules_hold_what_they_are_meant_to_try(fault_class):
     outcomes = [outcome_of(fault_class, seed) for seed in range(12)]
     assert min(outcome.rounds for outcome in outcomes) >= 3
     assert sum(outcome.merges for outcome in outcomes) > 0
-    if fault_class == "C":  # half of the survivors cannot go on without a reform
+    if fault_class == "C":  # half of the survivors cannot continue without a reform
         assert sum(outcome.reforms > 0 for outcome in outcomes) >= 3
 
 
 def test_the_schedules_contain_crashes_joins_leaves_pauses_partitions_and_fetching_ahead():
-    """And newcomers with an invitation, without, and vouched for later; votes earned and lost."""
+    """Also newcomers with, without or with a later invitation, and earned and lost votes."""
     lines = []
     for fault_class in sorted(CLASSES):
         for seed in range(6):

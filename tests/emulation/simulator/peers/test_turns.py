@@ -1,4 +1,4 @@
-"""One thing after the other in a simulated peer."""
+"""A simulated peer does one thing after the other."""
 
 import pytest
 

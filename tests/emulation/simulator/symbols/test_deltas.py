@@ -21,8 +21,8 @@ CAUGHT = {
     "deltas_collected": (0, "E4"),
     "votes_without_deltas": (4, "E4"),
 }
-"""Mutant -> seed of class R and the invariant that breaks; after a change of the simulator look for
-new ones with `scripts/simulate --classes R --mutant NAME`."""
+"""Mutant -> seed of class R and the invariant that breaks. After a change of the simulator find new
+ones with `scripts/simulate --classes R --mutant NAME`."""
 
 
 @pytest.mark.parametrize("name", DELTA_MUTANTS)
@@ -35,21 +35,21 @@ def test_a_removed_rule_of_deltas_breaks_an_invariant(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [6, 14, 197])
 def test_deltas_survive_what_befalls_their_peers(seed: int) -> None:
-    """Among these: crashes, odd arithmetic, a jump over heights, a fork that was left."""
+    """The schedules include crashes, odd arithmetic, a jump over heights, and an abandoned fork."""
     assert run_schedule("R", seed).violation is None
 
 
 def test_deltas_survive_a_liar_beside_odd_arithmetic() -> None:
-    """A value that a peer makes otherwise comes whole here, and is proposed anew."""
+    """A value that a peer computes differently arrives whole here, and is proposed again."""
     assert as_found("Y", 13).violation is None
 
 
 def test_a_convener_that_is_silent_about_others_keeps_late_offers() -> None:
-    """The liar itself failed here: who offers late contributes nothing, but has declared."""
+    """The liar itself failed here: a late offer contributes nothing, but is declared."""
     assert as_found("Y", 57_000_149).violation is None
 
 
 @pytest.mark.parametrize("seed", [2, 9])
 def test_deltas_move_in_slices_of_a_cycle(seed: int) -> None:
-    """Offers are repeated here on a reform; and in some of these one part alone moves by deltas."""
+    """Offers are repeated on a reform, and in some schedules only one part moves by deltas."""
     assert run_schedule("r", seed).violation is None

@@ -1,4 +1,4 @@
-"""When a convener stops waiting for offers: who is silent, who is too late, who is worth it."""
+"""When a convener stops waiting for offers: silent peers, late peers, worthwhile peers."""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,7 @@ def test_a_silent_peer_whose_machine_refuses_messages_is_waited_for_half_as_long
 def test_a_late_peer_is_waited_for_while_its_work_is_worth_more(
     remaining_s: float, waits: bool
 ) -> None:
-    """Three peers that wait for 3.33 s lose as much as the fourth would, 10 s of work."""
+    """Three peers that wait for 3.33 s lose as much as the fourth's 10 s of work."""
     why = why_close(absent(remaining_s=remaining_s), TIMERS)
     assert (why is None) == waits
     if why:
@@ -80,7 +80,7 @@ MANY = replace(ROSTER, num_offers=42, num_members=64, fastest_s=300.0)
 
 @pytest.mark.parametrize(("num_late", "waits"), [(22, True), (5, True), (4, False)])
 def test_voters_that_are_late_are_worth_waiting_for_together(num_late: int, waits: bool) -> None:
-    """42 that wait for 30 s lose 1,260 s, as much as 4.2 lose that have worked for 300 s."""
+    """42 that wait for 30 s lose 1,260 s, as much as the work of 4.2 peers in 300 s."""
     roster = replace(MANY, absent=(LATE,) * num_late)
     assert (why_close(roster, TIMERS) is None) == keeps_word(roster, TIMERS) == waits
 
@@ -97,14 +97,14 @@ def test_voters_that_are_late_are_worth_waiting_for_together(num_late: int, wait
     ids=str,
 )
 def test_who_is_not_only_late_is_worth_nothing_to_the_others(changes: dict[str, Any]) -> None:
-    """Many keys that say that they are late must not hold up few voters."""
+    """Many keys that claim to be late must not delay few voters."""
     others = (replace(LATE, **changes),) * 30
     roster = replace(MANY, waited_s=1000.0, absent=(*(LATE,) * 4, *others))
     assert why_close(roster, TIMERS) and not keeps_word(roster, TIMERS)
 
 
 def test_only_those_are_counted_that_come_as_soon() -> None:
-    """For the first five it pays, though for those that need ten times as long it does not."""
+    """Waiting pays for the first five, but not for those that need ten times as long."""
     slow = replace(LATE, remaining_s=600.0, word=Word(900.0, -600.0))
     assert why_close(replace(MANY, absent=(*(slow,) * 10, *(LATE,) * 5)), TIMERS) is None
     assert why_close(replace(MANY, absent=(*(slow,) * 10, *(LATE,) * 4)), TIMERS)
@@ -114,7 +114,7 @@ def test_only_those_are_counted_that_come_as_soon() -> None:
 def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
     remaining_s: float, waits: bool
 ) -> None:
-    """20 s beside their steps, then 3.33 s of three peers [V8]."""
+    """20 s during their steps, then 3.33 s of three peers [V8]."""
     why = why_close(replace(absent(remaining_s=remaining_s), spare_s=20.0), TIMERS)
     assert (why is None) == waits
     if why:
@@ -129,7 +129,7 @@ def test_who_is_silent_or_breaks_its_word_is_not_waited_for_beside_steps_either(
 
 
 def test_to_fetch_the_tip_is_work_that_would_be_lost() -> None:
-    """Else a peer whose line is as slow as a round is left out each time it has come."""
+    """Otherwise a peer whose fetch takes as long as a round would always be excluded."""
     alone = replace(absent(remaining_s=18.0, worked_s=1.0), num_offers=1)
     assert why_close(alone, TIMERS) is not None
     came = replace(alone.absent[0], fetched_s=18.0)
@@ -144,7 +144,7 @@ BEHIND = replace(BUSY, silent_s=19.0, worked_s=0.0, is_behind=True)
 def test_those_that_fetch_are_waited_for_as_long_as_their_next_rounds_are_worth(
     num_offers: int, limit_s: float
 ) -> None:
-    """The fastest worked for 9 s; at most twice of that, half of 8 rounds of one peer."""
+    """The fastest worked for 9 s. The limit is twice that, half of 8 rounds of one peer."""
     roster = replace(ROSTER, num_offers=num_offers, num_members=num_offers + 1, absent=(BEHIND,))
     assert why_close(replace(roster, waited_s=limit_s - 0.1), TIMERS) is None
     why = why_close(replace(roster, waited_s=limit_s), TIMERS)
@@ -164,7 +164,7 @@ def test_a_peer_that_is_nearly_done_is_waited_for_whatever_it_is_worth() -> None
 
 
 def test_what_a_late_peer_has_worked_itself_is_what_counts() -> None:
-    """A convener that has just started again does not take the round for young."""
+    """A restarted convener does not count the round as young."""
     assert why_close(replace(absent(remaining_s=100.0, worked_s=3500.0), age_s=5.0), TIMERS) is None
     assert why_close(absent(remaining_s=100.0, worked_s=5.0), TIMERS) is not None
 
@@ -204,7 +204,7 @@ HOUR = replace(ROSTER, age_s=3700.0, waited_s=100.0, fastest_s=3600.0)
 def test_who_says_that_it_is_done_may_be_late_by_a_part_of_its_word(
     contributed: bool, total_s: float, limit_s: float
 ) -> None:
-    """To write its offer down; less if the round before waited for it in vain."""
+    """Time to write its offer to disk. It is less if the previous round waited without success."""
     for over_s, waits in ((limit_s - 0.1, True), (limit_s, False)):
         done = replace(
             BUSY,
@@ -232,7 +232,7 @@ def test_who_is_still_at_work_may_take_half_as_long_again_if_that_pays() -> None
 
 
 def test_what_a_peer_is_overdue_counts_among_what_waiting_for_it_costs() -> None:
-    """Its steps would end in 200 s for ever: what was lost by waiting is not forgotten."""
+    """Its steps would always end in 200 s, so past waiting must count."""
     late = replace(BUSY, remaining_s=200.0, worked_s=4600.0, word=Word(3600.0, 1000.0))
     roster = replace(HOUR, waited_s=1000.0, absent=(late,))
     assert why_close(replace(roster, num_offers=3), TIMERS) is None
@@ -332,7 +332,7 @@ def test_a_trainee_that_vanished_holds_a_round_up_no_longer_than_a_silent_voter(
 
 
 def test_offers_of_trainees_make_waiting_for_a_voter_no_dearer() -> None:
-    """Else keys that offer at once would have a slow voter left out."""
+    """Otherwise keys that offer at once would make rounds exclude a slow voter."""
     slow = replace(absent(remaining_s=3.2), num_of_trainees=50, num_members=54)
     assert why_close(slow, TIMERS) is None
     assert why_close(replace(slow, num_offers=53, num_of_trainees=0), TIMERS) is not None
@@ -347,7 +347,7 @@ def test_voters_that_wait_for_nobody_else_go_on_without_a_quorum_of_offers_or_tr
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_slow_member_counts_where_the_others_train_on_meanwhile(overlaps: bool) -> None:
-    """They say with their offers how long they have work; without overlap they would sit idle."""
+    """Their offers declare their remaining work. Without overlap they would be idle."""
     pump = start_swarm("ABCD", replace(make_rules(), overlaps=overlaps))
     train_times(pump, {"A": 10.0, "B": 10.0, "C": 10.0, "D": 18.0})
     pump.offer_of = lambda peer, tip: replace(  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Experts and manifests of a large swarm are passed on by its fast lines [D4]."""
+"""In a large swarm, peers with fast lines relay experts and manifests [D4]."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_fastest_lines_pass_a_manifest_on() -> None:
 
 
 def ahead(uplinks: dict[str, int]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Peer -> digest of an expert -> whom it asks before the proposal."""
+    """Peer -> digest of an expert -> the peers that it asks before the proposal."""
     rules = make_rules(experts=len(PEERS), parts=24)
     tip = found(rules, list(PEERS))
     offers = {peer: make_offer(rules, peer, tip) for peer in PEERS}
@@ -100,7 +100,7 @@ def ahead(uplinks: dict[str, int]) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def test_a_writer_sends_its_expert_to_its_relays_alone() -> None:
-    """Of 39 others a few ask it; all others ask these."""
+    """A few of 39 others ask the writer. All others ask these few."""
     asked = ahead(UPLINKS)
     for writer in PEERS:
         rules_digests = {
@@ -147,7 +147,7 @@ def test_a_large_proposal_names_its_relays(pump: Pump) -> None:
 
 
 def test_a_proposal_is_fetched_from_relays_before_the_writer(pump: Pump) -> None:
-    """Of what did not come ahead: peers that reduce nothing get no roster."""
+    """This holds for blobs that were not fetched ahead: peers that reduce nothing get no roster."""
     wants = [
         (peer, want)
         for peer, node in pump.nodes.items()

@@ -1,4 +1,4 @@
-"""Rounds that exchange their slices of the units: what is offered, refused and waited for [U3]."""
+"""Rounds with slices of the units: offers, refusals and waits [U3]."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_expert_is_stale_after_k_periods() -> None:
 
 
 def test_a_silent_peer_keeps_its_experts_for_a_cycle_and_its_seat_for_three() -> None:
-    """Rounds that are slices of one are as short: K counts what they are cut from [R1, R4]."""
+    """Slices are shorter than whole rounds, so K counts whole rounds [R1, R4]."""
     pump = start_swarm("ABC", RULES)
     pump.run_rounds(1)
     pump.kill("C")

@@ -1,4 +1,4 @@
-"""Whose line is too thin for a round: what it would send, and what leaving it out is worth."""
+"""Which peer's uplink is too slow for a round: its bytes, and the gain of leaving it out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from tests.protocol.round_pump import found, make_offer, make_rules
 
 @dataclass(frozen=True)
 class Worker(Sender):
-    """A sender with what is lost if it is left out."""
+    """A sender, and the loss if it is excluded."""
 
     invested_s: float = 60.0
 
@@ -116,7 +116,7 @@ def test_keys_that_cast_no_vote_cannot_have_a_slow_voter_left_out() -> None:
         for number in range(50)
     ]
     assert not left_out(*FAST, thin(24.9), *keys)
-    assert not left_out(thin(1e6), *keys), "somebody has to be left who votes"
+    assert not left_out(thin(1e6), *keys), "a voter must be left"
 
 
 def test_who_was_not_measured_is_never_left_out_and_counts_as_a_usual_line() -> None:
@@ -136,7 +136,7 @@ def test_the_more_peers_wait_the_less_a_thin_line_is_worth() -> None:
 def plain_too_thin(
     senders: Sequence[Worker], free_s: float, limit_s: float
 ) -> list[tuple[str, float]]:
-    """The rule of `too_thin`, with a look at everybody; who is left out, and what for."""
+    """The rule of `too_thin` with a check of every peer: the excluded peers and reasons."""
     slowest_first = sorted(senders, key=lambda s: (not s.uplink_mbit, -s.needs_s, s.peer))
     at_least_s = max((s.needs_s for s in senders if not s.uplink_mbit), default=0.0)
     num_waiting, lost_s = sum(s.waits for s in senders), 0.0
@@ -161,7 +161,7 @@ seconds = st.one_of(
 )
 workers = st.builds(
     Worker,
-    peer=st.sampled_from("ABCDEFGHIJ"),  # one of whom only experts came is late, and there twice
+    peer=st.sampled_from("ABCDEFGHIJ"),  # a peer with only experts is late, and appears twice
     needs_s=seconds,
     waits=st.booleans(),
     uplink_mbit=st.sampled_from([0, 1, 20, 20, 100]),
