@@ -62,7 +62,7 @@ class State:
     Attributes:
         run: the run's configuration.
         manifest: the newest agreed state: round, step, members, digests.
-        weights: every tensor of it by Hugging Face name, in its agreed type.
+        weights: every tensor of that state by Hugging Face name, in its agreed type.
     """
 
     run: RunConfig
@@ -88,8 +88,8 @@ def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> 
     """What concerns one machine: device, memory, network, folder with text.
 
     Args:
-        file: its path, or the name of one that comes with swarm, such as `laptop`; None has only
-            the defaults.
+        file: its path, or the name of one that comes with swarm, such as `laptop`; None: only the
+            defaults.
         overrides: as after `--set`, such as `corpus.folder=/home/me/books`.
 
     Raises:
@@ -128,7 +128,7 @@ def load_export(folder: Path | str, run: RunConfig) -> Mapping[str, Tensor]:
 
     Args:
         folder: with config.json and model.safetensors, or shards and their index.
-        run: whose model it must be.
+        run: the run whose model it must be.
 
     Returns:
         Every tensor of the run's model by Hugging Face name, for `build_model` and, in a run with

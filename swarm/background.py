@@ -1,13 +1,13 @@
 """Supervised background threads and tasks.
 
-An exception that nobody expected must not end such work silently. Work that lives as long as the
-process is a body: a function that returns once it is asked to stop. A body that raises is logged
-with its traceback, rests (`backoff_s`), and is called again. Work that must not be called again,
-because it may have changed half of something, is a task whose failure `on_failure` hears, which
-ends the peer with the cause.
+An unexpected exception must not end such work silently. Work that lives as long as the process is
+a body: a function that returns once it is asked to stop. A body that raises is logged with its
+traceback, rests (`backoff_s`), and is called again. Work that may have changed half of something
+must not be called again: it is a task. Its failure goes to `on_failure`, which ends the peer with
+the cause.
 
-Time, waiting and the start of threads are those of a `System`; tasks use their loop's. A test, or
-a simulation in virtual time, gives others.
+Time, waits and the start of threads come from a `System`; tasks use their loop's. A test, or a
+simulation in virtual time, passes its own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""A body that has worked for so long since its last failure begins with the first pause again."""
+"""A body that worked this long since its last failure begins with the first pause again."""
 
 END_S = 5.0
-"""How long the threads of a pool are waited for at its end: they may wait for a disk for ever."""
+"""How long the end of a pool waits for its threads: they may wait for a disk for ever."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -86,10 +86,10 @@ SYSTEM = System()
 
 
 class SupervisedThread:
-    """A daemon thread that calls a body until that returns; see the module.
+    """A daemon thread that calls a body until the body returns; see the module.
 
     Attributes:
-        stopping: set once the thread is asked to end, for the body to look at.
+        stopping: set once the thread is asked to end; the body looks at it.
     """
 
     def __init__(self, name: str, body: Body, system: System = SYSTEM) -> None:
@@ -97,8 +97,8 @@ class SupervisedThread:
 
         Args:
             name: of the thread, in the log too.
-            body: returns once `stopping` is set. A stop that comes while it rests after a failure
-                lets it run once more, to finish.
+            body: returns once `stopping` is set. If a stop comes while the thread rests after a
+                failure, the body runs once more, to finish.
             system: of this process.
         """
         self.name, self.stopping = name, threading.Event()
@@ -120,9 +120,9 @@ class SupervisedThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout_s: float | None) -> bool:
-        """Asks the thread to end; returns whether it has within so many seconds, None: any.
+        """Asks the thread to end; returns whether it did within `timeout_s` (None: no limit).
 
-        One that has not is logged and left alone: it ends with the process.
+        A thread that did not is logged and left alone: it ends with the process.
         """
         self.stopping.set()
         if self._thread is None:
@@ -138,7 +138,7 @@ class SupervisedThread:
 
 
 class _Work:
-    """The queue of a pool and the state of its threads; these keep no pool alive."""
+    """The queue and the threads of a pool. It does not refer to the pool, so threads keep none."""
 
     def __init__(self, name: str, begin: Callable[[], object] | None) -> None:
         self.name, self.begin = name, begin
@@ -150,7 +150,7 @@ class _Work:
         """What each thread does now."""
 
     def end(self, *, cancels: bool = False) -> None:
-        """Takes nothing any more; threads end with what is queued, or without it."""
+        """Takes no more work. Threads end after what is queued, or without it (`cancels`)."""
         with self.changed:
             self.is_ended = True
             dropped = list(self.queue) if cancels else []
@@ -206,8 +206,8 @@ class Helpers(ThreadPoolExecutor):
     """A pool of daemon threads whose end is bounded.
 
     A thread that waits for a disk may wait for ever. `ThreadPoolExecutor` would join it when the
-    pool is shut down, and once more when the process ends; this pool logs what hangs and leaves it
-    alone. When the process ends, queued work is done as far as it takes `END_S`.
+    pool is shut down, and once more when the process ends. This pool logs what hangs and leaves it
+    alone. When the process ends, queued work is done for at most `END_S`.
     """
 
     def __init__(
@@ -267,9 +267,9 @@ class Helpers(ThreadPoolExecutor):
                 raise
 
     def end(self, timeout_s: float = END_S, *, cancels: bool = True) -> bool:
-        """Waits so long for what runs, and returns whether that has ended; logs what has not.
+        """Waits so long for running work; returns whether it has ended, and logs what has not.
 
-        Queued work is dropped, or with `cancels` off done as well.
+        With `cancels` queued work is dropped, otherwise it is done too.
         """
         self._shared.end(cancels=cancels)
         return _all_ended([self._shared], timeout_s)
@@ -331,7 +331,7 @@ class Tasks:
         return len(self._running)
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        """Ends this task with the others; those that wait for it hear of its failure."""
+        """Ends this task with the others. Its failure reaches those that wait for it."""
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -358,7 +358,7 @@ class Tasks:
         elif task.cancelling():
             return
         else:
-            error = asyncio.CancelledError("what it waited for was cancelled")
+            error = asyncio.CancelledError("its awaited work was cancelled")
         if error is None:
             return
         with suppress(MemoryError):
@@ -381,7 +381,7 @@ def supervised(
         who: is named in the log when the body fails.
         body: returns once `stopping` is set.
         stopping: ends a rest; the body is then called once more, to finish.
-        ends: exceptions that are raised, because they are expected and say why the work is over.
+        ends: expected exceptions, which say why the work is over: they are raised.
         system: of this process.
     """
     failures = 0
@@ -402,7 +402,7 @@ def supervised(
 
 
 async def supervised_async(who: str, body: AsyncBody) -> None:
-    """Awaits a body in this task until it returns; only being cancelled ends it before.
+    """Awaits a body in this task until it returns. Before that only a cancellation ends it.
 
     Args:
         who: is named in the log when the body fails.
@@ -444,5 +444,5 @@ def _pause_s(failures: int) -> float:
 
 
 def _log_rest(who: str, error: BaseException, pause_s: float) -> None:
-    with suppress(MemoryError):  # there may be none for the line either
+    with suppress(MemoryError):  # none may be left for the line either
         logger.error("%s failed; it begins again in %g s", who, pause_s, exc_info=error)

@@ -10,12 +10,13 @@ from typing import Any
 def canonical(
     value: object, *, plain: Callable[[Any], object] | None = None, ascii_only: bool = True
 ) -> bytes:
-    """Canonical JSON: sorted keys, no blanks, finite numbers; raises ValueError for others.
+    """Canonical JSON: sorted keys, no blanks, finite numbers; ValueError for other values.
 
     Args:
-        value: of types that JSON has, or `plain` turns into such.
-        plain: turns other values into such.
-        ascii_only: escapes all other characters; else they are UTF-8, or a question mark.
+        value: of JSON's types, or of types that `plain` turns into such.
+        plain: turns a value of another type into one of JSON's.
+        ascii_only: escapes all other characters. Without it they are UTF-8, and a question mark
+            stands for what UTF-8 cannot have.
     """
     return json.dumps(
         value,

@@ -9,7 +9,7 @@ bf16  2 bytes an element; nearest value, ties to even, so a value in bf16's norm
 
 The *agreed value* of a tensor is what a blob decodes to, in the codec's own dtype. All work is
 done in chunks of a few MiB, so memory beyond arguments and results stays bounded. A `Content` is a
-blob that never is in memory as a whole; a `Read` is one that lies elsewhere.
+blob that is never in memory as a whole. A `Read` is a blob that lies elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES: Mapping[Codec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bflo
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once."""
 MAX_MAGNITUDE = 2.0**64
-"""Larger values are refused: no weight is, and sums of smaller ones cannot overflow fp32."""
+"""Larger values are refused: no weight is as large, and sums of smaller ones fit fp32."""
 
 Read = Callable[[int, int], Buffer]
 """Bytes of a blob: (offset, length)."""
@@ -70,9 +70,9 @@ class Content:
 def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
     """The blob of a unit.
 
-    Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
+    At its peak it holds what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
-    A run of elements is read flat, of any floating dtype or device.
+    `read` gives a run of elements flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:
@@ -87,9 +87,9 @@ def _encode(values: Tensor, codec: Codec) -> memoryview:
 
 
 def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
-    """What gives runs of elements, of something that gives whole tensors by name.
+    """A reader of runs of elements, made of a reader of whole tensors by name.
 
-    Holds the tensor that was read last.
+    It holds the tensor that was read last.
     """
     held: dict[str, Tensor] = {}
 
@@ -112,7 +112,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
     """Agreed values of a run of elements that lies within one slice of a unit.
 
     Returns:
-        Flat, in the codec's dtype, not to be written to; what `read` gave, without a copy.
+        Flat, in the codec's dtype: what `read` gave, without a copy, so not to be written to.
     """
     size = DTYPES[layout.codec].itemsize
     for offset, piece in _places(layout):
@@ -123,7 +123,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
 
 
 def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]:
-    """All elements of a unit in chunks: which they are, and their agreed values as `read_part`."""
+    """A unit in chunks: the elements of each, and their agreed values as `read_part` gives them."""
     for part in _chunks_of(layout):
         yield part, read_part(layout, part, read)
 
@@ -131,7 +131,7 @@ def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]
 def read_tensors(
     layout: UnitLayout, shapes: Mapping[str, Shape], read: Read
 ) -> Iterator[tuple[str, Tensor]]:
-    """One agreed tensor after the other of a unit of whole tensors (an expert), as `read_part`."""
+    """The agreed tensors of a unit of whole tensors (an expert), one by one, as `read_part`."""
     for piece in layout.slices:
         yield piece.name, read_part(layout, piece, read).view(shapes[piece.name])
 
@@ -139,8 +139,8 @@ def read_tensors(
 def allocate(layouts: Iterable[UnitLayout], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """Uninitialised tensors, in their agreed dtype, for all that these units hold.
 
-    With `fill` for one blob after the other, a whole model is rebuilt with a single copy of its
-    weights in memory: a blob can be dropped as soon as it is filled in.
+    `fill` then takes one blob after the other, and a blob can be dropped as soon as it is filled
+    in. So a whole model is rebuilt with a single copy of its weights in memory.
     """
     codecs = {piece.name: layout.codec for layout in layouts for piece in layout.slices}
     return {name: torch.empty(shapes[name], dtype=DTYPES[codecs[name]]) for name in codecs}
@@ -201,7 +201,7 @@ def check_update(
         layout: of the unit.
         content: its bytes, which passed `check_finite`.
         base: of the value that it was trained from.
-        absolute: how far an element may be from the base's, plus
+        absolute: an element may be so far from the base's, plus
         relative: so much of the base's magnitude.
 
     Raises:
@@ -221,7 +221,7 @@ def guarded(
 def _beyond(
     layout: UnitLayout, content: Content, base: Read, absolute: float, relative: float
 ) -> Iterator[Buffer]:
-    """The pieces of a content, each once it is found to be within its bounds."""
+    """The pieces of a content, each after it was found to be within its bounds."""
     if content.num_bytes != layout.num_bytes:
         raise _wrong_size(layout, content.num_bytes)
     done = 0
@@ -285,14 +285,15 @@ def mean_of(
 ) -> Content:
     """The mean of several blobs of one unit, as a blob of the same codec.
 
-    `mean_chunk`, then encoded: the same bits on every peer that is given the same order. The mean
-    of one blob is that blob.
+    It is `mean_chunk`, then encoded: the same bits on every peer that is given the same order. The
+    mean of one blob is that blob.
 
-    Error: fp32, the rounding of n - 1 additions and a division, with weights of n products
-    instead; bf16, one rounding more (0.4 %). Cost: n passes. Holds a chunk of each blob, its fp32
-    sum and a chunk of the result at its peak, with weights one product more.
+    Error: for fp32 the rounding of n - 1 additions and a division, or with weights of n products
+    in place of the division. For bf16 one rounding more (0.4 %). Cost: n passes. At its peak it
+    holds a chunk of each blob, their fp32 sum and a chunk of the result, with weights one product
+    more.
 
-    `reads` gives blobs of `num_bytes` each; `weights` are positive, None: all count the same.
+    `reads` gives blobs of `num_bytes` each. `weights` are positive; None: all count the same.
     """
     chunk_bytes = CHUNK_ELEMENTS * DTYPES[codec].itemsize
 
@@ -310,11 +311,13 @@ def mean_of(
 def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -> Tensor:
     """The mean of values that belong together, element by element: fp32 [n].
 
-    Without weights: fp32 sum in the given order, divided by their number. With weights w: fp32 sum
-    in the given order of (w_i / sum w, rounded to fp32) x_i, each product rounded by itself, so
-    that no processor fuses it with the addition. With inputs that passed `check_finite` nothing
-    overflows, and the mean passes it again: shares that were rounded up may exceed 1 in sum, so
-    what they lift above the limit is the limit.
+    Without weights: the fp32 sum in the given order, divided by their number. With weights w: the
+    fp32 sum in the given order of (w_i / sum w, rounded to fp32) x_i. Each product is rounded by
+    itself, so that no processor fuses it with the addition.
+
+    With inputs that passed `check_finite` nothing overflows, and the mean passes it again. Shares
+    that were rounded up may exceed 1 in sum: a value that they lift above the limit becomes the
+    limit.
 
     The chunks are fp32 or bf16 [n] each and not written to; the weights are positive.
     """
@@ -359,7 +362,7 @@ def _viewed(blob: Buffer, dtype: torch.dtype) -> Tensor:
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a tensor, read-only.
 
-    Tensors are the cheapest fresh memory: a bytearray is zeroed first (measured: six times the
+    Tensors are the cheapest fresh memory. A bytearray is zeroed first (measured: six times the
     cost of the copy).
     """
     return values.view(torch.uint8).numpy().data.toreadonly()

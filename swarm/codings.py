@@ -2,9 +2,9 @@
 
 A *delta* says how far a unit's agreed value moves: v' = v + dec(delta). Its elements are taken in
 the order of the unit's layout, in blocks of `BLOCK`; the last block is filled up with zeros.
-`GROUP` blocks, or those that are left, begin with one bf16 scale for each of them, little-endian,
-and their codes follow, as `swarm.deltas.blocks` says. With "bf16" each element is a bf16 number,
-without blocks; with "none" there is no delta, and the value itself is sent. There is no header, so
+`GROUP` blocks, or those that are left, begin with one bf16 scale for each block, little-endian.
+Their codes follow, as `swarm.deltas.blocks` says. With "bf16" each element is a bf16 number,
+without blocks. With "none" there is no delta, and the value itself is sent. There is no header, so
 the size follows from the layout.
 """
 
@@ -25,7 +25,7 @@ CODE_BYTES: Mapping[Coding, int] = {"b2": BLOCK // 4, "b1": BLOCK // 8}
 
 
 def coded_bytes(layout: UnitLayout) -> int:
-    """Bytes that a unit's new value takes on the wire: of its delta, with "none" of the value."""
+    """Bytes of a unit's new value on the wire: of its delta, or with "none" of the value."""
     if layout.coding == "none":
         return layout.num_bytes
     return elements_bytes(layout.num_elements, layout.coding)

@@ -1,7 +1,7 @@
 """Files that are replaced as a whole or get whole lines, and that a power cut does not take back.
 
-POSIX promises neither by itself: a file written in place may be seen half written, and a name is on
-disk only once the folder that holds it was synced, the folder's own name once its parent was.
+POSIX promises neither by itself. A file written in place may be seen half written. A name is on
+disk only once its folder was synced, and the folder's own name only once its parent was.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def write_file(
     """Replaces a file; when this returns, its content survives a kill and a power cut.
 
     Args:
-        path: the file; killed at any moment, the old or the new content is there as a whole.
+        path: the file. After a kill at any moment it has the whole old or the whole new content.
         content: all of it.
         mode: permissions, less the process's mask.
-        previous: a name under which the content before is kept.
+        previous: a name under which the old content is kept.
 
     Raises:
         OSError: the disk refused; the old content is there.
     """
     new = beside(path)
-    new.unlink(missing_ok=True)  # one that was left behind may have other permissions
+    new.unlink(missing_ok=True)  # one left over from a kill may have other permissions
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
@@ -40,15 +40,15 @@ def write_file(
 
 
 def put_in_place(path: Path, *, previous: Path | None = None) -> None:
-    """Gives what lies `beside` a file, and was synced, the file's name.
+    """Gives a file's name to the synced content that lies `beside` it.
 
-    The content before is kept under the name `previous`, if one is given.
+    The old content is kept under the name `previous`, if one is given.
 
     Raises:
         OSError: the disk refused; the old content is there.
     """
     if previous is not None and path.exists():
-        # Links, not renames: at no moment is there no file at `path`, or none at `previous`.
+        # Links, not renames: `path` and `previous` have a file at every moment.
         linked = previous.with_name(f"{previous.name}.link")
         linked.unlink(missing_ok=True)
         os.link(path, linked)
@@ -58,12 +58,12 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
 
 
 def older(path: Path) -> Path:
-    """Where the lines lie that a file had before it became too large."""
+    """Where the earlier lines of a file are, once it became too large."""
     return path.with_name(f"{path.name}.old")
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file that `append_lines` bounds, the oldest first; none where it is missing.
+    """The lines of a file that `append_lines` bounds, oldest first; none if it is missing.
 
     Raises:
         OSError: the disk refused.
@@ -78,14 +78,14 @@ def read_lines(path: Path) -> list[bytes]:
 def append_lines(
     path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
 ) -> bool:
-    """Adds whole lines to a file, which is made when missing; a line that a crash tore is ended.
+    """Adds whole lines to a file, which is made if missing; a line that a crash tore is ended.
 
     Args:
         path: the file.
         lines: each with its end.
         sync: makes them durable.
-        most_bytes: a file that has reached this size becomes the `older` one, in place of that
-            before, so there are about twice as many bytes at most. None: it grows.
+        most_bytes: a file that has reached this size becomes the `older` one and replaces the one
+            before, so both have about twice as many bytes at most. None: no bound.
 
     Returns:
         Whether the next line begins a new file.
@@ -107,7 +107,7 @@ def append_lines(
 
 
 def _ends_a_line(descriptor: int, size: int) -> bool:
-    """Whether a new line may begin here; False where that cannot be read: one too many is none."""
+    """Whether a new line may begin here. False if unreadable: an empty line does no harm."""
     try:
         return not size or os.pread(descriptor, 1, size - 1) == b"\n"
     except OSError:
@@ -124,9 +124,9 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """What removing a folder gives back, as the disk counts it: files have holes, or two names.
+    """Bytes that removing a folder frees, as the disk counts: files have holes, or two names.
 
-    What vanishes meanwhile does not count.
+    Files that vanish meanwhile do not count.
     """
     sizes = {}
     for root, folders, files in os.walk(folder):
@@ -138,7 +138,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def sync_file(path: Path) -> None:
-    """Makes the content of a file durable that others have written; raises OSError."""
+    """Makes a file durable that others have written; raises OSError."""
     _sync(path, os.O_RDONLY)
 
 

@@ -11,16 +11,16 @@ SwarmError (1)
 │   └── TokenizerError         a tokenizer's file is damaged, unfit or cannot be run
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
-│   ├── StateLocked            another process uses it
+│   ├── StateLocked            another process uses that directory
 │   ├── CorruptState           a file in it is torn or was changed
 │   └── MissingBlobs           blobs that were to be made durable are not in the store
-├── RunMismatch (7)            the swarm runs something else than was asked for
+├── RunMismatch (7)            the swarm's run is not the one that was asked for
 ├── HostileInput (8)           bytes from another peer were refused; counted, never fatal by itself
 │   ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
 │   ├── BadRecord              wrong signature, too large, not of its schema
 │   ├── BadMessage             a control message that is not of its schema
 │   ├── BadManifest            no certificate, or not a successor of its parent
-│   └── TooCostly              more than its sender may cost now
+│   └── TooCostly              a request for more than its sender may cost now
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
 ├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 ├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
@@ -39,13 +39,13 @@ MAX_MESSAGE = 2000
 """Characters of a message; a hint is bounded likewise."""
 _LONG_WORD = re.compile(r"\S{401,}")
 _KEPT = 120
-"""Characters of a long word that are shown of its beginning, and of its end."""
+"""Characters of a long word that are shown at its beginning, and at its end."""
 
 
 def shortened(text: str) -> str:
-    """A message that quotes what somebody gave, in a length that a person reads.
+    """A message that quotes what somebody gave, cut to a length that a person reads.
 
-    Of a word of more than 400 characters, and of a text of more than 2,000, the middle is left out.
+    The middle is left out of a word of more than 400 characters, and of a text of more than 2,000.
     """
     text = _LONG_WORD.sub(lambda word: _without_middle(word[0], _KEPT, _KEPT), text)
     if len(text) <= MAX_MESSAGE:
@@ -90,7 +90,7 @@ class NobodyReachable(SwarmError):
 
 
 class Unreachable(NobodyReachable):
-    """One peer did not answer, or answered with an error; another, or a later try, may help."""
+    """One peer did not answer, or answered with an error; another one, or a later try, may help."""
 
 
 class Refused(Unreachable):
@@ -108,7 +108,7 @@ class DataError(SwarmError):
 
 
 class TextMismatch(DataError):
-    """This machine's text is not the run's; says both, and what to do."""
+    """This machine's text is not the run's; the message names both, and what to do."""
 
 
 class TokenizerError(DataError):
@@ -203,13 +203,13 @@ class OutOfMemory(SwarmError):
 
 
 class DoesNotFit(SwarmError):
-    """A planned run needs more than the machine has; says of what, the numbers, and what helps."""
+    """A planned run needs more than the machine has; the message says of what, and what helps."""
 
     exit_code = 12
 
 
 class LinkTooSlow(SwarmError):
-    """With this machine's link a peer would be one round late for ever; says the numbers."""
+    """With this machine's link a peer would be one round late for ever; the message says why."""
 
     exit_code = 10
 

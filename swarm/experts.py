@@ -25,7 +25,7 @@ PROJECTIONS = ("down", "gate", "up")
 
 Shape = tuple[int, ...]
 ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of one element; the shared tensors' codecs come in the order of these."""
+"""Bytes of one element. The shared tensors' codecs come in this order."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Stored:
     Attributes:
         name: of the tensor in the files.
         shape: of the tensor in the files.
-        part: the index of the model's tensor in it; empty: it is all of it.
+        part: the index of the model's tensor in that tensor; empty: the whole.
     """
 
     name: str
@@ -74,10 +74,10 @@ class ExpertLayout:
     """How the files of a checkpoint name and group routers and experts.
 
     Attributes:
-        block: the name of what has both in a layer.
+        block: the name of the part of a layer that has both.
         matrices: projection -> its name in the block. A name without {expert} is a tensor
             [E, rows, columns] of all experts. Projections that share such a name have their rows
-            in it in this order.
+            in that tensor, in this order.
     """
 
     block: str

@@ -1,8 +1,7 @@
-"""How far long work is, said to people: a line every 15 s, and every change to who draws it.
+"""Progress of long work: a log line every 15 s for people, and every change for a progress bar.
 
-Each change is a record of the logger `swarm.progress` that carries a `Progress`; of those at the
-level INFO one comes in 15 s, the others are at DEBUG. `peers/command_line/command.py` draws them
-as a bar.
+Each change is a record of the logger `swarm.progress` that carries a `Progress`. One in 15 s is at
+the level INFO, the others are at DEBUG. `peers/command_line/command.py` draws them as a bar.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Progress:
         what: the work, such as "round 3/8".
         unit: what is counted, in the singular, such as "step".
         done: how many are done.
-        total: how many there are to be.
+        total: how many there will be.
         left_s: seconds until the end, as expected; None: not known.
         details: further figures.
     """
@@ -59,7 +58,7 @@ class Reporter:
     ) -> Progress | None:
         """So many are done; returns what was said, if a line was due.
 
-        `left_s` are seconds until the end; by default as the work so far took.
+        `left_s` are seconds until the end; by default they follow from the pace so far.
         """
         now_s = self._clock()
         if left_s is None and 0 < done <= total:

@@ -13,11 +13,11 @@ from swarm.errors import ConfigError
 Kind = Literal["runs", "peers", "faults"]
 _HERE = Path(__file__).parent / "configs"
 PAGES = Path(__file__).parents[1]
-"""Pages are named as they lie below this folder: `peers/README.md`, `swarm/configs/README.md`."""
+"""Pages are named by their path below it: `peers/README.md`, `swarm/configs/README.md`."""
 
 
 def named_pages(text: str) -> list[Path]:
-    """Where the pages are that a text for people names."""
+    """The paths of the pages that a text for people names."""
     return [PAGES / name for name in re.findall(r"[\w/]+\.md\b", text)]
 
 
@@ -29,7 +29,7 @@ def find_file(given: Path, kind: Kind) -> Path:
         kind: what the file configures: a run, a peer, or faults.
 
     Returns:
-        `given` itself where it is no name of a file that comes with swarm.
+        `given` itself if no file that comes with swarm has this name.
     """
     is_name = given.name == str(given) and not given.suffix
     if not is_name or (given.exists() and not given.is_dir()):
@@ -42,10 +42,10 @@ def read_text(path: Path, kind: Kind | None = None) -> str:
 
     Args:
         path: of the file.
-        kind: what it configures, if it may be named: those that there are stand in the error.
+        kind: of the file, if it may be given by its name; the error then lists the names.
 
     Raises:
-        ConfigError: it cannot be read; names it and what is there under a similar name.
+        ConfigError: it cannot be read; names it and a file there with a similar name.
     """
     try:
         return path.expanduser().read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Amounts as people write them: sizes, rates and links. What could mean two things is refused."""
+"""Amounts as people write them: sizes, rates and links. An ambiguous text is refused."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ LINK_HINT = (
     "each by its name: down=100mbit,up=20mbit,rtt=100ms,loss=0.1%"
 )
 ASSUMED_RTT_MS = 50.0
-"""Between two homes of one continent, where nothing else is said."""
+"""Of a link that names none: as between two homes of one continent."""
 
 
 def size_in_bytes(text: str) -> float:
     """Bytes of a size such as "24GB", "1.5 TB" or "512MiB".
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     match = _SIZE.match(text)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
-        raise ConfigError(f"{text!r} is no size", hint="write it as 24GB or 1.5TB")
+        raise ConfigError(f"{text!r} is not a size", hint="write it as 24GB or 1.5TB")
     if match[1] == text.strip() and float(match[1]):
-        raise ConfigError(f"{text!r} is no size without a unit", hint=f"write it as {match[1]}GB")
+        raise ConfigError(f"{text!r} is a size without a unit", hint=f"write it as {match[1]}GB")
     thousands = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
     return float(match[1]) * float((1024 if match[3] else 1000) ** thousands)
 
@@ -42,7 +42,7 @@ def rate_in_mbit(text: str) -> float:
     """Mbit/s of a rate such as "20mbit", "2.5 gbit" or "500kbit/s".
 
     Raises:
-        ConfigError: it is none, or has no unit, or is in bytes.
+        ConfigError: the text is not a rate, has no unit, or is in bytes.
     """
     if match := _RATE.fullmatch(text.strip()):
         mbit = float(match[1]) * _MBIT[match[2].lower()]
@@ -54,7 +54,7 @@ def rate_in_mbit(text: str) -> float:
         hint = f"rates are in bits: if you mean bytes, write {mbit:g}mbit"
     elif re.fullmatch(_NUMBER, text.strip()):
         hint = f"it has no unit: write {text.strip()}mbit"
-    raise ConfigError(f"{text!r} is no rate", hint=hint)
+    raise ConfigError(f"{text!r} is not a rate", hint=hint)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LinkRates:
 
     Attributes:
         up_mbit: from the peer, Mbit/s.
-        down_mbit: to it, Mbit/s.
+        down_mbit: to the peer, Mbit/s.
         rtt_ms: round trip to the other peers.
         loss_pct: packets lost on the way there, percent.
     """
@@ -75,7 +75,7 @@ class LinkRates:
 
 
 def link_rates(text: str) -> LinkRates:
-    """A link as `LINK_HINT` says: down before up, as providers write it.
+    """A link written as `LINK_HINT` says: down before up, as providers write it.
 
     Raises:
         ConfigError: a part is missing, given twice, or could mean something else.
@@ -99,18 +99,18 @@ def _named_amounts(part: str, text: str) -> dict[str, float]:
     if is_named and name in ("up", "down"):
         return {name: rate_in_mbit(value)}
     if is_named and name not in ("rtt", "loss"):
-        raise ConfigError(f"--link {text!r}: {name!r} is nothing of a link", hint=LINK_HINT)
+        raise ConfigError(f"--link {text!r}: a link has no {name!r}", hint=LINK_HINT)
     bare = value if is_named else part
     if name != "loss" and (match := _DELAY.fullmatch(bare)):
         return {"rtt": float(match[1])}
     if name != "rtt" and (match := _LOSS.fullmatch(bare)) and float(match[1]) < 100:
         return {"loss": float(match[1])}
     if is_named:
-        raise ConfigError(f"--link {text!r}: {part!r} is no {name}", hint=LINK_HINT)
+        raise ConfigError(f"--link {text!r}: {part!r} is not a valid {name}", hint=LINK_HINT)
     if match := _PAIR.fullmatch(part):
         return _down_and_up(match, part)
     if "/" in part.replace("bit/s", ""):
-        raise ConfigError(f"--link {text!r}: {part!r} is no pair of rates", hint=LINK_HINT)
+        raise ConfigError(f"--link {text!r}: {part!r} is not a pair of rates", hint=LINK_HINT)
     mbit = rate_in_mbit(part)
     return {"up": mbit, "down": mbit}
 

@@ -18,7 +18,7 @@ from swarm.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)
 COMMAND_LINE = "command line"
-"""What errors call overrides and flags."""
+"""The name that errors give to overrides and flags."""
 
 
 def parse_config(
@@ -30,8 +30,8 @@ def parse_config(
         kind: `RunConfig` or `PeerConfig`.
         text: TOML.
         source: what errors call the text, usually its path.
-        overrides: as given with `--set`; the value is TOML, bare words are strings. Errors name
-            `COMMAND_LINE` in place of a source that is sound by itself.
+        overrides: as given with `--set`; the value is TOML, bare words are strings. If the source
+            is valid without them, errors name `COMMAND_LINE` in its place.
 
     Raises:
         ConfigError: names source, key, value, what is allowed and the nearest valid key.
@@ -94,7 +94,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, field, value = parse_override(override)
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"--set {override!r}: {name} is a list and set in the file only")
+        raise ConfigError(f"--set {override!r}: {name} is a list, which only the file can set")
     section[field] = value
 
 

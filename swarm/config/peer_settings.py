@@ -20,12 +20,13 @@ class PeerSection(Section):
     wait_for_peers: Positive = 1
     """A founder starts the first round when so many peers are present."""
     open_gathering: bool = False
-    """A founder counts any peer that is there first; each votes for good, a stranger too."""
+    """A founder counts the peers that come first, strangers included. Each of them votes for
+    good."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
     """How long a finished peer keeps serving after the last fetch; a day at most."""
     leave_timeout_s: PositiveReal = 120.0
-    """A peer that is asked to leave may finish its round and hand its experts over for so long;
-    local steps that need more than half of it are dropped."""
+    """A peer that is asked to leave has so long to finish its round and hand its experts over.
+    Local steps that need more than half of this time are dropped."""
 
 
 def _checked_address(text: str, first_port: int, example: str) -> str:
@@ -42,15 +43,15 @@ def _checked_address(text: str, first_port: int, example: str) -> str:
 
 def _address_problem(parts: list[str], first_port: int) -> str | None:
     if len(parts) != 5 or parts[0] or parts[1] not in HOST_KINDS or parts[3] != "tcp":
-        return "it is no address for TCP"
+        return "it is not a TCP address"
     _, kind, host, _, port = parts
     if not (port.isascii() and port.isdigit() and first_port <= int(port[:6]) < 2**16):
-        return f"its port is no number from {first_port} to {2**16 - 1}"
+        return f"its port is not a number from {first_port} to {2**16 - 1}"
     try:
         if kind in ("ip4", "ip6"):
             (IPv4Address if kind == "ip4" else IPv6Address)(host)
     except ValueError:
-        return f"its host is no {kind} address"
+        return f"its host is not an {kind} address"
     return None if host else "it names no host"
 
 
@@ -65,7 +66,7 @@ Announced = Annotated[
 
 
 Cap = Annotated[float, Field(ge=1, le=1_000_000)]
-"""In Mbit/s; with less than 1 nobody could tell a peer from a dead one."""
+"""In Mbit/s. Below 1, others could not tell this peer from a dead one."""
 
 
 class NetworkSection(Section):
@@ -76,29 +77,29 @@ class NetworkSection(Section):
     host_maddrs: tuple[Listening, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Where this peer listens; port 0 takes a free one and keeps it for later starts."""
     announce_maddrs: tuple[Announced, ...] = ()
-    """Addresses that others shall dial, if this peer does not listen there itself."""
+    """Addresses that others shall dial, if they are not those where this peer listens."""
     identity_path: str | None = None
     """File of this peer's key; by default in the state directory."""
     client_mode: bool = False
     """Only dials out: for machines that others cannot dial."""
     relay: bool = True
-    """Whether it passes messages and blobs on between peers that cannot dial each other; a peer in
-    client mode never does."""
+    """Whether this peer passes messages and blobs on between peers that cannot dial each other. A
+    peer in client mode never does."""
     direct: bool = True
-    """Whether blobs go over TCP connections of their own, unencrypted, where one of two peers can
-    dial the other; else, and where it cannot, over libp2p's, on which messages wait behind them."""
+    """Whether blobs go over unencrypted TCP connections of their own, where one of two peers can
+    dial the other. Otherwise they go over libp2p's connections, where messages wait behind them."""
     direct_port: Annotated[int, Field(ge=0, lt=65_536)] = 0
-    """Where it takes such connections; 0 takes the port after that of `host_maddrs`, or a free one
-    where that names none."""
+    """Port for such connections. 0 takes the port after that of `host_maddrs`, or a free one where
+    `host_maddrs` names none."""
     max_upload_mbit: Cap | None = None
-    """Blobs, moments and what is passed on leave this machine no faster, in Mbit/s; messages,
-    which are small, count but never wait. Without it a peer holds itself to nine tenths of a thin
+    """Blobs, moments and relayed traffic leave this machine no faster, in Mbit/s. Messages are
+    small: they count, but never wait. Without a limit, a peer keeps to nine tenths of a thin
     uplink, once two measurements agree about it."""
     max_download_mbit: Cap | None = None
-    """They are read no faster, in Mbit/s."""
+    """Blobs, moments and relayed traffic are read no faster, in Mbit/s."""
     data_quota_gb: PositiveReal | None = None
-    """Bytes that this peer may move in a calendar month (UTC), both directions together, in GB
-    (10^9 bytes), all runs of its state directory; it leaves while there is enough for that."""
+    """Bytes that this peer may move in a calendar month (UTC), in GB (10^9 bytes): both directions
+    together, in all runs of its state directory. It leaves while enough is left for leaving."""
 
 
 class ComputeSection(Section):
@@ -109,67 +110,67 @@ class ComputeSection(Section):
     threads: NonNegative = 0
     """CPU threads for the model; 0 measures at the start which number suits the machine."""
     engine: Literal["auto", "resident", "streaming"] = "auto"
-    """resident: everything on the device. streaming: masters and moments in host memory, weights
-    come as they are needed; with `parallel` all GPUs of a machine stream from one copy. auto takes
-    the fastest level of either that fits."""
+    """resident: everything is on the device. streaming: masters and moments are in host memory, and
+    weights come as they are needed; with `parallel` all GPUs of a machine stream from one copy.
+    auto takes the fastest level of either engine that fits."""
     parallel: Literal["off", "all"] | Annotated[int, Field(gt=0, le=64)] = "off"
-    """Processes that compute for this peer, each with its share of every step's micro-batches: on
-    so many GPUs, or all, one each; with `device = "cpu"` so many on the CPU. off: the peer's own
-    process computes."""
+    """Processes that compute for this peer, each with its share of every step's micro-batches. Each
+    has a GPU of its own: so many GPUs, or all. With `device = "cpu"` so many processes run on the
+    CPU. off: the peer's own process computes."""
     expert_parallel: NonNegative = 0
-    """The experts are dealt out over so many of these processes, which divides their number, and
-    tokens travel to them; 1: not at all; 0 does what is predicted to be fastest of all that
-    fits. With `pipeline` those of each stage are dealt out, and 0 is 1: the product of both divides
-    the number of processes."""
+    """The experts are dealt out over so many of these processes, and tokens travel to them. The
+    number divides that of the processes. 1: not at all. 0: what is predicted to be fastest of all
+    that fits. With `pipeline` the experts of each stage are dealt out, and 0 means 1: the product
+    of both divides the number of processes."""
     shard: Literal["auto", "none", "state"] = "auto"
     """state: each of these processes keeps masters and moments of its share of every tensor that
     several hold alike. none: all keep them whole. auto cuts them where they do not fit whole."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
-    """The layers are cut over so many of these processes, which divides their number, as stages of
-    a pipeline through which micro-batches flow: for GPUs without NVLink. 1: no pipeline; 0 does
-    what is predicted to be fastest of all that fits."""
+    """The layers are cut over so many of these processes, as stages of a pipeline through which
+    micro-batches flow: for GPUs without NVLink. The number divides that of the processes. 1: no
+    pipeline. 0: what is predicted to be fastest of all that fits."""
     tensor_parallel: Annotated[int, Field(ge=0, le=64)] = 0
-    """Attention is cut by heads, the experts are dealt out and all else is cut by tokens over so
-    many of these processes of one machine, which then share micro-batches: for wide layers, long
-    sequences or steps of few micro-batches on a fast bus. It divides the key/value heads and the
-    tokens of a sequence. 1: not at all; 0 does what is predicted to be fastest of all that fits.
-    With `pipeline` those of each stage are cut, and 0 is 1."""
+    """So many of these processes, on one machine, share micro-batches. Attention is cut by heads,
+    the experts are dealt out, and all else is cut by tokens. This suits wide layers, long sequences
+    or steps of few micro-batches on a fast bus. The number divides the key/value heads and the
+    tokens of a sequence. 1: not at all. 0: what is predicted to be fastest of all that fits. With
+    `pipeline` each stage is cut, and 0 means 1."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
     all forward, then all backward; a step with fewer micro-batches than stages is always so.
-    interleaved: as 1f1b with `pipeline_chunks` runs of layers in each process, which wait for less,
-    send more and keep more; where there are too few layers for that it is 1f1b."""
+    interleaved: as 1f1b, with `pipeline_chunks` runs of layers in each process. The processes wait
+    less, send more and keep more. Where there are too few layers for that, it is 1f1b."""
     pipeline_chunks: Annotated[int, Field(ge=2, le=16)] = 2
     """Runs of layers in each process of an interleaved pipeline."""
     bus: Literal["auto", "nvlink", "pcie"] = "auto"
-    """What the GPUs of a machine reach each other by, for the predictions; auto measures a copy
-    between two of them, and takes pcie on a CPU."""
+    """How the GPUs of a machine reach each other, for the predictions. auto measures a copy between
+    two of them, and takes pcie on a CPU."""
     between_gbit: PositiveReal = 10.0
-    """Network of each machine to the others that compute for the peer, each way, Gbit/s; for the
-    predictions too."""
+    """Network of each machine to the others that compute for the peer, each way, Gbit/s. It is for
+    the predictions, as `bus` is."""
     remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """So many more processes compute for this peer on other machines, where `swarm-worker` runs."""
     workers_from: str = ""
     """HOST:PORT of this machine where those machines dial in, in a private network. Unless the host
-    is a public address, those that dial from one are refused."""
+    is a public address, machines that dial from a public address are refused."""
     workers_key: str = ""
-    """File with the key that they must hold; made if it is missing. Empty: `workers.key` in the
-    state directory."""
+    """File with the key that those machines must hold; it is made if it is missing. Empty:
+    `workers.key` in the state directory."""
     workers_wait_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """How long the peer waits for workers, at the start and after a loss. Then it continues with
     those that are there, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
-    """Type of products on this machine, such as fp16 on a GPU without bf16 (before Ampere): its
-    attention would keep a weight for each two tokens of a sequence in bf16."""
+    """Type of products on this machine. fp16 suits a GPU without bf16 (before Ampere), whose
+    attention in bf16 would keep a weight for each two tokens of a sequence."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"
     """How this machine stores experts that it does not own."""
     moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """AdamW's moments; auto takes smaller ones only where nothing fits with fp32."""
     recompute: Literal["auto", "none", "layer", "routing"] = "auto"
-    """The resident engine computes this again for backward: nothing, layers, or layers with their
+    """What the resident engine computes again for backward: nothing, layers, or layers with their
     routing kept."""
     activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
-    """Place where the streaming engine keeps the inputs of layers until backward."""
+    """Where the streaming engine keeps the inputs of layers until backward."""
     map_frozen: bool = True
     """Whether frozen experts may lie in memory-mapped files where nothing else fits."""
     device_memory_gb: Annotated[float, Field(ge=0)] = 0.0
@@ -182,8 +183,8 @@ class CorpusSection(Section):
     """This machine's text."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files; by default the one that
-    the run's text came from before, or else the Python standard library."""
+    """Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files. By default it is the one
+    that the run's text came from before, or else the Python standard library."""
     follow_links: bool = False
     """Whether links to folders, and to files outside the folder, are followed."""
     list_skipped: bool = False

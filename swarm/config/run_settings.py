@@ -38,10 +38,10 @@ class ModelConfig(section.Section):
     norm_topk_prob: bool = False
     """Whether the weights of the chosen experts are divided by their sum."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert that
-    only decides which are chosen, and exports as dots.llm1."""
+    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert, which
+    is used only to choose experts. It exports as dots.llm1."""
     noisy_top_k: bool = False
-    """Learned noise on the router's logits in training (Shazeer), not evaluated, not exported."""
+    """Learned noise on the router's logits in training (Shazeer); not evaluated, not exported."""
     qk_norm: Literal["head", "projection", "none"] = "head"
     """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE, "none" as
     Mixtral, which needs `norm_topk_prob`."""
@@ -106,9 +106,9 @@ MAX_TENSORS = 2**19
 MAX_ELEMENTS = 2**44
 """35 TB in bf16."""
 MAX_UNITS = 2**14
-"""A manifest has an entry of some 250 bytes for each and at most 8 MiB."""
+"""A manifest has at most 8 MiB, with an entry of some 250 bytes for each unit."""
 MAX_ROUND_TOKENS = 2**40
-"""Of one peer in one round; offers with more are refused."""
+"""Of one peer in one round. Offers with more are refused."""
 _NORMS_AND_MATRICES = 11
 """Shared tensors of a layer, at most."""
 _FP32_BYTES = 4
@@ -125,7 +125,7 @@ def size_problem(
     part_bytes: int,
     shared_every: int,
 ) -> str | None:
-    """Why a model is too large to be listed, or None; the sizes are a little overestimated.
+    """Why a model is too large to be listed, or None. It overestimates sizes a little.
 
     Args:
         layers: number of layers.
@@ -135,7 +135,7 @@ def size_problem(
         inner: elements of an expert's state.
         heads: elements of all heads' queries, keys and values together, with the output.
         part_bytes: largest size of a part of the shared tensors.
-        shared_every: their number is a multiple of this.
+        shared_every: the number of those parts is a multiple of this.
 
     Returns:
         A text that begins with the key to change.
@@ -167,7 +167,7 @@ class RunSection(section.Section):
     """Identity and length of the run."""
 
     name: section.RunName
-    """The run id begins with it."""
+    """The run id begins with this name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, the order of the text, and noise of the routing."""
     rounds: section.Positive
@@ -185,26 +185,27 @@ class DataConfig(section.Section):
     """Where tokens come from and how they are cut."""
 
     mode: Literal["common", "own"] = "common"
-    """common: all peers have the same text, which the manifests deal out. own: each has its own."""
+    """common: all peers have the same text, and manifests deal it out. own: each peer has its
+    own."""
     tokenizer: Literal["byte", "file"] = "byte"
     """byte: a token is a byte of UTF-8, and two specials follow. file: the founder's tokenizer.json
     (`--tokenizer DIR`), which travels with the run."""
     sequence_length: section.Positive
     """Tokens of a training sequence."""
     attention: Literal["window", "document"] = "window"
-    """window: a token attends to all before it in its sequence. document: to those of its own
-    document alone."""
+    """window: a token attends to all tokens before it in its sequence. document: only to those of
+    its own document."""
     mask_repetition: bool = False
-    """Leaves sequences out of the loss in which 1 to 13 tokens stand 32 times in a row, as SPES
-    does."""
+    """Whether the loss leaves out sequences in which 1 to 13 tokens stand 32 times in a row, as in
+    SPES."""
     mixture: Annotated[
         tuple[tuple[section.RunName, section.Weight], ...], Field(max_length=64)
     ] = ()
-    """Folders in the folder of the text, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
-    the bytes from web, until one of them has no more. Empty: the text is not mixed."""
+    """Subfolders of the text's folder, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
+    the bytes from web, until one folder has no more. Empty: the text is not mixed."""
     validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
-    """Bytes of held-out text whose tokens go into manifest 0, on which every `val_loss` is
-    measured."""
+    """Bytes of held-out text. Their tokens go into manifest 0, and every `val_loss` is measured on
+    them."""
 
 
 class TrainConfig(section.Section):
@@ -213,7 +214,7 @@ class TrainConfig(section.Section):
     batch_tokens: section.Positive
     """Tokens per peer and step, after the last of `phases`."""
     micro_batch_sequences: section.Positive
-    """Sequences per forward pass; also the group over which load balancing is computed."""
+    """Sequences per forward pass. Load balancing is computed over each such group."""
     compute: Literal["fp32", "bf16"] = "bf16"
     """Type of matrix products; masters are fp32 in any case."""
     frozen: section.Codec = "bf16"
@@ -226,7 +227,7 @@ class OptimizerConfig(section.Section):
     lr: Annotated[float, Field(gt=0, le=1)]
     """Learning rate after the warm-up; AdamW moves a weight by about so much a step."""
     betas: tuple[section.Share, section.Share] = (0.9, 0.95)
-    """Decay of the first and second moments; the first, squared, is below the second."""
+    """Decay of the first and second moments. The square of the first is below the second."""
     eps: section.PositiveReal = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -234,8 +235,8 @@ class OptimizerConfig(section.Section):
     clip_norm: section.PositiveReal = 1.0
     """Gradients whose norm is larger are scaled down to it."""
     clip: Literal["global", "unit"] = "global"
-    """global: by the norm of all gradients. unit: embedding, each layer and head by themselves, so
-    that a streaming engine can update a layer while the layers below go backward."""
+    """global: by the norm of all gradients. unit: the embedding, each layer and the head by norms
+    of their own, so that a streaming engine can update a layer while backward continues below."""
     warmup_steps: section.NonNegative = 0
     """Steps over which the learning rate rises."""
     warmup_from: section.Share = 0.1
@@ -264,19 +265,19 @@ class LossConfig(section.Section):
 
 
 class RoutingConfig(section.Section):
-    """How tokens are led to experts in training alone: no evaluation and no export knows of it."""
+    """How tokens are led to experts in training. Evaluations and exports do not use it."""
 
     capacity_factor: section.PositiveReal | None = None
-    """An expert takes this times its even share of a micro-batch, and the rest is dropped; without
-    it nothing is dropped."""
+    """An expert takes at most this times its even share of a micro-batch, and the rest is dropped.
+    Without it nothing is dropped."""
     bias_update_rate: section.Share = 0.0
     """Loss-free balancing (DeepSeek): the selection bias moves by so much a step."""
     own_expert_bias: Annotated[float, Field(ge=0)] = 0.0
-    """Added to the logits of the experts that a peer owns, in the choice alone."""
+    """Added to the logits of the experts that a peer owns, only for the choice of experts."""
     own_expert_bias_share: section.Share = 0.5
     """`own_expert_bias` falls to 0 over this share of the schedule."""
     balance_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """SPES: the balancing loss counts the tokens of a peer's own experts times this at first."""
+    """SPES: at first the balancing loss counts the tokens of a peer's own experts times this."""
     balance_factor_share: section.Share = 0.2
     """`balance_factor` rises to 1 over this share of the schedule."""
 
@@ -285,28 +286,28 @@ class RoundConfig(section.Section):
     """When a round is due and how long its phases may take."""
 
     local_steps: section.Positive
-    """H: steps between rounds, after the last of `phases`. With `seconds`, a peer whose
-    pace is not known yet is taken to do so many."""
+    """H: steps between rounds, after the last of `phases`. With `seconds`, this is the assumed
+    number for a peer whose pace is not known yet."""
     seconds: section.Seconds | None = None
-    """Each peer takes as many steps as fit this time, and counts by its tokens. Without it every
-    peer takes `local_steps`, which is the exact mode."""
+    """Each peer takes as many steps as fit into this time, and counts by its tokens. Without it
+    every peer takes `local_steps`, which is the exact mode."""
     experts_every: section.Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
     shared_every: Annotated[int, Field(gt=0, le=64)] = 1
-    """Each part of the shared tensors is averaged every so many rounds; above 1 with `stagger`."""
+    """Each part of the shared tensors is averaged every so many rounds; above 1 needs `stagger`."""
     stagger: bool = False
     """Whether each round is a slice of a cycle and exchanges its share of the units, so that all
-    move the same number of bytes; an expert that missed its round is made up for in the next. Then
-    `local_steps` are those of a slice, and the last round of the run exchanges everything."""
+    rounds move the same number of bytes. An expert that missed its round is made up for in the
+    next. `local_steps` are then those of a slice, and the run's last round exchanges everything."""
     overlap: Literal["none", "round"] = "none"
-    """round: the next local steps begin while a round is under way, and what the round agrees on is
-    added when it is over; it needs codings for `wire`, and a common text. none: everybody waits
+    """round: the next local steps begin while a round is under way, and its result is added when
+    the round is over. This needs codings for `wire`, and a common text. none: every peer waits
     until a round is over."""
     roster_after_s: section.Seconds = 6.0
     """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: section.Seconds | None = None
-    """Silence after which a lost majority is given up; by default 600 s, or what an attempt at a
-    round may take if that is longer."""
+    """Silence after which a lost majority is given up. By default it is 600 s, or what an attempt
+    at a round may take if that is longer."""
 
 
 class OwnershipConfig(section.Section):
@@ -315,7 +316,7 @@ class OwnershipConfig(section.Section):
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
     min_owned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Peers wait while fewer of the experts than that have an owner: the others fit no machine."""
+    """Peers wait while a smaller share of the experts has an owner: the others fit no machine."""
 
 
 class MergingConfig(section.Section):
@@ -339,11 +340,11 @@ class WireConfig(section.Section):
     experts: section.Codec = "bf16"
     """Type of experts; their owner keeps an fp32 master."""
     shared_coding: section.Coding = "none"
-    """How a round's move of the shared tensors travels; norms and routers are sent whole in any
-    case. none: their values are sent. bf16, b2 (2 bits an element) and b1 (1 bit): what rounding
-    left out is sent in later rounds."""
+    """How a round's move of the shared tensors travels. Norms and routers are sent whole in any
+    case. none: values are sent in place of moves. bf16, b2 (2 bits an element) and b1 (1 bit): what
+    rounding left out is sent in later rounds."""
     experts_coding: section.Coding = "none"
-    """As `shared_coding`, of experts."""
+    """As `shared_coding`, for experts."""
     part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
     """Largest size of one part of the shared tensors."""
 
@@ -352,7 +353,7 @@ class PhaseConfig(section.Section):
     """Settings that hold until the run has seen so many tokens."""
 
     until_tokens: section.Positive
-    """Tokens of all peers at which the phase ends; they rise from phase to phase."""
+    """Tokens of all peers at which the phase ends. They rise from phase to phase."""
     local_steps: section.Positive
     """As `round.local_steps`."""
     batch_tokens: section.Positive
@@ -422,12 +423,12 @@ class RunConfig(section.Section):
         if "none" in (self.wire.shared_coding, self.wire.experts_coding):
             raise ValueError(
                 "round.overlap: needs wire.shared_coding and wire.experts_coding, such as b2: "
-                "peers that train on can follow what is agreed only by its difference"
+                "peers train meanwhile, so they can only add how far the agreed values moved"
             )
         if self.data.mode != "common":
             raise ValueError(
-                'round.overlap: needs data.mode = "common": what a peer has read ahead is counted '
-                "by what it was dealt"
+                'round.overlap: needs data.mode = "common": the text that a peer has read ahead is '
+                "counted within the text dealt to it"
             )
 
     def _check_owners(self) -> None:
@@ -490,7 +491,7 @@ class RunConfig(section.Section):
         if self.merging.top_k >= self.model.num_experts:
             raise ValueError(
                 f"merging.top_k: {self.merging.top_k} must be below model.num_experts "
-                f"{self.model.num_experts}, since an expert is no donor of its own"
+                f"{self.model.num_experts}, since an expert does not donate to itself"
             )
         if self.round.seconds:
             return  # steps follow tokens, and a merge is due in the first round after its step
@@ -531,10 +532,10 @@ class RunConfig(section.Section):
         return self.optimizer.schedule_steps or self.run.rounds * self.round.local_steps
 
     def rate_share(self, step: int) -> float:
-        """The learning rate of the step that follows `step` steps of the run, in `optimizer.lr`.
+        """The learning rate of the step after `step` steps of the run, as a share of `lr`.
 
-        Linear warm-up from `warmup_from`, then a cosine down to `final_share`, which holds from
-        `schedule_steps` on.
+        Linear warm-up from `warmup_from`, then a cosine down to `final_share`. From
+        `schedule_steps` on it stays there.
 
         Source: zjr2000/SPES at 2cbcd96 for warm-up from a share of lr; Loshchilov and Hutter,
         arXiv 1608.03983, for the cosine.

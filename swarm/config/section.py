@@ -1,4 +1,4 @@
-"""The base of all settings, and in words what is wrong with values that a schema has refused."""
+"""The base of all settings, and explanations of values that a schema has refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_COUNT = 2**62
-"""Of steps, tokens and the like; counts in messages, records and manifests have the same bound."""
+"""Of steps, tokens and the like. Counts in messages, records and manifests have the same bound."""
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]
@@ -22,7 +22,7 @@ Coding = Literal["none", "bf16", "b2", "b1"]
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """Texts that people see on their terminals: no control characters."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-"""It begins a run id, and so the name of a folder on everybody's disk."""
+"""A run id begins with it, and so does the name of a folder on every peer's disk."""
 
 
 class Section(BaseModel):
@@ -32,20 +32,20 @@ class Section(BaseModel):
 
 
 Problem = Mapping[str, Any]
-"""As pydantic tells it."""
+"""In pydantic's form."""
 MAX_PLACE_CHARACTERS = 120
 MAX_PROBLEM_CHARACTERS = 300
 
 
 def refusal(error: ValidationError) -> str:
-    """Place and problem of the first wrong value of a stranger: short, without the value."""
+    """Place and problem of a stranger's first wrong value: short, without the value."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, problem["loc"]))[:MAX_PLACE_CHARACTERS]
     return f"{place}: {problem['msg'][:MAX_PROBLEM_CHARACTERS]}"
 
 
 def first_problem(error: ValidationError) -> Problem:
-    """An unknown key, if there is one: it usually is why another one is missing."""
+    """An unknown key if there is one, as it usually explains a missing one; else the first."""
     problems = error.errors(include_url=False)
     return min(problems, key=lambda found: found["type"] != "extra_forbidden")
 
@@ -60,9 +60,9 @@ def explained(key: str, problem: Problem, allowed: str = "") -> str:
     """A problem of a person's value, with key and value.
 
     Args:
-        key: of the value; empty where it is all of them.
+        key: of the value; empty for the whole.
         problem: what is wrong.
-        allowed: what may stand there, in place of the schema's own words.
+        allowed: the allowed values, in place of the schema's own words.
     """
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":

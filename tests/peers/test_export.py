@@ -311,7 +311,7 @@ def test_extras_are_added_after_everything_else(found: AgreedModel, tmp_path: Pa
         (("--every", 2), "--every and --output-dir go together"),
         (("--out", "a", "--output-dir", "b", "--every", 2), "name --out DIR, or --every"),
         (("--every", 2, "--output-dir", "b"), "--initial-peers is missing"),
-        (("--out", "a", "--max-shard-size", "5"), "no size without a unit"),
+        (("--out", "a", "--max-shard-size", "5"), "a size without a unit"),
         (("--out", "a", "--max-shard-size", "0"), "leaves no room"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_table_is_printed_before_it_is_said_that_nothing_fits() -> None:
 @pytest.mark.parametrize("flag", ["--gpu", "--host", "--disk"])
 @pytest.mark.parametrize(
     ("size", "words"),
-    [("24", "write it as 24GB"), ("24B", "too small"), ("63MB", "too small"), ("lots", "no size")],
+    [("24", "write it as 24GB"), ("24B", "too small"), ("63MB", "too small"), ("lots", "not a size")],
 )
 def test_a_size_without_unit_or_sense_is_a_wrong_option(flag: str, size: str, words: str) -> None:
     result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), flag, size])
@@ -345,8 +345,8 @@ def test_what_a_link_carries_under_loss_is_said() -> None:
         ("up=20mbit,100ms", "does not say how fast down is"),
         ("100mbit,50mbit", "says up twice"),
         ("100mbit,5", "it has no unit: write 5mbit"),
-        ("100mbit,rtt=5%", "is no rtt"),
-        ("100mbit,speed=5", "'speed' is nothing of a link"),
+        ("100mbit,rtt=5%", "is not a valid rtt"),
+        ("100mbit,speed=5", "a link has no 'speed'"),
     ],
 )
 def test_a_link_that_could_mean_two_things_is_refused_with_how_to_write_it(

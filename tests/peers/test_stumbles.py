@@ -31,14 +31,14 @@ def stumble(program: Program, *arguments: object) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("option", "address", "said"),
     [
-        ("announce", "foo", "it is no address for TCP"),
-        ("announce", "/ip4/203.0.113.7/udp/9", "it is no address for TCP"),
-        ("announce", "/ip4/203.0.113.7/tcp/0", "no number from 1 to 65535"),
-        ("announce", "/ip4/203.0.113/tcp/9", "its host is no ip4 address"),
-        ("host", "/ip6/1.2.3.4/tcp/9", "its host is no ip6 address"),
+        ("announce", "foo", "it is not a TCP address"),
+        ("announce", "/ip4/203.0.113.7/udp/9", "it is not a TCP address"),
+        ("announce", "/ip4/203.0.113.7/tcp/0", "not a number from 1 to 65535"),
+        ("announce", "/ip4/203.0.113/tcp/9", "its host is not an ip4 address"),
+        ("host", "/ip6/1.2.3.4/tcp/9", "its host is not an ip6 address"),
         ("host", "/dns4//tcp/9", "it names no host"),
-        ("host", "/ip4/127.0.0.1/tcp/70000", "no number from 0 to 65535"),
-        ("host", "/ip4/127.0.0.1/tcp/²", "no number from 0 to 65535"),
+        ("host", "/ip4/127.0.0.1/tcp/70000", "not a number from 0 to 65535"),
+        ("host", "/ip4/127.0.0.1/tcp/²", "not a number from 0 to 65535"),
     ],
 )
 def test_an_address_that_is_none(tmp_path: Path, option: str, address: str, said: str) -> None:

@@ -36,7 +36,7 @@ def test_sizes_are_read_as_people_write_them(text: str, num_bytes: float) -> Non
 
 @pytest.mark.parametrize("text", ["", "GB", "24 parsecs", "1.2.3GB", ".", "-1GB"])
 def test_what_is_no_size_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         size_in_bytes(text)
 
 
