@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of configs/README.md from the classes that check configurations.
+"""Writes the lists of configs/README.md from the classes that check configurations.
 
 python scripts/describe_config.py          # rewrites configs/README.md
 python scripts/describe_config.py --check  # exit status 1 if it is not current
@@ -11,7 +11,9 @@ import argparse
 import ast
 import inspect
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -23,18 +25,15 @@ from swarm.emulation.fault_plan import KINDS, At, FaultPlan
 
 README = Path(__file__).parents[1] / "configs" / "README.md"
 MARK = "<!-- What follows is written by scripts/describe_config.py. -->\n"
-HEAD = "| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n"
-NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
-BOUNDS = {
-    "exclusiveMinimum": "> {}",
-    "minimum": "≥ {}",
-    "exclusiveMaximum": "< {}",
-    "maximum": "≤ {}",
-    "minLength": "{} character or more",
-    "maxLength": "at most {} characters",
-    "maxItems": "at most {}",
-    "pattern": "`{}`",
-}
+WIDTH = 118
+"""Characters of a line of the page."""
+SHORT = 120
+"""A meaning of more characters loses sentences on the page."""
+SENTENCE_END = re.compile(r"(?<=\.) ")
+VALUE = re.compile(r"[\w\"`]+: ")
+"""How a sentence begins that says what one value does."""
+QUOTE = '"'
+TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
 
 
 def meanings(kind: type[BaseModel]) -> dict[str, str]:
@@ -66,87 +65,92 @@ def sections(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel], bool
             yield name, inner, is_list
 
 
-def type_and_bounds(schema: dict[str, Any]) -> tuple[str, str]:
-    """The table's text for the type and the bounds in a JSON schema."""
+def type_of(schema: dict[str, Any]) -> list[str]:
+    """The page's words for the type in a JSON schema, or the values that it allows."""
     if "anyOf" in schema:
-        pairs = [type_and_bounds(one) for one in schema["anyOf"] if one.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kind for kind, _ in pairs)), "; ".join(
-            dict.fromkeys(bounds for _, bounds in pairs if bounds)
-        )
+        inner = [type_of(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return list(dict.fromkeys(name for names in inner for name in names))
     if "const" in schema or "enum" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return " or ".join(f"`{json.dumps(value)}`" for value in values), ""
-    if "prefixItems" in schema:
-        pairs = [type_and_bounds(one) for one in schema["prefixItems"]]
-        return f"[{', '.join(kind for kind, _ in pairs)}]", f"each {pairs[0][1]}"
-    if schema.get("type") == "array":
-        kind, bounds = type_and_bounds(schema["items"])
-        return f"list of {kind}", bounds
-    if "$ref" in schema:
-        return f"table `{schema['$ref'].rpartition('/')[2].lower()}`", ""
-    bounds = ", ".join(
-        words.format(_number(schema[key])) for key, words in BOUNDS.items() if key in schema
-    )
-    return NAMES[schema["type"]], bounds
+        return [f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")])]
+    return [TYPES.get(schema.get("type", ""), "list")]
 
 
-def _number(value: Any) -> str:
-    if isinstance(value, int) and value >= 2**12 and value & (value - 1) == 0:
-        return f"2^{value.bit_length() - 1}"
-    return f"{value:,}" if isinstance(value, int | float) else str(value).replace("|", "\\|")
-
-
-def default_of(kind: type[BaseModel], key: str) -> str:
-    """The default in TOML, or a note that there is none."""
+def value_of(kind: type[BaseModel], key: str, meaning: str) -> str:
+    """The default in TOML, or the type where there is none, and values that no meaning names."""
     field = kind.model_fields[key]
-    if field.is_required():
-        return "required"
-    if field.default is None:
-        return ""
+    names = type_of(kind.model_json_schema()["properties"][key])
+    if field.is_required() or field.default is None:
+        kinds = " or ".join(names)
+        return f" ({kinds}, required)" if field.is_required() else f" ({kinds})"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
-    return f"`{json.dumps(value)}`"
+    default = f"`{json.dumps(value)}`"
+    others = names if names[0].startswith("`") else []
+    others = [o for o in others if o != default and f"{o.strip('`').strip(QUOTE)}: " not in meaning]
+    return f" = {' or '.join([default, *others])}"
 
 
-def rows(kind: type[BaseModel], keys: list[str], prefix: str = "") -> str:
-    """A row of a table for each of these keys of a class.
+def summary(meaning: str) -> str:
+    """The first sentences of a meaning as far as they are short, and those about single values.
+
+    The docstring has the rest.
+    """
+    first, *others = SENTENCE_END.split(meaning)
+    said, is_short = first, True
+    for sentence in others:
+        is_value = VALUE.match(sentence) is not None
+        is_short = is_short and (is_value or len(said) + len(sentence) < SHORT)
+        if is_short or is_value:
+            said += f" {sentence}"
+    return said
+
+
+def item(text: str) -> str:
+    """An item of a list of the page, wrapped. A name or value in quotes stays on one line."""
+    quoted = re.sub(r"`[^`]+`", lambda match: match[0].replace(" ", "\0"), f"- {text}")
+    lines = textwrap.wrap(
+        quoted, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ") + "\n"
+
+
+def items(kind: type[BaseModel], keys: list[str]) -> str:
+    """An item of a list for each of these keys of a class.
 
     Raises:
         LookupError: a key has no docstring.
     """
-    schema = kind.model_json_schema()["properties"]
     known = meanings(kind)
-    lines = []
     for key in keys:
         if key not in known:
             raise LookupError(f"{kind.__name__}.{key} has no docstring")
-        name, bounds = type_and_bounds(schema[key])
-        cells = [f"`{prefix}{key}`", name, default_of(kind, key), bounds, known[key]]
-        lines.append("| " + " | ".join(cells) + " |\n")
-    return "".join(lines)
+    return "".join(
+        item(f"`{key}`{value_of(kind, key, known[key])}: {summary(known[key])}") for key in keys
+    )
 
 
 def configuration(title: str, kind: type[BaseModel]) -> Iterator[str]:
-    """The chapter about one configuration, with a table for each section."""
+    """The chapter about one configuration, with a list for each section."""
     yield f"\n## {title}\n"
     for name, section, is_list in sections(kind):
         head = f"[[{name}]]" if is_list else f"[{name}]"
-        yield f"\n### `{head}`\n\n{first_line(section)}\n\n{HEAD}"
-        yield rows(section, list(section.model_fields), f"{name}.")
+        yield f"\n### `{head}`\n\n{first_line(section)}\n\n"
+        yield items(section, list(section.model_fields))
 
 
 def faults() -> Iterator[str]:
     """The chapter about plans of faults."""
-    yield "\n## Plans of faults (`configs/faults`)\n\n### At the top\n\n" + HEAD
-    yield rows(FaultPlan, [key for key in FaultPlan.model_fields if key != "fault"])
-    yield f"\n### `[[fault]]`, `at`\n\n{first_line(At)}\n\n{HEAD}" + rows(At, list(At.model_fields))
-    yield "\n### `[[fault]]`, by `kind`\n\n| kind | what happens | its own keys |\n|---|---|---|\n"
+    yield "\n## Plans of faults (`configs/faults`)\n\n### At the top\n\n"
+    yield items(FaultPlan, [key for key in FaultPlan.model_fields if key != "fault"])
+    yield f"\n### `[[fault]]`, `at`\n\n{first_line(At)}\n\n" + items(At, list(At.model_fields))
+    yield "\n### `[[fault]]`, by `kind`\n\nEach kind with the keys of its own.\n\n"
     for name, kind in KINDS.items():
         keys = [key for key in kind.model_fields if key not in ("kind", "at")]
         known = meanings(kind)
         texts = [
-            f"`{key}`" + (f": {known[key].rstrip('.')}" if key in known else "") for key in keys
+            f"`{key}`" + (f" ({known[key].rstrip('.')})" if key in known else "") for key in keys
         ]
-        yield f"| `{name}` | {first_line(kind)} | {'; '.join(texts)} |\n"
+        own = f" {', '.join(texts)}." if texts else ""
+        yield item(f"`{name}`: {first_line(kind)}{own}")
 
 
 def first_line(kind: type[BaseModel]) -> str:
@@ -155,7 +159,7 @@ def first_line(kind: type[BaseModel]) -> str:
 
 
 def described(text: str) -> str:
-    """A text of configs/README.md with new tables. The text before the tables stays."""
+    """A text of configs/README.md with its lists regenerated; the text before them is kept."""
     by_hand = text.partition(MARK)[0]
     chapters = [
         *configuration("Run files (`configs/runs`)", RunConfig),

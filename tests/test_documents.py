@@ -345,6 +345,23 @@ def test_figures_have_their_commit_and_date(page):
     assert undated(RECORDED.sub("", text))
 
 
+def undated_items(text: str) -> list[str]:
+    """Items with figures that name no commit with its date, where the text before them has none."""
+    found = []
+    for chapter in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        before, *items = re.split(r"^(?=- \*\*)", chapter, flags=re.MULTILINE)
+        if not RECORDED.search(before):
+            items = [" ".join(item.partition("\n\n")[0].split()) for item in items]
+            found += [i for i in items if re.search(r"\b\d", i) and not RECORDED.search(i)]
+    return found
+
+
+def test_items_of_measurements_have_their_commit_and_date():
+    text = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    assert undated_items(text) == []
+    assert undated_items(RECORDED.sub("", text))
+
+
 def test_every_measuring_script_is_on_the_page_of_measurements():
     page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "scripts" / "benchmarks").glob("bench_*.py")}

@@ -1,6 +1,7 @@
 """The page on settings agrees with the classes that check them."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -34,6 +35,10 @@ class Sample(Section):
     kind: Literal["a", "b"] | None = None
     """Which
     of them."""
+    size: float
+    """How large."""
+    mode: Literal["fast", "slow"] = "slow"
+    """How fast."""
 
 
 class Silent(Section):
@@ -42,16 +47,30 @@ class Silent(Section):
     count: int = 1
 
 
-def test_a_row_says_type_default_bounds_and_meaning(script):
-    assert script.rows(Sample, ["count", "kind"], "sample.") == (
-        "| `sample.count` | integer | `3` | > 0, ≤ 2^20 | How many. |\n"
-        '| `sample.kind` | `"a"` or `"b"` |  |  | Which of them. |\n'
+def test_an_item_says_values_or_type_and_meaning(script):
+    assert script.items(Sample, ["count", "kind", "size", "mode"]) == (
+        "- `count` = `3`: How many.\n"
+        '- `kind` (`"a"` or `"b"`): Which of them.\n'
+        "- `size` (number, required): How large.\n"
+        '- `mode` = `"slow"` or `"fast"`: How fast.\n'
     )
+
+
+def test_a_long_meaning_keeps_its_first_sentences_and_what_each_value_does(script):
+    long = "a long sentence " * 10
+    meaning = f"How. Short. Then {long}. It is left out, too. off: not at all. 0: {long}."
+    assert script.summary(meaning) == f"How. Short. off: not at all. 0: {long}."
+    assert script.summary(f"Then {long}.") == f"Then {long}."
+
+
+def test_lines_are_short_and_names_in_quotes_stay_whole(script):
+    lines = script.item("word " * 22 + "`two words` `" + "x" * 130 + "`").splitlines()
+    assert lines == ["- " + ("word " * 22).strip(), "  `two words`", "  `" + "x" * 130 + "`"]
 
 
 def test_a_key_without_a_meaning_is_refused(script):
     with pytest.raises(LookupError, match=r"Silent\.count"):
-        script.rows(Silent, ["count"])
+        script.items(Silent, ["count"])
 
 
 def test_what_stands_before_the_tables_is_kept_and_what_follows_is_made_anew(script):
@@ -63,6 +82,9 @@ def test_what_stands_before_the_tables_is_kept_and_what_follows_is_made_anew(scr
 
 def test_the_page_has_every_key_and_is_current(script):
     text = README.read_text(encoding="utf-8")
+    chapters = dict(re.findall(r"^### `\[+(\w+)\]+`\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S))
     for key in (*valid_keys(RunConfig), *valid_keys(PeerConfig)):
-        assert f"| `{key}` |" in text, key
+        section, _, name = key.partition(".")
+        assert f"\n- `{name}`" in chapters[section], key
+    assert max(map(len, text.splitlines())) <= 120
     assert script.described(text) == text, "run scripts/describe_config.py"
