@@ -33,7 +33,7 @@ from swarm.run_files import read_text
 MODEL_MAX_LENGTH = 2**20
 """`model_max_length` of a new tokenizer, which belongs to no model yet."""
 _CORPUS = (
-    "Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files; by default the Python "
+    "Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files. By default the Python "
     "standard library."
 )
 _RUNS = "runs"
@@ -42,7 +42,7 @@ _COLUMN = option(
     "--column",
     default=TEXT,
     show_default=True,
-    help="Where .parquet rows and JSON objects have their text.",
+    help="Column of .parquet files, and key of JSON objects, that has the text.",
 )
 
 
@@ -57,7 +57,7 @@ class Programs(Program, click.Group):
 @OPTIONS["log_format"]
 @OPTIONS["log_level"]
 def main(log_format: str, log_level: str | None) -> None:
-    """Makes a tokenizer and shards of tokens out of text, and looks at them.
+    """Makes a tokenizer and shards of tokens from text, and checks them.
 
     \b
     swarm-data train-tokenizer --corpus DIR --vocab-size 32000 --out TOKENIZER
@@ -72,7 +72,7 @@ def main(log_format: str, log_level: str | None) -> None:
 @_COLUMN
 @OPTIONS["follow_links"]
 @OPTIONS["list_skipped"]
-@option("--vocab-size", type=click.IntRange(min=1), required=True, help="Ids, at most.")
+@option("--vocab-size", type=click.IntRange(min=1), required=True, help="Largest number of ids.")
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
 def train(
     *,
@@ -83,10 +83,10 @@ def train(
     vocab_size: int,
     out: Path,
 ) -> None:
-    """Makes a byte-level BPE tokenizer of the documents that are trained on.
+    """Makes a byte-level BPE tokenizer from the documents that are not held out.
 
-    Equal text gives an equal file. Memory is that of the text's different words: a sample of some
-    gigabytes is enough for any vocabulary.
+    Equal text gives an equal file. Memory grows with the number of different words. A sample of
+    some gigabytes is enough for any vocabulary.
     """
     require_folder(out)
     one_pass = shard_writer.Pass(open_corpus(corpus, column, follow_links=bool(follow_links)))
@@ -105,7 +105,7 @@ def train(
 
 @main.command("tokenize")
 @OPTIONS["run"]
-@option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files are tokens already.")
+@option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files hold tokens.")
 @_COLUMN
 @OPTIONS["follow_links"]
 @OPTIONS["list_skipped"]
@@ -120,28 +120,28 @@ def train(
     type=click.IntRange(min=1),
     default=shard_writer.SHARD_TOKENS,
     show_default=True,
-    help="A shard is closed by the first document that reaches this size.",
+    help="Size of a shard. The document that reaches this size is the last in its shard.",
 )
-@option("--keep-copies", is_flag=True, help="Keeps documents that the text has already.")
+@option("--keep-copies", is_flag=True, help="Keep copies of documents.")
 @option(
     "--drop-repetition",
     is_flag=True,
-    help="Leaves documents out in which 1 to 13 tokens stand 32 times in a row.",
+    help="Leave out documents in which a sequence of 1 to 13 tokens is repeated 32 times in a row.",
 )
 @option(
     "--pack",
     metavar="LENGTH",
     type=click.IntRange(min=2),
-    help='Puts whole documents into sequences of so many tokens, for data.attention = "document".',
+    help='Pack whole documents into sequences of LENGTH tokens, for data.attention = "document".',
 )
 @option(
     "--input-end-of-text",
     type=click.IntRange(min=0),
-    help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
+    help="Id that ends documents in .npy and .bin files, if not the tokenizer's.",
 )
-@option("--dataset", metavar="NAME", help="Data set on the Hugging Face hub, or its folder.")
-@option("--dataset-config", metavar="NAME", help="Which of its configurations.")
-@option("--split", default="train", show_default=True, help="Which part of --dataset.")
+@option("--dataset", metavar="NAME", help="Data set on the Hugging Face hub, or a folder with it.")
+@option("--dataset-config", metavar="NAME", help="Configuration of --dataset.")
+@option("--split", default="train", show_default=True, help="Split of --dataset.")
 def tokenise(
     *,
     run: Path | None,
@@ -160,11 +160,11 @@ def tokenise(
     pack: int | None,
     input_end_of_text: int | None,
 ) -> None:
-    """Makes shards of a text, which swarm-peer takes as --corpus.
+    """Makes shards of tokens from a text, for --corpus of swarm-peer.
 
     The same text, tokenizer and options give the same shards, byte by byte, on any number of cores.
-    After a kill at any moment the same command continues where a shard ended. In a file given with
-    --run only data.mixture counts: it names the folders in that of --corpus to mix.
+    After a kill the same command continues after the last whole shard. Of the file in --run only
+    data.mixture is used: it names the folders in --corpus to mix.
     """
     require_folder(out)
     used = _tokenizer(tokenizer)
@@ -195,7 +195,7 @@ def tokenise(
 @main.command("info")
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @OPTIONS["initial_peers"]
-@option("--run-id", help="Which run, where there are several.")
+@option("--run-id", help="Id of the run, where there are several.")
 @_COLUMN
 @OPTIONS["follow_links"]
 @OPTIONS["list_skipped"]
@@ -212,7 +212,8 @@ def info(
 ) -> None:
     """Says what a folder of text, shards or a tokenizer holds, or how much a run has read.
 
-    For the second name the state directory of a peer that is not running, or --initial-peers.
+    To see how much a run has read, name the state directory of a peer that is not running, or
+    --initial-peers.
     """
     if (folder is None) == (not initial_peers):
         raise click.UsageError("name a folder, or --initial-peers ADDRESS (SWARM_INITIAL_PEERS)")
@@ -255,13 +256,13 @@ def info(
 @option(
     "--tokenizer",
     type=click.Path(path_type=Path),
-    help="Folder of the tokenizer that must have made them; without, only bytes have ids checked.",
+    help="Folder of the tokenizer that must have made the shards.",
 )
 def verify(folder: Path, tokenizer: Path | None) -> None:
     """Reads every byte of a folder of shards; ends with exit code 4 if anything is wrong.
 
-    Shards of another tokenizer than that of --tokenizer are wrong. Without it their ids are checked
-    only where tokens are bytes.
+    Shards of another tokenizer than that of --tokenizer are wrong. Without --tokenizer, ids are
+    checked only where tokens are bytes.
     """
     prepared = open_prepared(folder.absolute())
     used = _tokenizer(tokenizer) if tokenizer or prepared.tokenizer == BYTE.name else None

@@ -29,13 +29,12 @@ MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @options(*PEER_OPTIONS, "as_json")
 @click.pass_context
 def main(context: click.Context, given: Options) -> None:
-    """Whether this machine can take part in a run, and if not what to do.
+    """Says whether this machine can take part in a run, and if not what to do.
 
-    Takes the options of swarm-peer, so that its name alone is to be replaced in a command. Asks
-    peers what they see: whether they can dial this machine, its clock, rates and latency. Takes the
-    addresses from --initial-peers or from the state directory; publishes nothing. With --run it
-    also says whether that run fits this machine. Exit code 0: it can take part; 1: not; 3: nobody
-    was asked.
+    The options are those of swarm-peer: only the name in a command changes. The program asks the
+    peers at --initial-peers, or those in the state directory, whether they can dial this machine,
+    and compares clocks, rates and latency. It publishes nothing. With --run it also says whether
+    that run fits this machine. Exit codes: 0, it can take part; 1, it cannot; 3, nobody was asked.
     """
     if given.print_config:
         click.echo(in_effect(given, given.print_config))

@@ -22,54 +22,57 @@ if TYPE_CHECKING:
     "--every",
     metavar="ROUNDS",
     type=click.IntRange(min=1),
-    help="Follows the run instead: an export for each so many rounds, and for the last one.",
+    help="Follow the run instead: export a model every so many rounds, and the last one.",
 )
 @option(
     "--output-dir",
     type=click.Path(path_type=Path),
-    help="With --every: folder of the exports round-000012, ..., and of the link latest.",
+    help="With --every: folder for the exports round-000012, ..., and for the link latest.",
 )
-@option("--keep", type=click.IntRange(min=1), default=3, help="With --every: how many stay.")
+@option(
+    "--keep", type=click.IntRange(min=1), default=3, help="With --every: how many exports to keep."
+)
 @option(
     "--dtype",
     type=click.Choice(["agreed", "float32", "bfloat16"]),
     default="agreed",
-    help="Type of the weights; agreed: as peers exchange them.",
+    help="Type of the weights. agreed: the types in which peers exchange them.",
 )
 @option(
     "--max-shard-size",
     metavar="SIZE",
     default="800MB",
-    help="Of a file of weights, such as 5GB; a shard is in memory twice while it is written.",
+    help="Largest file of weights, such as 5GB. Writing a file needs twice its size in memory.",
 )
 @option(
     "--license",
     dest="license_name",
     metavar="NAME",
-    help="Of the model, for its card, such as apache-2.0.",
+    help="License of the model, for its card, such as apache-2.0.",
 )
 @option(
     "--push-to-hub",
     metavar="REPO",
-    help="Uploads each export there, such as somebody/model; needs the extra hf and a token.",
+    help="Upload each export to this repository, such as somebody/model. Needs the extra hf, and a "
+    "token.",
 )
 @option(
     "--evaluate",
     dest="is_evaluated",
     is_flag=True,
-    help="Measures the export on the run's held-out text, and shows a sample of its text.",
+    help="Measure the export on the run's held-out text, and show a sample of generated text.",
 )
 @option(
     "--tasks",
     metavar="NAMES",
-    help="With --evaluate: tasks of lm-evaluation-harness, such as arc_easy,piqa; spes: those of "
-    "the paper, with its shots.",
+    help="With --evaluate: tasks of lm-evaluation-harness, such as arc_easy,piqa. spes: those of "
+    "the paper, with its numbers of examples.",
 )
 @option(
     "--publish-scores",
     is_flag=True,
-    help="With --evaluate: tells them everybody who watches the run, signed by --identity-path "
-    "or by the peer of --state-dir.",
+    help="With --evaluate: publish the scores to all monitors of the run, signed with the key in "
+    "--identity-path or with that of the peer in --state-dir.",
 )
 def main(
     given: Options,
@@ -88,9 +91,9 @@ def main(
 ) -> None:
     """Writes the newest agreed model: safetensors, config.json and tokenizer files.
 
-    With --initial-peers it is fetched from the run's peers, else taken from --state-dir, whose
-    peer must not be running. With --every it follows the run until its last round is exported, and
-    may be killed and started again at any time.
+    With --initial-peers the model is fetched from the run's peers. Otherwise it is taken from
+    --state-dir, whose peer must not be running. With --every the program follows the run until the
+    last round is exported. It may be killed and started again at any time.
     """
     if (every is None) != (output_dir is None):
         raise ConfigError("--every and --output-dir go together")

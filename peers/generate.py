@@ -15,21 +15,23 @@ from swarm.protocol.records.printable import printable
 @program("swarm-generate")
 @options("log_format", "log_level")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@option("--prompt", metavar="TEXT", help="What the text begins with; by default all of stdin.")
-@option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Ends after so many.")
+@option("--prompt", metavar="TEXT", help="Beginning of the text; by default all of stdin.")
+@option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, help="End after this many tokens."
+)
 @option(
     "--temperature",
     type=click.FloatRange(min=0.0),
     default=0.8,
-    help="Higher is more varied; 0 takes the most likely token each time.",
+    help="Higher values give more varied text; 0 takes the most likely token each time.",
 )
 @option(
     "--top-p",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
     default=0.95,
-    help="Draws from the most likely tokens with so much probability together.",
+    help="Draw from the most likely tokens that have this much probability together.",
 )
-@option("--seed", type=click.IntRange(min=0), help="Equal seeds draw equal texts.")
+@option("--seed", type=click.IntRange(min=0), help="Equal seeds give equal texts.")
 def main(
     _: Options,
     *,
@@ -40,7 +42,7 @@ def main(
     top_p: float,
     seed: int | None,
 ) -> None:
-    """Continues a text with the exported model in DIR, and prints it as it comes."""
+    """Continues a text with the exported model in DIR, and prints tokens as they come."""
     # The next loads torch: not for --help
     from swarm.export.generation import Sampling, generate, require_export  # as said above
 

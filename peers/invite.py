@@ -24,13 +24,13 @@ DEFAULT_ROUNDS = 1000
 
 @program("swarm-invite")
 @options("state_dir", "identity_path", "run_id", "log_format", "log_level")
-@option("--uses", type=click.IntRange(1, MAX_USES), default=1, help="How many peers may come.")
+@option("--uses", type=click.IntRange(1, MAX_USES), default=1, help="How many peers may join.")
 @option(
     "--rounds",
     dest="good_for",
     type=click.IntRange(min=1),
     default=DEFAULT_ROUNDS,
-    help="In so many rounds from now on.",
+    help="Valid for this many rounds from now.",
 )
 @option(
     "--invites",
@@ -42,28 +42,28 @@ DEFAULT_ROUNDS = 1000
     "--weight",
     type=click.IntRange(1, MAX_WEIGHT),
     default=1,
-    help="With how many ordinary members' work each guest is trusted: 8 for a node of eight GPUs.",
+    help="Trust each guest with the work of this many members: 8 for a node of eight GPUs.",
 )
 @option(
     "--for",
     dest="guest",
     metavar="PEER",
-    help="Vouch for this one peer, which may be a member: start it with --invitation.",
+    help="Vouch for this peer alone, which may be a member: start it with --invitation.",
 )
 def main(
     given: Options, *, uses: int, good_for: int, invites: int, weight: int, guest: str | None
 ) -> None:
     """Prints one line with which others join this peer's run and vote at once.
 
-    The founder of a run may invite, and so may guests whose invitation allows it. It needs the
-    state directory only, also while the peer runs: nobody is asked. Anybody who has the line may
-    join with it, so pass it on in private. A line of --for is worth nothing to other peers.
+    The founder of a run may invite, and so may guests whose invitation allows it. The program needs
+    only the state directory, also while the peer runs. Anybody who has the line may join with it,
+    so pass it on in private. A line of --for is worth nothing to other peers.
 
-    What a member counts as its work is limited by what others do. A guest with a larger --weight
-    may count more and is believed: a liar among them is so much of every mean.
+    The work that a member may claim is limited by that of the others. A guest with a larger
+    --weight may claim more. If that guest lies, its values have this share of every mean.
 
     An invitation ends with a round and not at an hour, since all peers must agree on whether it is
-    good; stderr says what that is at the run's present pace.
+    valid. stderr shows the hour, estimated from the run's present pace.
     """
     from swarm.network.rounds.record_file import RecordFile  # loads hivemind and torch
     from swarm.network.runs.signed_invitations import invite  # loads hivemind and torch

@@ -145,25 +145,28 @@ def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
 @option(
     "--state-dir",
     type=click.Path(path_type=Path),
-    help="Where the states and logs of all peers are; by default a temporary folder, which is "
+    help="Folder for the states and logs of all peers; by default a temporary folder, which is "
     "removed when the run is finished. --export keeps the model.",
 )
 @option(
-    "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
+    "--export",
+    dest="export_to",
+    type=click.Path(path_type=Path),
+    help="Folder to export the model into.",
 )
-@option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
-@option("--page", is_flag=True, help="Serves swarm-monitor's page, and prints its address.")
+@option("--monitor/--no-monitor", default=False, help="Show swarm-monitor while peers train.")
+@option("--page", is_flag=True, help="Serve swarm-monitor's page, and print its address.")
 @option(
     "--faults",
     type=click.Path(path_type=Path),
     callback=file_of("faults"),
-    help="What goes wrong and when: a plan in TOML, or a name such as demo.",
+    help="Plan of faults: a file in TOML, or a name such as demo.",
 )
 @option(
     "--link",
     callback=links_of,
     metavar="NAME[,NAME...]",
-    help="The network between the peers; with several names the peers have them in turn.",
+    help="Emulated links between the peers; several names are given to the peers in turn.",
 )
 def main(
     options: Options,
@@ -177,7 +180,7 @@ def main(
 ) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
-    The last line with --json is one JSON object; its fields are described in peers/README.md.
+    With --json the last line is one JSON object. peers/README.md describes its fields.
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"

@@ -45,28 +45,26 @@ class Source(Protocol):
 
 @program("swarm-monitor")
 @options("initial_peers", "run_id", "tip", "as_json", "log_format", "log_level")
-@option("--once", is_flag=True, help="Shows the swarm once and ends.")
-@option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
-@option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
+@option("--once", is_flag=True, help="Show the swarm once and end.")
+@option("--follow", is_flag=True, help="Print a line per change, also on a terminal.")
+@option("--http", metavar="HOST:PORT", help="Serve a page instead; 8080 is 127.0.0.1:8080.")
 @option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Keeps losses, rounds and events there over restarts.",
+    help="Keep losses, rounds and events in this file over restarts.",
 )
 @option(
     "--events",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     multiple=True,
-    help="events.jsonl of a peer: losses and events before the first look.",
+    help="events.jsonl of a peer, with the losses and events before this start.",
 )
 @option(
     "--replay",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Walks through the run in this state directory instead, a manifest at a time.",
+    help="Walk through the run in this state directory instead, manifest by manifest.",
 )
-@option(
-    "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
-)
+@option("--glossary", dest="show_glossary", is_flag=True, help="Say what each figure is, and end.")
 def main(
     given: Options,
     *,
@@ -80,8 +78,9 @@ def main(
 ) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
 
-    Reads signed records only; it publishes nothing and takes no part. Off a terminal it prints a
-    line per change, with --json one object per look. With --http a browser shows it.
+    The monitor only reads signed records: it publishes nothing and takes no part. Without a
+    terminal it prints a line per change, and with --json an object per look. With --http a browser
+    shows the run.
     """
     if show_glossary:
         click.echo(glossary())

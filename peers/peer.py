@@ -35,14 +35,14 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     \b
     Found a run:    swarm-peer --run demo --port 31330
     Join a run:     swarm-peer --initial-peers ADDRESS
-    Go on with one: swarm-peer --state-dir DIR
+    Resume a run:   swarm-peer --state-dir DIR
 
-    Every start prints the line with which others join, and which text they need. The first Ctrl+C
-    or SIGTERM finishes the round and hands the experts over, within --leave-timeout; the second
-    leaves at once. What was agreed on is kept: the same command resumes, also after a kill -9 or a
-    power cut, and the others train on meanwhile. More is in peers/from_a_wheel.md (all steps),
-    peers/running_a_swarm.md (costs, firewalls, services) and peers/what_can_go_wrong.md (each error
-    and its remedy).
+    Every start prints the line with which others join, and the text that they need. The first
+    Ctrl+C or SIGTERM finishes the round and hands the experts over, within --leave-timeout. The
+    second leaves at once. Agreed values are kept: the same command resumes, also after a kill -9 or
+    a power cut, and meanwhile the others continue to train. Read more in peers/from_a_wheel.md (all
+    steps), peers/running_a_swarm.md (costs, firewalls, services) and peers/what_can_go_wrong.md
+    (each error and its remedy).
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     run = options.run_config() if options.run else None

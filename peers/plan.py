@@ -68,35 +68,35 @@ KEYS = (
 )  # fmt: skip
 @option(
     "--gpus",
-    help="Plans for several GPUs in each machine, which share the work of one peer: 8x80GB; 8 or "
-    "all of this machine's.",
+    help="Plan for several GPUs in each machine that share the work of one peer: 8x80GB, or 8 or "
+    "all of this machine.",
     metavar="NxSIZE|N|all",
 )
 @option(
     "--mbit",
     type=click.FloatRange(min=0, min_open=True),
     default=ASSUMED_MBIT,
-    help="Rate of a peer's link each way, Mbit/s; --link says more, and caps make it less.",
+    help="Rate of a peer's link each way, in Mbit/s. --link replaces it, and caps lower it.",
 )
 @option(
     "--link",
-    help="A peer's link, and which settings fit it: 100/20mbit,100ms is 100 Mbit/s down, 20 up (in "
-    "this order, as providers write it), and the round trip to others; also 50mbit, or "
-    "up=20mbit,down=100mbit,rtt=100ms,loss=0.1%, or a name that swarm-local --link takes. In bits; "
-    "what could mean two things is an error.",
+    help="Plan for this link of a peer, and list the settings that fit it. 100/20mbit,100ms is 100 "
+    "Mbit/s down, 20 up and a round trip of 100 ms. Also: 50mbit, or "
+    "up=20mbit,down=100mbit,rtt=100ms,loss=0.1%, or a name for swarm-local --link. Rates are in "
+    "bits; an ambiguous link is an error.",
     metavar="DOWN/UP,RTT",
 )
 @option(
     "--utilisation",
     type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
     default=WANTED_UTILISATION,
-    help="With --link: share of the time computing that settings must reach.",
+    help="With --link: share of the time that a peer must compute with the listed settings.",
 )
 @option(
     "--step-seconds",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds of a local step of train.batch_tokens, where they are known better than "
-    "estimated; those of phases are in proportion.",
+    help="Seconds of a local step of train.batch_tokens, in place of the estimate. Steps of phases "
+    "with other batches are in proportion.",
 )
 def main(
     given: Options,
@@ -107,7 +107,7 @@ def main(
     utilisation: float,
     step_seconds: float | None,
 ) -> None:
-    """What a run costs a peer, and which engine runs it on this machine or a described one.
+    """Computes what a run costs a peer, and which engine fits this machine or a described one.
 
     \b
     This machine:  swarm-plan --run spes_2b
@@ -116,9 +116,9 @@ def main(
     Many GPUs:     swarm-plan --run spes_7b --gpus 8x80GB --bus nvlink
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
-    phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
-    or that is assumed where a GPU is only described, and from --mbit. A run that does not fit is
-    exit code 12, after the figures.
+    phase, without the corpus. Times follow from --mbit and from this machine's measured speed; the
+    speed of a described GPU is assumed. A run that does not fit ends with exit code 12, after the
+    figures.
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:

@@ -33,30 +33,30 @@ class Upcycle(Program, click.Group):
 @option("--from", dest="dense", type=_FOLDER, help="Checkpoint folder of a dense Qwen3 or Llama.")
 @option("--out", type=_FOLDER, help="Folder to write the mixture into.")
 @option("--num-experts", type=click.IntRange(min=1), default=8, help="Copies of each MLP, E.")
-@option("--top-k", type=click.IntRange(min=1), default=2, help="Experts of a token, K.")
+@option("--top-k", type=click.IntRange(min=1), default=2, help="Experts per token, K.")
 @option(
     "--router",
     type=click.Choice(["normal", "zeros"]),
     default="normal",
-    help="normal: N(0, 1e-4), which spreads tokens at once. zeros: as SPES.",
+    help="Router weights. normal: N(0, 1e-4), which spreads tokens at once. zeros: as in SPES.",
 )
 @option(
     "--noise",
     type=click.FloatRange(min=0),
     default=0.02,
-    help="Standard deviation of what is added to a random half of each expert; 0 for none.",
+    help="Standard deviation of the noise added to a random half of each expert; 0 for none.",
 )
 @option(
     "--no-norm-topk-prob",
     is_flag=True,
-    help="Weights of a token's experts are not divided by their sum; down_proj is scaled by E / K.",
+    help="Do not divide the weights of a token's experts by their sum; scale down_proj by E / K.",
 )
 @option(
     "--exact-spes",
     is_flag=True,
-    help="Does not scale down_proj, and gives a tied head a copy of its own.",
+    help="Do not scale down_proj, and give a tied head a copy of its own.",
 )
-@option("--seed", type=click.IntRange(min=0), default=0, help="Of router and noise.")
+@option("--seed", type=click.IntRange(min=0), default=0, help="Seed of router and noise.")
 @OPTIONS["log_format"]
 @OPTIONS["log_level"]
 def main(
@@ -68,7 +68,7 @@ def main(
     log_level: str | None,
     **recipe: object,
 ) -> None:
-    """Makes a mixture of experts out of a dense checkpoint, from which a run starts.
+    """Makes a mixture of experts from a dense checkpoint, for a run to start from.
 
     \b
     swarm-upcycle --from DENSE --num-experts 8 --top-k 2 --out MIXTURE
@@ -99,11 +99,11 @@ def main(
 
 @main.command("config")
 @click.argument("folder", type=_FOLDER)
-@click.option("--out", type=_FOLDER, help="File to write; by default it is printed.")
+@click.option("--out", type=_FOLDER, help="File to write; by default the run file is printed.")
 def config(folder: Path, out: Path | None) -> None:
     """Writes a run file for a checkpoint: its [model], and moderate settings for the rest.
 
-    It refuses what a founder would refuse: a tensor that does not fit, or a tokenizer.json.
+    A checkpoint or tokenizer.json that a founder would refuse is refused here, too.
     """
     folder = folder.expanduser()
     run = run_of_checkpoint(folder)

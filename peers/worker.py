@@ -20,24 +20,26 @@ from swarm.train.workers.roster import Node, address_of, launched_by
     "--key",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A copy of the peer's workers.key, which is in its state folder; must be given.",
+    help="Copy of the peer's workers.key, which is in its state folder; must be given.",
 )
 @option(
     "--controller",
     metavar="HOST:PORT",
-    help="The peer's --workers-from; by default the host that torchrun names, and port 31340.",
+    help="Address in the peer's --workers-from; by default torchrun's host, and port 31340.",
 )
 @option(
     "--workers",
     type=click.IntRange(min=1),
-    help="How many; by default one for each GPU. Without GPUs it must be given.",
+    help="Number of workers; by default one for each GPU. Must be given without GPUs.",
 )
 @option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="On a disk with room for what the peer sends; by default the system's for such files.",
+    help="Folder with room for what the peer sends; by default the system's temporary folder.",
 )
-@option("--once", is_flag=True, help="Ends when the peer has ended, and waits for no next one.")
+@option(
+    "--once", is_flag=True, help="End when the peer has ended, instead of waiting for the next one."
+)
 def main(
     _: Options,
     *,
@@ -53,9 +55,9 @@ def main(
     The peer:      swarm-peer ... --workers-from 10.0.0.1:31340 --remote-workers 8
     This machine:  swarm-worker --controller 10.0.0.1:31340 --key workers.key
 
-    The peer makes the key, and its log says where. Its workers here begin when all machines are
-    there, and end with it, within 10 s; then this program waits for it again. Nothing is
-    encrypted: all machines belong into one private network. Under torchrun, or srun with several
+    The peer makes the key, and its log says where. The workers begin when all machines are there,
+    and end within 10 s of their peer. Then this program waits for the peer again. Nothing is
+    encrypted: all machines must be in one private network. Under torchrun, or srun with several
     tasks a machine, each process is one worker.
     """  # noqa: D301 - click reads the backspace
     for name, value in PASSIVE.items():

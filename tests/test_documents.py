@@ -368,17 +368,45 @@ def test_every_measuring_script_is_on_the_page_of_measurements():
     assert {name for name in scripts if name not in page} == set()
 
 
-@pytest.mark.parametrize("program", sorted(programs()))
-def test_a_program_has_the_options_that_its_page_lists(program):
-    module = "peers.peer:main" if program == "swarm-peer" else programs()[program]
-    path, _, name = module.partition(":")
+@cache
+def options_of(program: str) -> frozenset[str]:
+    """Flags of a program and of its commands."""
+    place = "peers.peer:main" if program == "swarm-peer" else programs()[program]
+    path, _, name = place.partition(":")
     command = getattr(importlib.import_module(path), name)
-    known = {flag for parameter in command.params for flag in parameter.opts if flag[:2] == "--"}
+    below = getattr(command, "commands", {}).values()
+    parameters = [parameter for each in (command, *below) for parameter in each.params]
+    flags = {flag for p in parameters for flag in (*p.opts, *p.secondary_opts)}
+    return frozenset({*flags, "--help", "--version", "--log-format", "--log-level"})
+
+
+COMMAND = re.compile(r"(?<![\w/.-])(swarm-[a-z]+) ([^`|]*)")
+
+
+def option_offences(texts: Iterable[Text]) -> list[str]:
+    """Commands, in quotes or in blocks, with options that their programs lack."""
+    found = []
+    for text in texts:
+        quoted = re.findall(r"`(swarm-[^`]*)`", text.text)
+        blocks = re.findall(r"^```.*?\n(.*?)^```", text.text, flags=re.MULTILINE | re.DOTALL)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        commands = (named for line in (*quoted, *lines) for named in COMMAND.findall(line))
+        for program, rest in commands:
+            unknown = {*re.findall(r"(?<!\S)--[a-z-]+", rest)} - options_of(program)
+            found += [f"{text.path}: {program} has no {flag}" for flag in sorted(unknown)]
+    return found
+
+
+def test_options_that_are_named_exist():
+    assert option_offences([Text("a.md", "`swarm-peer --nothing`")])
+    assert option_offences([Text("a.md", "```\nswarm-plan \\\n  --run a --nothing\n```\n")])
+    hold(option_offences(documents()))
+
+
+def test_every_program_has_a_row():
     page = (ROOT / "peers" / "README.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE))
-    row = re.sub("all of `([a-z-]+)`", lambda other: rows[other[1]], rows[program])
-    everywhere = {"--log-format", "--log-level", "--help", "--version"}
-    assert set(re.findall(r"--[a-z-]+", row)) == known - everywhere
+    rows = re.findall(r"^\| `(swarm-[a-z]+)` \|", page, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(programs())
 
 
 def test_every_exit_code_of_an_error_has_its_row():

@@ -15,7 +15,10 @@ from swarm.errors import SwarmError
 ROOT = Path(__file__).parents[1]
 SERVICE = ROOT / "configs" / "service"
 PAGE = (ROOT / "peers" / "what_can_go_wrong.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(\w+)` \| (\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+ITEM = re.compile(
+    r"^- `(\w+)`, exit code (\d+): ([^*]*?)\n  \*Remedy:\*(.*?)(?=\n- |\n\n)",
+    re.MULTILINE | re.DOTALL,
+)
 ENVIRONMENT = re.compile(r"\b(SWARM_[A-Z_]+)\b")
 
 
@@ -29,11 +32,11 @@ def kinds(root: type[SwarmError] = SwarmError) -> dict[str, type[SwarmError]]:
 
 def error_offences(page: str) -> list[str]:
     """Differences between the page and errors.py."""
-    rows = {name: (int(code), cause, remedy) for name, code, cause, remedy in ROW.findall(page)}
-    found = [f"{name} has no row" for name in kinds() if name not in rows]
-    found += [f"there is no {name}" for name in rows if name not in kinds()]
-    for name in rows.keys() & kinds().keys():
-        code, cause, remedy = rows[name]
+    items = {name: (int(code), cause, remedy) for name, code, cause, remedy in ITEM.findall(page)}
+    found = [f"{name} has no item" for name in kinds() if name not in items]
+    found += [f"there is no {name}" for name in items if name not in kinds()]
+    for name in items.keys() & kinds().keys():
+        code, cause, remedy = items[name]
         if code != kinds()[name].exit_code:
             found.append(f"{name} ends with {kinds()[name].exit_code}, not {code}")
         if min(len(cause.strip()), len(remedy.strip())) < len("as above"):
@@ -44,10 +47,11 @@ def error_offences(page: str) -> list[str]:
 @pytest.mark.parametrize(
     "broken",
     [
-        ROW.sub("", PAGE, count=1),
-        PAGE.replace("`StateLocked` | 6", "`StateLocked` | 7"),
+        ITEM.sub("", PAGE, count=1),
+        PAGE.replace("`StateLocked`, exit code 6", "`StateLocked`, exit code 7"),
         PAGE.replace("`StateLocked`", "`StateOpen`"),
-        re.sub(r"(\| `DoesNotFit` \| 12 \|)[^|]+\|", r"\1  |", PAGE),
+        re.sub(r"(- `DoesNotFit`, exit code 12: )[^*]+\n", r"\1\n", PAGE),
+        re.sub(r"(- `DoesNotFit`, [^*]+\*Remedy:\*)[^-]+", r"\1\n\n", PAGE),
     ],
 )
 def test_the_check_finds_a_page_that_is_not_true(broken: str) -> None:

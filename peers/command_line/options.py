@@ -86,33 +86,37 @@ class Options:
     )
     config: Path | None = _path(
         "--config",
-        "Configuration of this machine: a file, or a name such as laptop.",
+        "Configuration file of this machine, or a name such as laptop.",
         callback=option_values.file_of("peers"),
     )
     state_dir: Path = _path(
         "--state-dir",
-        "Where this peer keeps key, model and training state; one folder for each peer. swarm-plan "
+        "Folder for this peer's key, model and training state. Each peer needs its own. swarm-plan "
         "says how much disk it takes.",
         default=Path("~/.swarm/default"),
     )
     rounds: int | None = _flag(
-        "--rounds", "The same as --set run.rounds=N.", sets="run.rounds", type=_POSITIVE
+        "--rounds",
+        "Rounds of the run; the same as --set run.rounds=N.",
+        sets="run.rounds",
+        type=_POSITIVE,
     )
     peers: int | None = _flag(
         "--peers",
-        "Number of peers that the run is made for. The founder waits for them, unless "
+        "Number of peers that the run is planned for. The founder waits for them, unless "
         "--wait-for-peers names another number.",
         sets="run.peers",
         type=_POSITIVE,
     )
     settings: tuple[str, ...] = _flag(
         "--set",
-        "Change one setting: train.batch_tokens=4096; --print-config lists all. Of this machine "
-        "too: compute.host_memory_gb=16 and compute.device_memory_gb=8 cap its memory.",
+        "Change one setting of the run or of this machine, such as train.batch_tokens=4096. "
+        "--print-config lists all. compute.host_memory_gb=16 and compute.device_memory_gb=8 cap "
+        "this machine's memory.",
         type=option_values.Setting(),
         multiple=True,
     )
-    as_json: bool = _flag("--json", "One JSON object, last.", is_flag=True, default=False)
+    as_json: bool = _flag("--json", "Print JSON, for programs.", is_flag=True, default=False)
     print_config: str | None = _flag(
         "--print-config",
         "Print the settings in effect, as a file for --run or for --config, and exit.",
@@ -120,19 +124,19 @@ class Options:
     )
     log_format: str = _flag(
         "--log-format",
-        "auto: colours on a terminal, plain lines off it.",
+        "Form of log lines. auto: colors on a terminal, plain lines elsewhere.",
         type=click.Choice(LOG_FORMATS),
         default="auto",
     )
     log_level: str | None = _flag(
         "--log-level",
-        "The least severe lines that are shown.",
+        "Lowest severity of the log lines that are shown.",
         type=click.Choice(LOG_LEVELS),
         default=None,
     )
     initial_peers: tuple[str, ...] = _addresses(
         "--initial-peers",
-        "Addresses of peers; several, or @FILE with one a line.",
+        "Addresses of peers in the run. Several may be given, or @FILE with one address a line.",
         sets="network.initial_peers",
     )
     port: int | None = _flag(
@@ -142,22 +146,24 @@ class Options:
     )
     public_ip: str | None = _flag(
         "--public-ip",
-        "Address at which others reach --port, if this machine does not have it itself: of a "
-        "router that forwards the port, or of a cloud machine.",
+        "Address at which others reach --port, if it is not this machine's own: that of a router "
+        "that forwards the port, or the public one of a cloud machine.",
         metavar="ADDRESS",
         callback=option_values.ip_of,
     )
     host_maddrs: tuple[str, ...] = _addresses(
-        "--host-maddrs", "Addresses to listen on, in place of --port.", sets="network.host_maddrs"
+        "--host-maddrs",
+        "Multiaddresses to listen on, in place of --port.",
+        sets="network.host_maddrs",
     )
     announce_maddrs: tuple[str, ...] = _addresses(
         "--announce-maddrs",
-        "Addresses that others shall dial, in place of --public-ip.",
+        "Multiaddresses that others should dial, in place of --public-ip.",
         sets="network.announce_maddrs",
     )
     identity_path: str | None = _flag(
         "--identity-path",
-        "Key file, kept for later starts; by default in the state folder.",
+        "File with this peer's key; by default in --state-dir. Later starts use the same file.",
         sets="network.identity_path",
     )
     client_mode: bool | None = _flag(
@@ -168,7 +174,7 @@ class Options:
     )
     relay: bool | None = _flag(
         "--relay/--no-relay",
-        "Pass messages on between peers that cannot dial each other.",
+        "Pass messages and blobs on between peers that cannot dial each other.",
         sets="network.relay",
         default=None,
     )
@@ -186,30 +192,30 @@ class Options:
     )
     max_upload: float | None = _flag(
         "--max-upload",
-        "Send no faster: 20mbit. By default nine tenths of an uplink that was measured to be below "
-        "60 Mbit/s.",
+        "Send no faster than this rate, such as 20mbit. By default nine tenths of the measured "
+        "uplink if that is below 60 Mbit/s.",
         sets="network.max_upload_mbit",
         metavar="RATE",
         callback=option_values.rate_of,
     )
     max_download: float | None = _flag(
         "--max-download",
-        "Receive no faster: 100mbit. There is no limit by default.",
+        "Receive no faster than this rate, such as 100mbit. There is no limit by default.",
         sets="network.max_download_mbit",
         metavar="RATE",
         callback=option_values.rate_of,
     )
     data_quota: float | None = _flag(
         "--data-quota",
-        "Leave before so much is moved in a calendar month, both directions together: 200GB.",
+        "Leave before the bytes of a calendar month, sent and received, exceed this: 200GB.",
         sets="network.data_quota_gb",
         metavar="SIZE",
         callback=option_values.gigabytes_of,
     )
-    run_id: str | None = _flag("--run-id", "Which run, where there are several.")
+    run_id: str | None = _flag("--run-id", "Id of the run, where there are several.")
     new_run: bool = _flag(
         "--new-run",
-        "Found the run of --run even where --state-dir or --initial-peers belongs to another.",
+        "Found the run of --run even if --state-dir or --initial-peers belong to another run.",
         is_flag=True,
         default=False,
     )
@@ -222,40 +228,43 @@ class Options:
     )
     invitation: str | None = _flag(
         "--invitation",
-        "What swarm-invite, or the founder, printed for you: with it this peer votes at once. "
-        "@FILE, or - for standard input, keeps it out of the list of processes.",
+        "Invitation that swarm-invite or the founder printed. With it this peer votes at once. "
+        "@FILE, or - for standard input, keeps the invitation out of the list of processes.",
         metavar="TEXT|@FILE|-",
         callback=option_values.invitation_text,
     )
     name: str | None = _flag("--name", "Display name of this peer.", sets="peer.name")
     capacity: float | None = _flag(
         "--capacity",
-        "Share of experts to own, compared with others: 0.5 is half as many. No more than fit its "
-        "memory are given to a peer.",
+        "How many experts to own, compared with other peers: 0.5 is half as many. A peer never "
+        "owns more than fit its memory.",
         sets="peer.capacity",
         type=float,
     )
     wait_for_peers: int | None = _flag(
         "--wait-for-peers",
-        "The founder starts once so many peers are there, itself included. Others join at any "
-        "time, too.",
+        "The founder starts once this many peers are there, itself included. Others may join at "
+        "any time.",
         sets="peer.wait_for_peers",
         type=int,
     )
     open_gathering: bool | None = _flag(
         "--open-gathering",
-        "Count any peer that is there first, not only those with the founder's invitation: a "
-        "stranger then votes for good.",
+        "With --wait-for-peers, count the first peers that come, also those without the founder's "
+        "invitation. A stranger among them votes for good.",
         sets="peer.open_gathering",
         is_flag=True,
         default=None,
     )
     linger: float | None = _flag(
-        "--linger", "Seconds to serve on after the last fetch.", sets="peer.linger_s", type=float
+        "--linger",
+        "After the last round, serve until nobody has fetched for this many seconds.",
+        sets="peer.linger_s",
+        type=float,
     )
     leave_timeout: float | None = _flag(
         "--leave-timeout",
-        "Seconds that finishing the round and handing over may take after Ctrl+C.",
+        "Seconds after Ctrl+C to finish the round and hand the experts over.",
         sets="peer.leave_timeout_s",
         type=float,
     )
@@ -267,19 +276,20 @@ class Options:
     )
     threads: int | None = _flag(
         "--threads",
-        "CPU threads of the model; measured by default.",
+        "CPU threads of the model. By default the fastest number is measured.",
         sets="compute.threads",
         type=int,
     )
     engine: str | None = _flag(
         "--engine",
-        "What holds the model; auto takes the fastest that fits.",
+        "resident: the whole model is on the device. streaming: most of it is in host memory. "
+        "auto takes the fastest that fits.",
         sets="compute.engine",
         type=click.Choice(["auto", "resident", "streaming"]),
     )
     gpus: int | str | None = _flag(
         "--gpus",
-        "Compute on so many GPUs of this machine, or all, as one peer; by default on one.",
+        "How many GPUs of this machine compute as one peer, or all; by default one.",
         sets="compute.parallel",
         metavar="N|all",
         callback=option_values.number_or_all,
@@ -292,51 +302,57 @@ class Options:
     )
     remote_workers: int | None = _flag(
         "--remote-workers",
-        "Wait for so many of these workers, in addition to those of --gpus.",
+        "How many workers of other machines to wait for, in addition to those of --gpus.",
         sets="compute.remote_workers",
         type=_POSITIVE,
     )
     bus: str | None = _flag(
         "--bus",
-        "What connects the GPUs of a machine; measured by default.",
+        "Connection between the GPUs of a machine; measured by default.",
         sets="compute.bus",
         type=click.Choice(["auto", "nvlink", "pcie"]),
     )
     between: float | None = _flag(
         "--between",
-        "Network between the machines of the workers: 25gbit.  [default: 10gbit]",
+        "Rate between the machines of the workers, such as 25gbit.  [default: 10gbit]",
         sets="compute.between_gbit",
         metavar="RATE",
         callback=option_values.gbit_of,
     )
     key: str | None = _flag(
         "--key",
-        "File with the key that swarm-worker and its peer share; by default workers.key in the "
-        "peer's state folder, which it makes.",
+        "File with the key that swarm-worker and its peer share. By default the peer makes "
+        "workers.key in its state folder.",
         sets="compute.workers_key",
         metavar="FILE",
     )
-    gpu: str | None = _flag("--gpu", "Plan for such a GPU: 24GB; 0 for none.", metavar="SIZE")
-    host: str | None = _flag("--host", "Plan for so much memory: 64GB.", metavar="SIZE")
-    disk: str | None = _flag("--disk", "Plan for so much free disk: 500GB.", metavar="SIZE")
+    gpu: str | None = _flag(
+        "--gpu", "Plan for a GPU with this much memory, such as 24GB; 0 for none.", metavar="SIZE"
+    )
+    host: str | None = _flag(
+        "--host", "Plan for this much host memory, such as 64GB.", metavar="SIZE"
+    )
+    disk: str | None = _flag(
+        "--disk", "Plan for this much free disk, such as 500GB.", metavar="SIZE"
+    )
     corpus: str | None = _flag(
         "--corpus",
-        "Text to train on: .txt, .md, .py, .html, .json, .jsonl and .parquet files, or shards that "
-        "swarm-data made. By default the folder that the run's text came from before, or the "
+        "Folder with the text to train on: .txt, .md, .py, .html, .json, .jsonl and .parquet "
+        "files, or shards that swarm-data made. By default the folder of the last start, or the "
         "Python standard library.",
         sets="corpus.folder",
         metavar="FOLDER",
     )
     follow_links: bool | None = _flag(
         "--follow-links",
-        "Follows links in it that leave it, and links to folders.",
+        "Follow links that lead out of the folder of text, and links to folders.",
         sets="corpus.follow_links",
         is_flag=True,
         default=None,
     )
     list_skipped: bool | None = _flag(
         "--list-skipped",
-        "Names every file, line and row of text that is not read.",
+        "Name every file, line and row of text that is not read.",
         sets="corpus.list_skipped",
         is_flag=True,
         default=None,
@@ -348,9 +364,11 @@ class Options:
     initialise_from: Path | None = _path(
         "--initialise-from",
         "Checkpoint folder with the weights that a founder gives its run; sets run.initial to "
-        "given. Its run file is made by swarm-upcycle config.",
+        "given. swarm-upcycle config makes the run file.",
     )
-    tensorboard: Path | None = _path("--tensorboard", "Write losses there for TensorBoard.")
+    tensorboard: Path | None = _path(
+        "--tensorboard", "Folder to write losses into for TensorBoard."
+    )
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 

@@ -76,7 +76,7 @@ def test_the_page_in_readme_continues_an_export(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(page())
     printed = run_python(tmp_path, "page.py")
     assert_ten_steps(printed)
-    said = "round 2, step 10: swarm.Peer.resume('out/alone') goes on from here"
+    said = "round 2, step 10: swarm.Peer.resume('out/alone') continues from here"
     assert printed.splitlines()[-1] == said
     (tmp_path / "go_on.py").write_text(GO_ON)
     steps = STEP.findall(run_python(tmp_path, "go_on.py"))

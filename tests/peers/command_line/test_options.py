@@ -431,14 +431,14 @@ def test_the_options_of_a_peer_are_in_groups_and_show_their_defaults() -> None:
 ANSWERS = {
     "which ports must be open": "on the next one for blobs: open both in the firewall",
     "what if I cannot open one": "no port has to be open here",
-    "how do I limit the upload": "Send no faster: 20mbit",
+    "how do I limit the upload": "Send no faster than this rate, such as 20mbit",
     "where is what it keeps, how much disk is that": "swarm-plan says how much disk it takes",
     "how do I resume, what if I stop it": "the same command resumes, also after a kill -9",
     "how do I train on a GPU, and which": "CUDA_VISIBLE_DEVICES=1 chooses which",
     "how do I cap memory": "compute.host_memory_gb=16 and compute.device_memory_gb=8 cap",
-    "how do I start from a checkpoint": "Its run file is made by swarm-upcycle config",
+    "how do I start from a checkpoint": "upcycle config makes the run file",
     "how do I train fewer experts": "0.5 is half as many",
-    "how do I wait for friends": "The founder starts once so many peers are there",
+    "how do I wait for friends": "The founder starts once this many peers are there",
 }
 
 
