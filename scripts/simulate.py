@@ -9,7 +9,7 @@ from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
 from swarm.emulation.simulator.fault_schedule import Outcome, run_schedule
 from swarm.emulation.simulator.faults.extended import EXTENDED
 from swarm.emulation.simulator.faults.faults import CLASSES
-from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
+from swarm.emulation.simulator.faults.hostile import WORDS, class_letters
 from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 
 PROGRESS_EVERY_S = 10.0
@@ -19,25 +19,25 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/simulate",
         description="Random faulty schedules of the round agreement, without any network.",
-        epilog="""Classes of the base model: A anything, B a majority is spared, C a majority dies,
-D short time-outs, E the same with cut links. Of the extended model: F lost and rolled-back disks,
-G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow links with adapted
-timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time, R deltas. Only
-by --classes: O deltas in rounds that overlap with local steps, U the same for a given time, S 64
-peers (some seconds each), T 256 peers (half a minute each), V keys that join and vanish, P a member
-that lies and strangers that forge, W one that votes twice, Y a liar beside deltas, X one that
-overstates its work, Q a peer that was away for hundreds of rounds. A small letter: that class
-with slices (round.stagger). Exit status: 0 if no invariant broke (with --mutant: if one did), else
-1.""",
+        epilog="""Classes of the base model: anything (A), minority (B: a majority is spared),
+majority-death (C), haste (D: short time-outs), hasty-cuts (E: the same with cut links). Of the
+extended model: lost-disks (F), many-peers (G: 8 to 12), clocks (H: sleep, clock jumps, one-way
+links), slow-links (J: large blobs, adapted timers), moments (K), combined (L), deafness (M),
+timed-rounds (N), deltas (R). Only by --classes: overlap (O: deltas in rounds that overlap with
+local steps), timed-overlap (U), 64-peers (S: some seconds each), 256-peers (T: half a minute each),
+vanishing-keys (V), liar (P: a member that lies, strangers that forge), double-votes (W),
+liar-deltas (Y), overclaims (X: overstated work), absence (Q: a peer that was away for hundreds of
+rounds). sliced-WORD, or a small letter: that class with slices (round.stagger). Exit status: 0 if
+no invariant broke (with --mutant: if one did), else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")
     parser.add_argument(
         "--extended",
         action="store_true",
-        help="classes F to N and R, the extended model, instead of A to E",
+        help="the classes of the extended model instead of those of the base model",
     )
-    parser.add_argument("--classes", help="such as ABC, of any model; see below")
+    parser.add_argument("--classes", help="such as liar,clocks, or ABC; see below")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")
@@ -46,9 +46,12 @@ with slices (round.stagger). Exit status: 0 if no invariant broke (with --mutant
     arguments = parser.parse_args()
     if arguments.classes is None:
         arguments.classes = "".join(EXTENDED if arguments.extended else CLASSES)
-    unknown = sorted(set(arguments.classes) - set(ALL_CLASSES))
-    if unknown or not arguments.classes:
-        parser.error(f"--classes: {unknown} not among {''.join(ALL_CLASSES)}")
+    try:
+        arguments.classes = class_letters(arguments.classes)
+    except KeyError as unknown:
+        parser.error(f"--classes: {unknown} not among {', '.join(WORDS)} and their letters")
+    if not arguments.classes:
+        parser.error("--classes: name one at least")
     if arguments.mutant and arguments.mutant not in ALL_MUTANTS:
         parser.error(f"--mutant: no {arguments.mutant!r}; there are {', '.join(ALL_MUTANTS)}")
     return arguments
@@ -66,7 +69,8 @@ def main() -> int:
 
 
 def replay(name: str, mutant_name: str | None) -> int:
-    fault_class, _, seed = name.partition(":")
+    named, _, seed = name.partition(":")
+    (fault_class,) = class_letters(named)
     mutant = ALL_MUTANTS[mutant_name] if mutant_name else None
     outcome = run_schedule(
         fault_class,

@@ -16,10 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
+
 ROOT = Path(__file__).parents[1]
 MAP = "swarm/README.md"
+SAFETY = "swarm/protocol/SAFETY.md"
+POLICIES = "swarm/protocol/POLICIES.md"
 MAX_README_LINES = 170
 MAX_MAP_LINES = 250
+MAX_RULE_WORDS = 60
 FOLDERS = ("swarm", "peers", "scripts", "tests")
 DOCUMENTS = ("*.md", "configs/*.md", *(f"{folder}/**/*.md" for folder in FOLDERS))
 
@@ -87,16 +92,58 @@ def sources() -> tuple[Text, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A safety rule, and what shows that it is needed.
+
+    Attributes:
+        statement: the rule.
+        invariants: of the simulator, that break without it.
+        mutants: the code without it.
+        tests: files, or file::test.
+    """
+
+    statement: str
+    invariants: list[str]
+    mutants: list[str]
+    tests: list[str]
+
+
+RULE = re.compile(
+    r"^\*\*([A-Z]+\d*) ([^*]+\*\*.*?)\sInvariants?\s(.*?);\smutants?\s(.*?);\stests?\s(.*?)\.\n\n",
+    flags=re.MULTILINE | re.DOTALL,
+)
+
+
+@cache
+def safety_rules() -> dict[str, Rule]:
+    """Rules by number: each is a paragraph of its page."""
+    text = (ROOT / SAFETY).read_text(encoding="utf-8")
+    found = {}
+    for number, statement, *shown in RULE.findall(text):
+        lists = (re.sub(r"[`\s]", "", names).split(",") for names in shown)
+        found[number] = Rule(statement, *lists)
+    return found
+
+
+@cache
+def invariants() -> frozenset[str]:
+    """First cells of the tables of invariants."""
+    text = (ROOT / SAFETY).read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^\| ([IEN]\d+) \|", text, flags=re.MULTILINE))
+
+
+@cache
+def policies() -> frozenset[str]:
+    """Names in bold that begin a paragraph of their page, with their files behind them."""
+    text = (ROOT / POLICIES).read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^\*\*([a-z -]+)\*\* \(`", text, flags=re.MULTILINE))
+
+
 @cache
 def rules() -> frozenset[str]:
-    """Rules and invariants: the first cells of the tables of the protocol page."""
-    text = (ROOT / MAP).read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ((?:(?:[A-Z]\d+|GC)(?:, )?)+) \|", text, flags=re.MULTILINE)
-    within = re.findall(r"(?<=\. )([A-Z]\d+[a-z])(?=: )", text)
-    attacks = {
-        f"S{int(path.name[6:8])}" for path in (ROOT / "tests" / "hostile").glob("test_s??_*.py")
-    }
-    return frozenset({*", ".join(rows).split(", "), *within, *attacks})
+    """What may stand in brackets."""
+    return safety_rules().keys() | invariants()
 
 
 def rule_offences(texts: Iterable[Text]) -> list[str]:
@@ -251,7 +298,8 @@ def test_what_is_there_is_no_offence():
     text = Text(
         "swarm/a.md",
         "`protocol/values/manifest.py` `Manifest.seed` "
-        "[map](README.md#packages) `rounds/` `protocol/chain/trust.py` [A1, C1-C3] F32 "
+        "[rules](protocol/SAFETY.md#who-has-a-vote) `rounds/` `protocol/chain/trust.py` "
+        "[A1, L1-L2] F32 "
         "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/benchmarks/bench_join.py; "
         "pip install 'moe-swarm[hf]'",
     )
@@ -272,7 +320,11 @@ def hold(offences: list[str]) -> None:
 
 def test_there_are_documents_and_rules_to_check():
     assert {text.path for text in documents()} >= {"README.md", MAP, "peers/README.md"}
-    assert rules() >= {"P1", "P2", "A4", "H1b", "M9", "I12", "S12"}
+    text = (ROOT / SAFETY).read_text(encoding="utf-8")
+    assert list(safety_rules()) == re.findall(r"^\*\*([A-Z]+\d*) ", text, flags=re.MULTILINE)
+    assert rules() >= {"P1", "P2", "A4", "GC", "I12", "E6", "N4"}
+    assert not safety_rules().keys() & invariants()
+    assert policies() >= {"roster deadline", "slow-link exclusion", "takeover"}
 
 
 @pytest.mark.parametrize(("page", "limit"), [("README.md", MAX_README_LINES), (MAP, MAX_MAP_LINES)])
@@ -290,6 +342,51 @@ def test_the_map_is_an_index_of_all_pages():
 
 def test_rules_that_are_named_exist():
     hold(rule_offences((*documents(), *sources())))
+
+
+@pytest.mark.parametrize("rule", safety_rules())
+def test_a_safety_rule_names_what_shows_that_it_is_needed(rule: str):
+    found = safety_rules()[rule]
+    lacking = set(found.invariants) - invariants()
+    lacking |= set(found.mutants) - ALL_MUTANTS.keys()
+    for test in found.tests:
+        path, _, name = test.partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        lacking |= set() if f"def {name}" in source else {test}
+    assert not lacking
+    assert len(found.statement.split()) <= MAX_RULE_WORDS
+
+
+def test_violations_have_the_numbers_of_invariants():
+    """Every number of the simulator's violations is on the page, and all of these are checked."""
+    folder = ROOT / "swarm" / "emulation" / "simulator"
+    sources = [path.read_text(encoding="utf-8") for path in folder.glob("**/*.py")]
+    raised = {name for text in sources for name in re.findall(r'[(\s]"([A-Z]\d+)",', text)}
+    assert raised == invariants()
+
+
+def test_mutants_remove_a_rule_or_a_policy():
+    """What is before the colon of a mutant's description is a number or a name of the pages."""
+    known = rules() | policies()
+    unknown = {
+        name: mutant.rule
+        for name, mutant in ALL_MUTANTS.items()
+        if ":" in mutant.rule and not known.issuperset(mutant.rule.split(":")[0].split(", "))
+    }
+    assert not unknown
+
+
+def test_policies_that_are_named_exist():
+    """A line "Policy: ..." of a docstring names policies."""
+    offences = [
+        f"{place}: no policy {name}"
+        for text in sources()
+        for place, line in text.lines()
+        for names in re.findall(r"^\s*Polic(?:y|ies): ([a-z, -]+)\.$", line)
+        for name in names.split(", ")
+        if name not in policies()
+    ]
+    hold(offences)
 
 
 def test_links_lead_somewhere():
@@ -415,3 +512,82 @@ def test_every_exit_code_of_an_error_has_its_row():
     page = (ROOT / "peers" / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE))
     assert {str(kind.exit_code) for kind in kinds} <= listed
+
+
+TELLTALE = (
+    "besides?", "what it", "told", "goes on", "whoever", "anew", "gone", "of which", "in vain"
+)  # fmt: skip
+"""Words that mark a sentence which has to be read twice."""
+MOST_PER_10_000 = 1.0
+MOST_PLACES = 10
+CODE = re.compile(r"```.*?```|`[^`]*`|\{[^{}]*\}", flags=re.DOTALL)
+"""What is no prose: names in backticks, drawings, and expressions in strings."""
+
+
+def prose_of(path: str, source: str) -> str:
+    """Docstrings, comments and messages of Python, in lines of their own numbers.
+
+    A message is a string with a space. Of tests only docstrings and comments are for readers.
+    """
+    lines = [""] * (source.count("\n") + 2)
+    alone = True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_comment = token.type == tokenize.COMMENT
+        is_message = not path.startswith("tests/") and " " in token.string
+        if is_comment or (token.type == tokenize.STRING and (alone or is_message)):
+            for offset, line in enumerate(CODE.sub(_blank, token.string).split("\n")):
+                lines[token.start[0] - 1 + offset] += line
+        if token.type in {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}:
+            alone = True
+        elif not is_comment and token.type != tokenize.NL:
+            alone = False
+    return "\n".join(lines)
+
+
+def _blank(code: re.Match[str]) -> str:
+    """As many lines without words."""
+    return "\n" * code[0].count("\n")
+
+
+@cache
+def prose() -> tuple[Text, ...]:
+    """All that people read: pages, comments of run files, and the prose of Python."""
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("**/*.py"))
+    paths.remove(Path(__file__))
+    texts = [Text(each.path, CODE.sub(_blank, each.text)) for each in documents()]
+    texts += [
+        Text(name, prose_of(name, path.read_text(encoding="utf-8")))
+        for path in paths
+        for name in [str(path.relative_to(ROOT))]
+    ]
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        comments = re.sub(r"^[^#\n]*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        texts.append(Text(str(path.relative_to(ROOT)), comments))
+    return tuple(texts)
+
+
+def places_of(word: str, texts: Iterable[Text]) -> list[str]:
+    found = re.compile(rf"\b(?:{word})\b", flags=re.IGNORECASE)
+    return [
+        f"{place}: {line.strip()[:90]}"
+        for text in texts
+        for place, line in text.lines()
+        for _ in found.findall(line)
+    ]
+
+
+def test_telltale_words_are_found_in_prose_alone():
+    source = 'def gone():\n    """It is gone."""\n    told = "told"\n    return "has told {gone}"\n'
+    text = Text("swarm/a.py", prose_of("swarm/a.py", source))
+    assert places_of("gone", [text]) == ['swarm/a.py:2: """It is gone."""']
+    assert places_of("told", [text]) == ['swarm/a.py:4: "has told "']
+    assert not places_of("told", [Text("a.md", CODE.sub(_blank, "`told`"))])
+
+
+@pytest.mark.parametrize("word", TELLTALE)
+def test_a_telltale_word_is_rare(word: str):
+    places = places_of(word, prose())
+    total = sum(len(re.findall(r"[A-Za-z][A-Za-z'-]*", text.text)) for text in prose())
+    rate = 1e4 * len(places) / total
+    shown = "\n".join(places[:MOST_PLACES])
+    assert rate <= MOST_PER_10_000, f"{word}: {rate:.2f} per 10,000 words, as in\n{shown}"

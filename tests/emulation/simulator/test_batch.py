@@ -8,6 +8,7 @@ import pytest
 
 from swarm.emulation.simulator import batch
 from swarm.emulation.simulator.batch import CHUNK, Job, run_jobs
+from swarm.emulation.simulator.faults.hostile import ALL_CLASSES, SLICED, WORDS, class_letters
 
 OPENS_S = 30.0
 
@@ -48,3 +49,11 @@ def test_no_job_begins_once_nobody_wants_more(
     seeds = [int(line) for line in begun.read_text().splitlines()]
     assert set(range(CHUNK)) <= set(seeds)
     assert len(seeds) <= CHUNK + 2, "the job of each process was its last"
+
+
+def test_every_class_has_a_word_and_old_letters_name_it_still() -> None:
+    assert sorted(WORDS.values()) == sorted(ALL_CLASSES.keys() - SLICED.keys())
+    assert class_letters("liar,sliced-deltas,ABc") == ["P", "r", "A", "B", "c"]
+    for unknown in ("lier", "sliced-", "AI"):
+        with pytest.raises(KeyError):
+            class_letters(unknown)

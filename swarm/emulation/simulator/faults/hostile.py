@@ -159,3 +159,54 @@ SLICED: Mapping[str, Mix] = {
 }
 """Each class once more, with rounds that exchange their slices of the units."""
 ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **SLICED}
+WORDS: Mapping[str, str] = {
+    "anything": "A",
+    "minority": "B",
+    "majority-death": "C",
+    "haste": "D",
+    "hasty-cuts": "E",
+    "lost-disks": "F",
+    "many-peers": "G",
+    "clocks": "H",
+    "slow-links": "J",
+    "moments": "K",
+    "combined": "L",
+    "deafness": "M",
+    "timed-rounds": "N",
+    "overlap": "O",
+    "liar": "P",
+    "absence": "Q",
+    "deltas": "R",
+    "64-peers": "S",
+    "256-peers": "T",
+    "timed-overlap": "U",
+    "vanishing-keys": "V",
+    "double-votes": "W",
+    "overclaims": "X",
+    "liar-deltas": "Y",
+}
+"""Words of the fault classes. Schedules are drawn by the letters, and keep them."""
+SLICED_WORD = "sliced-"
+"""Before a word: the class once more, with slices."""
+
+
+def class_letters(names: str) -> list[str]:
+    """Letters of fault classes.
+
+    Args:
+        names: words, or runs of letters, separated by commas: "liar,sliced-deltas", "ABC".
+
+    Raises:
+        KeyError: there is no such class; it is the argument of the error.
+    """
+    found: list[str] = []
+    for name in filter(None, names.split(",")):
+        letter = WORDS.get(name.removeprefix(SLICED_WORD))
+        if letter:
+            found.append(letter.lower() if name.startswith(SLICED_WORD) else letter)
+            continue
+        unknown = sorted(set(name) - ALL_CLASSES.keys())
+        if unknown:
+            raise KeyError(name)
+        found += name
+    return found
