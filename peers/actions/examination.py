@@ -350,7 +350,9 @@ def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> 
 
 
 def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
-    """Experts that a peer of this capacity comes to own among others with theirs, rounded up [R4].
+    """Experts that a peer of this capacity comes to own among others with theirs, rounded up.
+
+    Policy: expert ownership.
 
     Args:
         run: what is trained.

@@ -593,9 +593,9 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
     Counts come from a swarm of at most `SIMULATED` peers, for each peer but the convener. PREPARE,
     ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, and the rest
     from each of them to the convener. Manifest and evidence go from the convener to all peers. In a
-    large swarm with known lines they go to relays, and from these to the others [D4]. Offers go to
-    the convener. Reducers get them from their authors, or from the convener if there are few
-    offers.
+    large swarm with known lines they go to relays, and from these to the others (blob relays).
+    Offers go to the convener. Reducers get them from their authors, or from the convener if there
+    are few offers.
     """
     others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
     sizes = {row["message"]: row.get("bytes", message_bytes.MAX_MESSAGE_BYTES) for row in messages}

@@ -136,7 +136,7 @@ class Outcome:
 
     Attributes:
         stages: seconds by name. Their sum is the round without its local steps.
-        relayed: the same if relays pass on experts and manifests [D4].
+        relayed: the same if relays pass on experts and manifests (blob relays).
         flow_s: least seconds of the data if any peer could pass on any data.
         bottleneck, bottleneck_relayed: the bottleneck of the longest stage.
     """

@@ -292,7 +292,10 @@ def overwrite(live: Parts, layout: UnitLayout, value: Read) -> None:
 
 
 def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
-    """The delta x - v of a live value x: its progress that the swarm does not have yet [W8]."""
+    """The delta x - v of a live value x: its progress that the swarm does not have yet.
+
+    Policy: carried steps.
+    """
     x, v = elements_of(layout, live.read_part), agreed_elements(layout, base)
     return encode_delta(layout, lambda start, stop: x(start, stop) - v(start, stop).float())
 
@@ -300,7 +303,7 @@ def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
 def follow(
     live: Parts, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
 ) -> None:
-    """Moves a live value x as the agreed one moved: to x + (v' - v) - c [W8].
+    """Moves a live value x as the agreed one moved: to x + (v' - v) - c (carried steps).
 
     Computed in fp32, with each operation rounded separately. Moments do not change. Memory holds
     some copies of a run.
@@ -324,7 +327,7 @@ def follow(
 
 
 def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
-    """Moves a live value x from one agreed value to another: to v' + (x - v) [M8].
+    """Moves a live value x from one agreed value to another: to v' + (x - v) (merge rebase).
 
     Elements without a difference get the agreed bits, including those of a negative zero. It works
     on a few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.

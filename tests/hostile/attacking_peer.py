@@ -26,17 +26,17 @@ honest_post, honest_store = Outbox.post, Offering.store
 
 
 def post(self: Outbox, destination: PeerId, message: Message) -> None:
-    """M1: names the last possible attempt in every message."""
+    """Names the last possible attempt in every message."""
     honest_post(self, destination, message)
-    if attack() == "M1" and destination != self.me:
+    if attack() == "attempt-counters" and destination != self.me:
         honest_post(self, destination, Prepare(Ballot(MAX_ATTEMPT, self.me)))
 
 
 def store(
     self: Offering, tip: Manifest, unit: Unit, value: Content, tokens: int
 ) -> tuple[Digest, int]:
-    """M3: finite garbage instead of trained values."""
-    if attack() != "M3":
+    """Finite garbage instead of trained values."""
+    if attack() != "garbage-values":
         return honest_store(self, tip, unit, value, tokens)
     layout = self.model.agreed.layout.by_unit[unit]
     value = encoded(layout, lambda part: torch.full((part.stop - part.start,), GARBAGE))

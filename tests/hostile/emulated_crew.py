@@ -10,8 +10,8 @@ from tests.scenarios.swarms import write_run
 
 LINE = ["--max-upload", "100mbit"]
 """Equal lines. On loopback the measured rates are some Gbit/s, and the peer with the highest rate
-averages other peers' units too [D3]. A peer that averages nothing does not notice withheld values
-[C8]."""
+averages other peers' units too (balanced uploads). A peer that averages nothing does not notice
+withheld values (withholding exclusion)."""
 
 
 @contextmanager

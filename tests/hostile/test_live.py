@@ -1,8 +1,8 @@
 """The cost of attacks on a training swarm, compared with equal times without them.
 
-There are three honest peers and, in M1 and M3, a lying fourth member. Phases without and with the
-attack alternate in one swarm, and at the end of each a newcomer joins. The test prints a line of
-figures.
+There are three honest peers and, in attempt-counters and garbage-values, a lying fourth member.
+Phases without and with the attack alternate in one swarm, and at the end of each a newcomer joins.
+The test prints a line of figures.
 
 Two things are emulated, because real peers and attackers have separate machines and here all share
 one. A local step is a timed wait (`peers/emulated.py`), so that rounds last about two seconds and
@@ -48,17 +48,17 @@ from swarm.protocol.values.updates import IMPLAUSIBLE
 from tests.hostile.attacking_peer import ATTACK_VARIABLE
 from tests.hostile.false_records import Stranger, store, strangers
 from tests.hostile.forger import Forger, forger
+from tests.hostile.test_attachments import naming
+from tests.hostile.test_escape_codes import EVERYTHING, key_named
+from tests.hostile.test_false_figures import HIGHEST
+from tests.hostile.test_flooded_keys import FLOOD, LARGEST
 from tests.hostile.test_fuzz import CORPUS
-from tests.hostile.test_s01_invented_parents import forgeries
-from tests.hostile.test_s02_nested_values import BOMB, DICTIONARIES
-from tests.hostile.test_s02_nested_values import store as store_raw
-from tests.hostile.test_s03_false_figures import HIGHEST
-from tests.hostile.test_s04_idle_streams import open_idle
-from tests.hostile.test_s05_attachments import naming
-from tests.hostile.test_s06_names import PATHS, record_named
-from tests.hostile.test_s07_text import EVERYTHING, key_named
-from tests.hostile.test_s08_flooded_keys import FLOOD, LARGEST
-from tests.hostile.test_s10_greedy import be_greedy
+from tests.hostile.test_greedy_streams import be_greedy
+from tests.hostile.test_idle_streams import open_idle
+from tests.hostile.test_invented_parents import forgeries
+from tests.hostile.test_nested_values import BOMB, DICTIONARIES
+from tests.hostile.test_nested_values import store as store_raw
+from tests.hostile.test_path_names import PATHS, record_named
 from tests.peer_records import peer_record
 from tests.protocol.round_pump import make_offer, make_rules
 from tests.scenarios.swarms import ROUND_S, peer_id, rounds, write_run
@@ -328,19 +328,19 @@ def header_of(tip: Manifest) -> Header:
 
 
 STRANGERS: dict[str, Callable[[Attack], None]] = {
-    "S1": invented_parents,
-    "S2": nested_values,
-    "S3": false_figures,
-    "S4": idle_streams,
-    "S5": attachments,
-    "S6": names,
-    "S7": text,
-    "S8": flooded_keys,
-    "S9": false_records,
-    "S10": greedy,
-    "S11": sizes,
+    "invented-parents": invented_parents,
+    "nested-values": nested_values,
+    "false-figures": false_figures,
+    "idle-streams": idle_streams,
+    "attachments": attachments,
+    "path-names": names,
+    "escape-codes": text,
+    "flooded-keys": flooded_keys,
+    "false-announcements": false_records,
+    "greedy-streams": greedy,
+    "announced-sizes": sizes,
 }
-MEMBERS = {"M1": "bad_prepare", "M3": IMPLAUSIBLE}
+MEMBERS = {"attempt-counters": "bad_prepare", "garbage-values": IMPLAUSIBLE}
 """A member's attack, and the counter of honest peers that shows it."""
 
 

@@ -313,7 +313,7 @@ def test_a_cap_counts_without_a_link_too(flag: str) -> None:
 
 
 def test_steps_wait_for_offers_of_an_engine_that_cannot_be_read_meanwhile() -> None:
-    """[V9]: workers with cut state, and an engine that streams and clips by unit."""
+    """Background offers: workers with cut state, and an engine that streams and clips by unit."""
     asked = ("--link", "100mbit", "--step-seconds", "36", "--gpu", "24GB", "--host", "200GB")
     by_unit = ("--set", "optimizer.clip=unit")
     of_one, of_unit = (plan("spes_7b_home", *asked, *more) for more in ((), by_unit))

@@ -163,7 +163,7 @@ class Pump:
     ) -> None:
         self.rules = rules
         self.fetches_ahead = fetches_ahead
-        """Whether peers fetch ahead of proposals, as real ones do [D2]."""
+        """Whether peers fetch ahead of proposals, as real ones do."""
         self.rooms = dict(rooms or {})
         """Number of experts that fit each machine, all by default. Peers declare it."""
         self.uplinks = uplinks or {}

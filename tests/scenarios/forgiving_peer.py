@@ -1,4 +1,7 @@
-"""swarm-peer that counts a peer again right after a round without sound values of it [C8]."""
+"""swarm-peer that counts a peer again right after a round without sound values of it.
+
+Policy: withholding exclusion.
+"""
 
 from peers.peer import main
 from swarm.protocol.rounds import withholding

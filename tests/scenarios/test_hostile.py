@@ -33,7 +33,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
         run_file,
         3,
         founder_options=["--wait-for-peers", "4"],
-        program="tests.scenarios.forgiving_peer",  # otherwise some lies would not be tried [C8]
+        program="tests.scenarios.forgiving_peer",  # otherwise some lies would not be tried
     ) as swarm:
         swarm.start()
         swarm.program = "tests.scenarios.hostile_peer"

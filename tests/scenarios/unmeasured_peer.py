@@ -1,7 +1,9 @@
-"""A peer without a declared line, so that reducers are assigned as for equal lines [D3].
+"""A peer without a declared line, so that reducers are assigned as for equal lines.
 
-The reducer of a shared part keeps the remainder of its mean [W5]. Measured lines differ between
-starts on this machine, and would assign another reducer and so change bits.
+Policy: balanced uploads.
+
+The reducer of a shared part keeps the remainder of its mean (delta means). Measured lines differ
+between starts on this machine, and would assign another reducer and so change bits.
 """
 
 from peers.peer import main

@@ -87,7 +87,8 @@ RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
 ROUNDS_AFTER_HEALING = 3
 PROVED_FROM = 8
-"""About this many older heads, evenly spread, are tried as tips of peers that return [L3]."""
+"""About this many older heads, evenly spread, are tried as tips of peers that return
+(chain pruning)."""
 PROVED_EVERY = 50
 """Chains are judged every so many heights, and at the end of each schedule."""
 
@@ -109,7 +110,7 @@ class Outcome:
 
 
 class _Judge:
-    """Watches progress [I3], long chains [L3] and, at the end, agreement [I5]."""
+    """Watches progress [I3], long chains (chain pruning) and, at the end, agreement [I5]."""
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world = world
@@ -146,7 +147,7 @@ class _Judge:
         return self.done
 
     def _liars_s(self, since_s: float, now_s: float) -> float:
-        """Seconds that a lying convener may have cost between two moments [K1]."""
+        """Seconds that a lying convener may have cost between two moments (takeover)."""
         liar, timers = self.world.liar, self.scenario.setup.timers
         return liar.convening_s(timers, since_s, now_s) if liar else 0.0
 
@@ -163,7 +164,10 @@ class _Judge:
         return [tip for tip in self._tips() if best and tip.code <= best]
 
     def _may_go_on(self, node: Node) -> Manifest | None:
-        """A peer's tip, if a live peer may continue from it [F3] and can be shown it [L3]."""
+        """A peer's tip, if a live peer may continue from it [F3] and can be shown it.
+
+        Policy: chain pruning.
+        """
         tip, chain = node.disk.record.tip, node.machine.chain
         electors = [peer for peer in self.world.alive() if peer.me in reform_electors(tip.head)]
         for known in (elector.machine.chain for elector in electors):
@@ -261,7 +265,10 @@ def play(world: World, scenario: Scenario) -> None:
 
 
 def _judge_chain(world: World, node: Node) -> None:
-    """Judges whether a peer's chain proves its tip to peers with any of its older heads [L3]."""
+    """Judges whether a peer's chain proves its tip to peers with any of its older heads.
+
+    Policy: chain pruning.
+    """
     chain, known = node.machine.chain, world.invariants.manifests
     behind = [known[chain.tip.digest]]
     while parent := behind[-1].parent:
@@ -271,7 +278,7 @@ def _judge_chain(world: World, node: Node) -> None:
         path = Chain((Link(manifest.head),)).rooted(chain.proof(manifest.code))
         problem = proof_problem(path, chain.tip, {manifest.digest})
         require(
-            problem is None, "L3", f"{node.me} proves nothing from {short(manifest)}: {problem}"
+            problem is None, "I20", f"{node.me} proves nothing from {short(manifest)}: {problem}"
         )
 
 

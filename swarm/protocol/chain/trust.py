@@ -226,7 +226,9 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
 
 
 def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
-    """The links that prove the last head to every peer with any of the heads behind it [L3].
+    """The links that prove the last head to every peer with any of the heads behind it.
+
+    Policy: chain pruning.
 
     A head is left out if more than half of its voters signed the next link that stays, so that one
     step leads there [L1]. The number of links follows the turnover of voters. A certificate reaches
@@ -417,8 +419,8 @@ class Chain:
         """A proof that begins before the trusted heads, made to begin with one of them.
 
         Other peers no longer have each head. So they begin with the last one before that they have,
-        and continue with a link to which all heads since then lead [L3]. That link is judged from
-        the trusted head, as in every proof.
+        and continue with a link to which all heads since then lead (chain pruning). That link is
+        judged from the trusted head, as in every proof.
         """
         if not path or path[0].head.digest in self.trusted:
             return path

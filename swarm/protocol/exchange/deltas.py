@@ -1,4 +1,4 @@
-"""Values made from deltas [W7], and the remainders that means of deltas leave [W5]. Pure."""
+"""Values made from deltas (delta fetches), and the remainders that means of deltas leave. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who takes part in the next round, and which members vote [R1, R2, R7, R8]."""
+"""Who takes part in the next round, and which members vote [R7, R8].
+
+Policies: member removal, joiner limits.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from swarm.protocol.values.manifest import (
 
 TRIAL_ROUNDS = 10
 """Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
-fair share [R5]. A peer that claims a capacity but cannot do the work, or leaves, has then held up
-few experts."""
+fair share (ownership cap). A peer that claims a capacity but cannot do the work, or leaves, has
+then held up few experts."""
 
 
 Members = Mapping[PeerId, Member]
@@ -115,11 +118,13 @@ def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
 def steadiest(
     members: Mapping[PeerId, Member], peers: Collection[PeerId], setbacks: int, *, seed: str
 ) -> frozenset[PeerId]:
-    """The peers of a round that had to be restarted because trainees were missing from it [C4].
+    """The peers of a round that had to be restarted because trainees were missing from it.
+
+    Policy: roster repair.
 
     However many keys vanish one after the other, a campaign restarts only a few times. Voters stay.
     From the second setback on a quarter of the trainees stay, those counted in the most rounds;
-    then a quarter of these, and so on. The experts of the others come later [O2].
+    then a quarter of these, and so on. The experts of the others come later (late offers).
 
     Args:
         members: members of the tip.

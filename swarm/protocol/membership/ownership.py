@@ -1,4 +1,4 @@
-"""Which peers train which expert in the next round [R4].
+"""Which peers train which expert in the next round (expert ownership).
 
 Pure: every peer computes the same assignment from the parent manifest and the round's
 contributors, so nobody has to be believed.
@@ -46,10 +46,10 @@ def assign(
 ) -> Assignment:
     """Moves only experts that must move, or whose move strictly balances the load.
 
-    Capacities determine the shares, within limits [R5], as long as contributors within their own
-    limits can take the rest. Nobody gets an expert that does not fit. An expert that fits nowhere
-    has no owner until a member has room for it. First owners come before any second ones. A member
-    with less room than experts keeps those that no contributor can take.
+    Capacities determine the shares, within limits (ownership cap), as long as contributors within
+    their own limits can take the rest. Nobody gets an expert that does not fit. An expert that fits
+    nowhere has no owner until a member has room for it. First owners come before any second ones. A
+    member with less room than experts keeps those that no contributor can take.
 
     Args:
         previous: owners so far; experts may be missing.
@@ -319,7 +319,7 @@ def waiting_text(rooms: Iterable[int]) -> str:
 
 
 def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str | None:
-    """Why training pauses on a tip; None when it does not [R9].
+    """Why training pauses on a tip; None when it does not (ownership pause).
 
     Args:
         tip: the manifest to train from.

@@ -212,7 +212,8 @@ class BlobWanted:
     num_bytes: int
     sources: tuple[PeerId, ...]
     bound: UpdateBound | None = None
-    """How far the value may be from its base [U1]; None: the blob is not judged as an update."""
+    """How far the value may be from its base (update bounds); None: the blob is not judged as an
+    update."""
     is_delta: bool = False
     """Whether it is a delta; else it is a value."""
 
@@ -285,14 +286,14 @@ class Reduce:
 
     With a `base` the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
     and the mean becomes a delta. The value is the base plus that delta. Both are durable before
-    the report [W5].
+    the report (delta means).
     """
 
     roster_id: Digest
     unit: Unit
     inputs: tuple[tuple[PeerId, Digest], ...]
     weights: tuple[int, ...] | None = None
-    """Weight of each input; None: all weigh the same [W1]."""
+    """Weight of each input; None: all weigh the same (mean weights)."""
     base: Digest | None = None
 
 

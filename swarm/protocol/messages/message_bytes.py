@@ -384,7 +384,7 @@ class BareMessage:
         kind: its type as on the wire.
         attachments: digest and size of every blob that the message refers to, to be fetched before
             it is decoded.
-        relays: peers that pass on what a PROPOSE names [D4]; empty for any other message.
+        relays: peers that pass on what a PROPOSE names (blob relays); empty for any other message.
     """
 
     def __init__(self, payload: Buffer) -> None:

@@ -42,7 +42,7 @@ Uplinks = Annotated[
 """Uplink of each peer in Mbit/s; 0: not known."""
 MAX_REPORTS = 4096
 MAX_ATTEMPT = 2**31
-"""Nobody begins, sends or believes a later attempt [A5]."""
+"""Nobody begins, sends or believes a later attempt (attempt limit)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +63,7 @@ def _possible(ballot: Ballot) -> Ballot:
 
 
 PossibleBallot = Annotated[Ballot, AfterValidator(_possible)]
-"""A ballot that a peer may send [A5]."""
+"""A ballot that a peer may send (attempt limit)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ class Offer(schemas.OnWire):
 
     @cached_property
     def is_late(self) -> bool:
-        """Whether it holds only experts, like that of a peer left out by earlier rounds [O2]."""
+        """Whether it holds only experts, like that of a peer left out by earlier rounds.
+
+        Policy: late offers.
+        """
         return all(expert_of_unit(unit) is not None for unit in self.units)
 
     @cached_property
@@ -259,9 +262,10 @@ class Ready(schemas.OnWire):
     stalls_in_s: schemas.Seconds | None = None
     """Where rounds overlap: time until the sender would wait for the decision; None: it waits."""
     uplink_mbit: schemas.Uplink = 0
-    """Measured uplink of the sender; 0: not known [D3]."""
+    """Measured uplink of the sender; 0: not known (balanced uploads)."""
     room: schemas.Room = ALL_EXPERTS
-    """Number of experts that fit the sender's machine, including those that it owns [R4]."""
+    """Number of experts that fit the sender's machine, including those that it owns
+    (expert ownership)."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
     type: Literal["ready"] = field(default="ready", repr=False)
@@ -284,7 +288,8 @@ class Roster:
     roster_id: Digest
     offers: Mapping[PeerId, Offer]
     reducers: Uplinks
-    """Possible reducers, in peer-id order, with the uplinks by which units are assigned [D3]."""
+    """Possible reducers, in peer-id order, with the uplinks by which units are assigned
+    (balanced uploads)."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,8 @@ class ReducedUnit(schemas.OnWire):
     digest: schemas.DigestText
     num_bytes: schemas.Count
     delta: schemas.DigestIfAny = None
-    """The blob that makes it from the agreed value before, where deltas are averaged [W5]."""
+    """The blob that makes it from the agreed value before, where deltas are averaged
+    (delta means)."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +334,7 @@ class Propose(schemas.OnWire):
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
     """None for a merge."""
     relays: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_RELAYS)] = ()
-    """Peers that pass manifest and evidence on; the others ask these first [D4]."""
+    """Peers that pass manifest and evidence on; the others ask these first (blob relays)."""
     type: Literal["propose"] = field(default="propose", repr=False)
 
 

@@ -48,7 +48,7 @@ MAX_REFORMS = 512
 MAX_HOLDERS = 16
 """Most holders that a PROPOSE names: the last to say that they have everything."""
 MAX_RELAYS = 16
-"""Most relays that a PROPOSE names [D4]."""
+"""Most relays that a PROPOSE names (blob relays)."""
 MAX_MISSING = 64
 """Most peers that one REDUCED reports as missing."""
 MAX_RESULTS = 100
@@ -79,7 +79,7 @@ Capacity = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]
 Room = Annotated[int, Field(ge=0, le=ALL_EXPERTS)]
-"""Experts that fit a machine [R4]."""
+"""Experts that fit a machine (expert ownership)."""
 Seconds = Annotated[
     float, Field(ge=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
 ]

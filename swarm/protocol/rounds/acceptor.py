@@ -54,8 +54,8 @@ def attempt_problem(
 
 
 MAX_PROPOSALS = 2
-"""Different proposals of one convener in a row that a member takes up at one height [A7]. The
-second may leave out the sources that the first was waiting for [C6]."""
+"""Different proposals of one convener in a row that a member takes up at one height
+(convener turns). The second may leave out the sources that the first was waiting for [C6]."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,9 @@ class Acceptor(Role):
         return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
     def turn_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why others convene first: `source` had its chance, and nothing was decided [A7].
+        """Why others convene first: `source` had its chance, and nothing was decided.
+
+        Policy: convener turns.
 
         Without this rule, a convener that takes votes and never announces the decision could return
         before its successors each time, and block the height for ever.
@@ -88,7 +90,7 @@ class Acceptor(Role):
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # If another peer convenes, that peer keeps its time [K1]; else all others get theirs.
+        # If another peer convenes, that peer keeps its time (takeover); else all others get theirs.
         places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
         if self.now - self.succession.convener_at > limit_s:
@@ -107,7 +109,10 @@ class Acceptor(Role):
         return None
 
     def attempt_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why an attempt that a member names is not believed; it is noted all the same [A5]."""
+        """Why an attempt that a member names is not believed; it is noted all the same.
+
+        Policy: attempt limit.
+        """
         if source == self.me:
             return None
         claims = self.succession.claims
@@ -123,7 +128,7 @@ class Acceptor(Role):
     def _is_distrusted(self, convener: PeerId) -> bool:
         """Whether a convener is no longer followed at this height [A4].
 
-        Members that ignore it replace it like a silent one, however often it asks [K1]. It is
+        Members that ignore it replace it like a silent one, however often it asks (takeover). It is
         always safe not to promise.
         """
         return convener in self.succession.distrusted
@@ -153,7 +158,7 @@ class Acceptor(Role):
         if not self.hear_convener(source, "PREPARE", ballot):
             return
         if ballot == self.succession.top:
-            # The convener itself limits how long this may last [C7].
+            # The convener itself limits how long this may last (campaign end).
             self.succession.collected_at = self.now
         if self.standing.may_vote():
             if ballot.attempt >= 1 and ballot != self.standing.record.promised:
@@ -212,7 +217,7 @@ class Acceptor(Role):
     def proposal_problem(
         self, manifest: Manifest, evidence: messages.Evidence | None
     ) -> str | None:
-        """Why a manifest does not follow from the tip and its evidence [H1b, A6, M5].
+        """Why a manifest does not follow from the tip and its evidence [H1, A6] (merge manifests).
 
         Merged values are never judged.
         """
@@ -281,7 +286,7 @@ class Acceptor(Role):
         self.out.post(ballot.convener, self.standing.signed_accept(ballot, manifest.digest))
 
     def judge_proposer(self, event: Unobtainable) -> None:
-        """Stops following a convener whose own proposed value is refused [A4, U1]."""
+        """Stops following a convener whose own proposed value is refused [A4] (update bounds)."""
         proposal = self.blobs.proposal
         if proposal is None or event.reason not in REFUSALS:
             return

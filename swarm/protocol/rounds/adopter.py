@@ -1,4 +1,4 @@
-"""Adopter: decided manifests are fetched whole and applied at once [X1, X2, P4, GC]."""
+"""Adopter: decided manifests are fetched whole and applied at once [X1, P4, GC] (stuck fetches)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Adopter(Role):
             tuple(dict.fromkeys([source, *signers])),
             moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
-            # Only blobs are progress [X2]; a newer target is not.
+            # Only blobs are progress (stuck fetches); a newer target is not.
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
             began_at=replaced.began_at if replaced else self.now,
@@ -214,7 +214,7 @@ class Adopter(Role):
         return self.standing.chain.beyond(before)
 
     def on_heads_found(self, event: events.HeadsFound) -> None:
-        """Puts lost links back into the chain, so that it proves more to others [L3]."""
+        """Puts lost links back into the chain, so that it proves more to others (chain pruning)."""
         standing = self.standing
         standing.chain, problem = filled(standing.chain, event.links)
         if problem:
@@ -260,7 +260,10 @@ class Adopter(Role):
             yield from (*manifest.blobs, *manifest.deltas)
 
     def _fetch_is_stuck(self) -> bool:
-        """Whether a fetch had no progress for `patience_s`: it may be unobtainable [X2]."""
+        """Whether a fetch had no progress for `patience_s`: it may be unobtainable.
+
+        Policy: stuck fetches.
+        """
         pursuit = self.blobs.catch_up
         return (
             pursuit is not None

@@ -1,4 +1,7 @@
-"""The results of a closed roster, and the reducers or sources that hold it up [C3, C4]."""
+"""The results of a closed roster, and the reducers or sources that hold it up.
+
+Policies: roster deadline, roster repair.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class Averaging(Role):
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
-        """Whether a result belongs to the closed roster: one roster per manifest [C3]."""
+        """Whether a result belongs to the closed roster: one roster per manifest [A6]."""
         return (
             campaign.stage is Stage.REDUCE
             and campaign.closed is not None
@@ -75,7 +78,10 @@ class Averaging(Role):
         return Value(manifest, evidence, why)
 
     def refused_values(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers whose values came and were refused, so that waiting does not help [C4, U1]."""
+        """Peers whose values came and were refused, so that waiting does not help.
+
+        Policies: roster repair, update bounds.
+        """
         return {
             peer: f"{reporter} refuses its values: {why}"
             for reporter in sorted(self.late_reducers(roster) & roster.missing.keys())
@@ -96,7 +102,10 @@ class Averaging(Role):
         return {peer for unit, peer in reducers if unit not in roster.results}
 
     def whom_to_exclude(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Contributors reported missing and reducers that are silent, with the reason [C4]."""
+        """Contributors reported missing and reducers that are silent, with the reason.
+
+        Policy: roster repair.
+        """
         late = self.late_reducers(roster)
         bad = self.silent_reducers(roster, self.timers.reduce_s / 2)
         for reporter in sorted(late & roster.missing.keys()):
@@ -113,7 +122,7 @@ class Averaging(Role):
         return bad
 
     def silent_reducers(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Late reducers without a word on this roster for at least `limit_s` [C4]."""
+        """Late reducers without a word on this roster for at least `limit_s` (roster repair)."""
         said, since = roster.reported_at, self.now - limit_s
         return {
             reducer: "it is silent as a reducer"
@@ -128,7 +137,7 @@ class Averaging(Role):
         return named & roster.plan.offers.keys() - {self.me}
 
     def accused(self, roster: ClosedRoster) -> set[PeerId]:
-        """Peers whose values most reducers, at least two, could not get [C8]."""
+        """Peers whose values most reducers, at least two, could not get (withholding exclusion)."""
         reducers = set(roster.plan.reducers.values())
         reports = (roster.missing.get(reporter, {}) for reporter in reducers)
         named = Counter(
@@ -138,7 +147,10 @@ class Averaging(Role):
         return {peer for peer, count in named.items() if count > most[peer]}
 
     def silent_sources(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Missed peers that were silent for `limit_s`, although each poll greets them [C4]."""
+        """Missed peers that were silent for `limit_s`, although each poll greets them.
+
+        Policy: roster repair.
+        """
         heard, since = self.contacts.heard, self.now - limit_s
         return {
             peer: "its values are missing, and it is silent"
@@ -147,7 +159,7 @@ class Averaging(Role):
         }
 
     def slow_sources(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers for whose values most of the late reducers wait, at least two [C4].
+        """Peers for whose values most of the late reducers wait, at least two (roster repair).
 
         These reducers are late through no fault of theirs. A single reducer may lie, or be cut off
         from the peer that it names.

@@ -183,7 +183,7 @@ class Blobs(Role):
                 self._judge_delta(event.digest, failed, pursuit)
 
     def _judge_delta(self, delta: Digest, failed: set[PeerId], pursuit: Pursuit) -> None:
-        """Gives up a delta that nobody has, unless a vote needs it [W6, W7]."""
+        """Gives up a delta that nobody has, unless a vote needs it [W6] (delta fetches)."""
         if delta in pursuit.missing or not failed.issuperset(pursuit.asked[delta]):
             return
         for move in [each for each in pursuit.moves.values() if each.delta == delta]:
@@ -223,8 +223,8 @@ class Blobs(Role):
         """Fetches missing blobs: from a value's source, then known holders, then anybody.
 
         Each unit starts at another holder, to spread the load. Experts of a large proposal start
-        at relays [D4]. A unit that an earlier round renewed is asked of a holder first, since its
-        source may have left long ago.
+        at relays (blob relays). A unit that an earlier round renewed is asked of a holder first,
+        since its source may have left long ago.
         """
         wants = []
         relays = self._relays(pursuit)
@@ -284,5 +284,8 @@ class Blobs(Role):
     def bound(
         self, unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int]
     ) -> UpdateBound | None:
-        """Largest distance from the tip's value that a value of these peers may have [U1]."""
+        """Largest distance from the tip's value that a value of these peers may have.
+
+        Policy: update bounds.
+        """
         return update_bound(unit, peers, work, self.tip, self.rules)

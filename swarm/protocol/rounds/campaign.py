@@ -46,7 +46,9 @@ class Declarations:
     def shown(
         self, tip: Manifest, guests: Collection[PeerId] = ()
     ) -> dict[PeerId, messages.Declared]:
-        """Declarations for the proposal, of at most as many strangers as a round admits [R2].
+        """Declarations for the proposal, of at most as many strangers as a round admits.
+
+        Policy: joiner limits.
 
         This keeps the proposal small, however many ask. Guests come first, the others by lot.
         """
@@ -101,7 +103,7 @@ class ClosedRoster:
     """Signed results of each reducer, the newest first."""
     reported_at: dict[PeerId, float] = field(default_factory=dict)
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
-    """Reporter -> peers whose values it could not get, with the reason [C4]."""
+    """Reporter -> peers whose values it could not get, with the reason (roster repair)."""
     missed_at: dict[PeerId, float] = field(default_factory=dict)
     """When such a peer was first named, unless its values were only slow."""
     extensions: int = 0
@@ -124,23 +126,24 @@ class Campaign:
     started_at: float
     next_poll: float
     excluded: dict[PeerId, str] = field(default_factory=dict)
-    """Contributors that are no longer waited for or averaged, with the reason [C4, C6]."""
+    """Contributors that are no longer waited for or averaged, with the reason [C6]
+    (roster repair)."""
     stage: Stage = Stage.COLLECT
     stage_at: float = 0.0
     num_polls: int = 0
     setbacks: int = 0
     """How often a roster was given up because trainees held it up."""
     relieved: set[PeerId] = field(default_factory=set)
-    """Reducers whose units were given to others [C4]."""
+    """Reducers whose units were given to others (roster repair)."""
     # Phase 1 [C2].
     answers: dict[PeerId, messages.Ready] = field(default_factory=dict)
     """READYs for exactly this ballot."""
     answered_at: dict[PeerId, float] = field(default_factory=dict)
     # A roster is open.
     seen: dict[PeerId, float] = field(default_factory=dict)
-    """When the last READY of each member came, for any ballot [R1]."""
+    """When the last READY of each member came, for any ballot (member removal)."""
     silent_since: dict[PeerId, float] = field(default_factory=dict)
-    """When a convener that was replaced for its silence was last heard [K1]."""
+    """When a convener that was replaced for its silence was last heard (takeover)."""
     ready_at: dict[PeerId, float] = field(default_factory=dict)
     """When a member expects to have finished its local steps."""
     stalls_at: dict[PeerId, float | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Collector: gathers offers until a roster can be closed [C3]."""
+"""Collector: gathers offers until a roster can be closed (roster deadline)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """Holds a member to its early word, since its last word may slip for ever [C3]."""
+        """Holds a member to its early word, since its last word may slip for ever.
+
+        Policy: roster deadline.
+        """
         first = campaign.words.get(peer)
         final_at = first.final_at if first else self.now + remaining_s / 2
         if first is None or self.now < final_at:
@@ -104,13 +107,13 @@ class Collector(Role):
             campaign.quorum_offered_at = self.now
 
     def close_if_due(self, campaign: Campaign) -> None:
-        """Closes the roster once no more offers are waited for [C3]."""
+        """Closes the roster once no more offers are waited for (roster deadline)."""
         why = self._why_close_roster(campaign)
         if why:
             self._close_roster(campaign, why)
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
-        """Why no more offers are waited for; None while they are [C3]."""
+        """Why no more offers are waited for; None while they are (roster deadline)."""
         offered = campaign.in_time
         absent = self._absentees(campaign, offered)
         roster = self._open_roster(campaign, offered, absent)
@@ -163,12 +166,15 @@ class Collector(Role):
         )
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long the roster may stay open before one of these waits for the decision [V8]."""
+        """How long the roster may stay open before one of these waits for the decision.
+
+        Policy: stall deadline.
+        """
         transfer_s = (self.timers.reduce_s + self.timers.vote_s) / SAFETY
         return max(0.0, self._free_s(campaign, waiting) - transfer_s)
 
     def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long all of these peers still have steps to take [V8]."""
+        """How long all of these peers still have steps to take (stall deadline)."""
         known = {**campaign.stalls_at, self.me: self.work.stalls_at}
         ends = [known.get(peer) for peer in waiting]
         stalls_at = min((end for end in ends if end is not None), default=self.now)
@@ -245,7 +251,7 @@ class Collector(Role):
         return campaign.seen.get(peer, since)
 
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
-        """The peers with an offer that enter the roster, after so many setbacks [C4]."""
+        """The peers with an offer that enter the roster, after so many setbacks (roster repair)."""
         return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
@@ -288,7 +294,10 @@ class Collector(Role):
         roster: roster_deadline.OpenRoster,
         absentees: roster_deadline.Absentees,
     ) -> dict[PeerId, str]:
-        """Absent peers whose slow links would exclude their offers, with the reason [D5]."""
+        """Absent peers whose slow links would exclude their offers, with the reason.
+
+        Policy: slow-link exclusion.
+        """
         if campaign.quorum_offered_at is None:
             return {}
         uplinks = campaign.uplinks
@@ -306,7 +315,10 @@ class Collector(Role):
     def _too_thin(
         self, campaign: Campaign, loads: Loads, late: roster_deadline.Absentees | None = None
     ) -> dict[PeerId, str]:
-        """Peers to leave out because their links would hold the others up, and why [D5]."""
+        """Peers to leave out because their links would hold the others up, and why.
+
+        Policy: slow-link exclusion.
+        """
 
         def invested_s(sender: Sender) -> float:
             if late and sender.is_late:

@@ -32,7 +32,8 @@ class Contacts(Role):
     """What messages have shown about the other peers."""
 
     heard: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """When each peer was last heard in this generation [H3]. Members, and MAX_STRANGERS others."""
+    """When each peer was last heard in this generation (liveness tracking). Members, and
+    MAX_STRANGERS others."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
     """Peers whose newest message had a lesser tip, and when it came."""
     gone: dict[PeerId, None] = field(init=False, default_factory=dict)
@@ -109,7 +110,9 @@ class Contacts(Role):
         return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
 
     def ask_unheard(self, limit_s: float, waited_s: float = 0.0) -> None:
-        """Greets voters not heard for half the limit, unless a quorum was heard in that half [H4].
+        """Greets voters not heard for half the limit, unless a quorum was heard in that half.
+
+        Policy: liveness tracking.
 
         Hearing a quorum must not be left to chance: of hundreds of healthy voters only a few have a
         message for this peer within some seconds.

@@ -1,4 +1,7 @@
-"""Contributor, joiner and leaver: what a peer says about itself [O1, R2, R6]."""
+"""Contributor, joiner and leaver: what a peer says about itself.
+
+Policies: round offers, joiner limits, member removal.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class Contributor(Role):
         self._has_told_outside = False
 
     def on_offered(self, offer: messages.Offer) -> None:
-        """Offers finished local steps, if they started from the tip [O1, S1]."""
+        """Offers finished local steps, if they started from the tip.
+
+        Policies: round offers, shared progress.
+        """
         for unit in offer.units.values():
             self.blobs.have([unit.digest, *([unit.delta] if unit.delta else [])])
         problem = self._why_not_offer(offer)
@@ -55,8 +61,8 @@ class Contributor(Role):
         """Notes when the trainer expects to finish; the next READY carries this to the convener.
 
         Where rounds overlap, a peer with an offer already trains for the next round, and waits once
-        those steps are done [V8]. Until the trainer reports on a new tip, its steps are expected to
-        take as long as the last ones.
+        those steps are done (stall deadline). Until the trainer reports on a new tip, its steps are
+        expected to take as long as the last ones.
         """
         if expected.tip != self.tip.digest or self.standing.is_due(self.tip):
             return
@@ -75,7 +81,10 @@ class Contributor(Role):
         return self.offer_problem(self.me, offer)
 
     def offer_problem(self, peer: PeerId, offer: messages.Offer) -> str | None:
-        """Why an offer may not enter this round: it must be trained from the tip [S1, S3]."""
+        """Why an offer may not enter this round: it must be trained from the tip [S3].
+
+        Policy: shared progress.
+        """
         return offer_problem(offer, peer, self.tip, self.rules)
 
     def say_ready(self) -> None:
@@ -112,7 +121,7 @@ class Contributor(Role):
         return self.work.signed[declaration]
 
     def _wish(self) -> Wish:
-        """The signed wish to leave: no convener can claim it for another peer [R1]."""
+        """The signed wish to leave: no convener can claim it for another peer (member removal)."""
         return b64encode(self.peer.sign(leave_statement(self.rules.run, self.tip.digest))).decode()
 
     def worked_s(self) -> float:

@@ -1,4 +1,7 @@
-"""Convener: leads one attempt from its ballot to its end [C1-C7]."""
+"""Convener: leads one attempt from its ballot to its end [C1, C2, C5, C6].
+
+Policies: roster deadline, roster repair, campaign end.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ class Convener(Role):
     def start(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
         """Opens a campaign under a new ballot, without the offers of excluded peers.
 
-        Peers that withheld their values from earlier rounds are excluded, too [C8].
+        Peers that withheld their values from earlier rounds are excluded, too
+        (withholding exclusion).
         """
         withheld = self.withholding.left_out()
         succession = self.succession
@@ -89,7 +93,8 @@ class Convener(Role):
                 self.succession.note_ballot(ready.ballot)
             return
         if source in self.standing.electorate() and ready.ballot > campaign.ballot:
-            # A ballot out of turn deposes nobody: its convener would refuse all others [A7].
+            # A ballot out of turn deposes nobody: its convener would refuse all others
+            # (convener turns).
             if not self.acceptor.turn_problem(ready.ballot.convener, ready.ballot):
                 self.succession.note_ballot(ready.ballot)
             return
@@ -176,11 +181,13 @@ class Convener(Role):
             self.advance()
 
     def _tick_reducing(self, campaign: Campaign) -> None:
-        """Begins a new roster without the peers that hold the round up, once T_red is over [C4].
+        """Begins a new roster without the peers that hold the round up, once T_red is over.
 
-        T_red is longer where a link of the roster is known to need more [D5]. The wait is shorter
-        for peers that are silent or refuse messages, if they are late reducers or their values are
-        missing.
+        Policy: roster repair.
+
+        T_red is longer where a link of the roster is known to need more (slow-link exclusion). The
+        wait is shorter for peers that are silent or refuse messages, if they are late reducers or
+        their values are missing.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -208,7 +215,7 @@ class Convener(Role):
             campaign.roster.extensions += 1
 
     def _exclude_refused(self, campaign: Campaign) -> None:
-        """Leaves out peers whose values were refused, at once [C4, U1]."""
+        """Leaves out peers whose values were refused, at once (roster repair, update bounds)."""
         self._exclude(campaign, self.averaging.refused_values(campaign.roster), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
@@ -227,7 +234,9 @@ class Convener(Role):
         self.advance()
 
     def _relieve(self, campaign: Campaign) -> bool:
-        """Reassigns the units of reducers that are alive but stuck, once per campaign [C4].
+        """Reassigns the units of reducers that are alive but stuck, once per campaign.
+
+        Policy: roster repair.
 
         Two peers that cannot reach each other are not a reason to drop the work of either: others
         reach both.
@@ -245,7 +254,7 @@ class Convener(Role):
     def _poll(self, campaign: Campaign) -> None:
         """Repeats the stage's message, as a question and as a heartbeat.
 
-        Only a PREPARE is answered by all peers [H4].
+        Only a PREPARE is answered by all peers (liveness tracking).
         """
         self.succession.convener_at = self.now
         self.contacts.ask_unheard(self._deaf_after_s)
@@ -273,7 +282,7 @@ class Convener(Role):
         return 2 * self.timers.heartbeat_s
 
     def _why_deaf(self, campaign: Campaign) -> str | None:
-        """Why a campaign cannot hear enough to succeed; None when it may [C7]."""
+        """Why a campaign cannot hear enough to succeed; None when it may (campaign end)."""
         limit_s = self._deaf_after_s
         if self.standing.decides_alone or self.now - campaign.started_at <= limit_s:
             return None

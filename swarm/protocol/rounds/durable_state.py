@@ -77,7 +77,10 @@ class Standing:
         return abstains(self.record)
 
     def is_due(self, manifest: Manifest) -> bool:
-        """Whether the successor of this manifest must be a merge, by the manifest alone [M1]."""
+        """Whether the successor of this manifest must be a merge, by the manifest alone.
+
+        Policy: merge schedule.
+        """
         return merge_due(manifest, self.rules.merging)
 
     def is_better(self, manifest: Manifest) -> bool:
@@ -92,7 +95,8 @@ class Standing:
         """The header of all messages under this tip [H2].
 
         A peer that abstains names no generation: others must not count it into a living quorum
-        [H3, F2]. Otherwise two peers, one of them abstaining, would wait for each other for ever.
+        [F2] (liveness tracking). Otherwise two peers, one of them abstaining, would wait for each
+        other for ever.
         """
         generation = NO_GENERATION if self.abstains() else self.tip.generation
         return messages.Header(self.tip.code, self.tip.digest, generation)

@@ -40,7 +40,7 @@ class Listener(Role):
         self.succession.campaign = None
         self.contacts.heard.clear()
         if self.blobs.catch_up:
-            self.blobs.catch_up.progress_at = self.now  # it stood still with this process [X2]
+            self.blobs.catch_up.progress_at = self.now  # it stood still with this process
         self.gossip.next_hello = self.now
         self.tick()
 
@@ -61,7 +61,7 @@ class Listener(Role):
         """Whether a survivors' chain, found while listening, is still being fetched [B1].
 
         The fetch may take longer than T_disc. Acting in the old generation meanwhile could roll the
-        survivors back. A fetch without progress also ends the listening [X2].
+        survivors back. A fetch without progress also ends the listening (stuck fetches).
         """
         return (
             self.life.may_listen_on

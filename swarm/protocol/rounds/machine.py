@@ -385,7 +385,7 @@ class RoundMachine:
         return Foothold(self.chain, pursued.blob if pursued else None)
 
     def merge_is_due(self, manifest: Manifest) -> bool:
-        """Whether the successor of this manifest must be a merge [M1]."""
+        """Whether the successor of this manifest must be a merge (merge schedule)."""
         return self._standing.is_due(manifest)
 
     @property

@@ -1,4 +1,7 @@
-"""Merges: computed here from the values of a due tip, and agreed on like a round [M2-M6]."""
+"""Merges: computed here from the values of a due tip, and agreed on like a round.
+
+Policy: merge manifests.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class Merger(Role):
         self.merged = None
 
     def start(self) -> None:
-        """Has the merge computed; the result belongs to the tip, not to a campaign [M2]."""
+        """Has the merge computed; the result belongs to the tip, not to a campaign.
+
+        Policy: merge manifests.
+        """
         if self.standing.is_due(self.tip) and self._asked_for != self.tip.digest:
             self._asked_for = self.tip.digest
             self.out.explain(
@@ -46,7 +52,7 @@ class Merger(Role):
         return True
 
     def composed(self) -> Value | None:
-        """The manifest to propose, once the merge is computed [M2]."""
+        """The manifest to propose, once the merge is computed."""
         if self.merged is None:
             return None
         holders = dict.fromkeys(self.rules.expert_units, self.me)
@@ -54,7 +60,10 @@ class Merger(Role):
         return Value(manifest, None, "merge computed")
 
     def awaits_own_merge(self, pursuit: Pursuit) -> bool:
-        """Whether to wait for the own result, up to 2 T_red, before fetching others' bits [M6]."""
+        """Whether to wait for the own result, up to 2 T_red, before fetching others' bits.
+
+        Policy: merge manifests.
+        """
         return (
             pursuit.manifest.kind is Kind.MERGE
             and pursuit.manifest.parent == self.tip.digest

@@ -1,4 +1,4 @@
-"""Reducer: fetches and averages the values of its units [D1], and fetches experts ahead [D2]."""
+"""Reducer: fetches and averages the values of its units (reduction), and fetches experts ahead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Job:
     since: float = 0.0
     """When the job began."""
     ahead: frozenset[Digest] = frozenset()
-    """Blobs that are fetched meanwhile, before they are proposed [D2]."""
+    """Blobs that are fetched meanwhile, before they are proposed (fetch ahead)."""
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +63,10 @@ class Job:
         return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
 
     def unserved(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers that failed to give values, or are far behind; refused values did come [C8]."""
+        """Peers that failed to give values, or are far behind; refused values did come.
+
+        Policy: withholding exclusion.
+        """
         failed = {
             peer
             for digest, reasons in self.failed.items()
@@ -73,7 +76,7 @@ class Job:
         return (failed | self.slow(stored)) & self.asked_of
 
     def slow(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers with far more values outstanding than the median peer [C4].
+        """Peers with far more values outstanding than the median peer (roster repair).
 
         If most peers have as many outstanding, this peer's own link may be the cause.
         """
@@ -97,7 +100,8 @@ def wanted_ahead(
     """Experts that a manifest of this roster takes verbatim, so that links carry them early.
 
     Their bound is that of a peer that trained no tokens in this round. A proposal's bound is never
-    narrower, whatever work the roster claims. So blobs that came ahead need no second check [U1].
+    narrower, whatever work the roster claims. So blobs that came ahead need no second check
+    (update bounds).
 
     Args:
         roster: a valid roster of the tip.
@@ -110,7 +114,7 @@ def wanted_ahead(
 
     Returns:
         The delta of a unit that moves by a delta, else its value. The source is the writer, or
-        relays [D4]; with the proposal, the writer is asked after the relays.
+        relays (blob relays); with the proposal, the writer is asked after the relays.
     """
     relays = relays_among(averaged.values(), roster.reducers)
     wanted = _wants(roster, sources, averaged, tip, rules)
@@ -156,7 +160,8 @@ class Reducer(Role):
     def forget_height(self) -> None:
         """Ends the job with the height."""
         if self.job and not self.job.is_done:
-            # The round did without it: peers out of reach now will still be so in a minute [C4].
+            # The round did without it: peers out of reach now will still be so in a minute
+            # (roster repair).
             self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
         self._cancel_job()
 
@@ -187,7 +192,9 @@ class Reducer(Role):
         return None
 
     def _suspect_dropped(self, roster: Roster) -> None:
-        """Suspects peers that gave this peer no values and are not in the new roster [C8].
+        """Suspects peers that gave this peer no values and are not in the new roster.
+
+        Policy: withholding exclusion.
 
         So there are two witnesses. A new roster's heartbeat lists no peer, so it omits them all.
         """
@@ -241,7 +248,10 @@ class Reducer(Role):
     def _fetch_ahead(
         self, job: Job, roster: Roster, sources: Sources, averaged: Mapping[Unit, PeerId]
     ) -> None:
-        """Fetches experts that will be proposed as offered, while means are computed [D2]."""
+        """Fetches experts that will be proposed as offered, while means are computed.
+
+        Policy: fetch ahead.
+        """
         stored, tip, rules = self.blobs.stored, self.tip, self.rules
         wants = wanted_ahead(
             roster, sources, averaged, self.me, stored=stored, tip=tip, rules=rules
@@ -258,7 +268,10 @@ class Reducer(Role):
         self.job = None
 
     def note_missing(self, event: events.Unobtainable) -> None:
-        """Notes an input that a peer did not give; a refused one is reported at once [C4, U1]."""
+        """Notes an input that a peer did not give; a refused one is reported at once.
+
+        Policies: roster repair, update bounds.
+        """
         job = self.job
         if job is None or event.digest in self.blobs.stored or event.digest in job.ahead:
             return  # missing blobs of a proposal are its acceptors' matter

@@ -47,11 +47,11 @@ class LocalPeer:
     sign: Sign = unsigned
     is_dialable: bool = True
     uplink_of: Callable[[], int] = int
-    """Measured uplink of this peer in Mbit/s; 0: not known [D3]."""
+    """Measured uplink of this peer in Mbit/s; 0: not known (balanced uploads)."""
     room_of: Callable[[], int] = room_for_all
-    """Number of experts that fit this machine, including those that it owns [R4]."""
+    """Number of experts that fit this machine, including those that it owns (expert ownership)."""
     fetches_ahead: bool = False
-    """Whether to fetch single-writer experts of a roster before they are proposed [D2]."""
+    """Whether to fetch single-writer experts of a roster before they are proposed (fetch ahead)."""
     network_of: Callable[[PeerId], str | None] = nowhere
     """Public /24 or /48 network from which another peer connects; None if unknown."""
     credential: Credential | None = None
@@ -144,7 +144,8 @@ class Work:
     ready_at: float | None = None
     """When this peer expects to have finished its local steps."""
     stalls_at: float | None = None
-    """When it will have finished the steps after its offer, where rounds overlap [V8]."""
+    """When it will have finished the steps after its offer, where rounds overlap
+    (stall deadline)."""
     steps_s: float | None = None
     """Seconds from a new tip to the end of its local steps, as last expected."""
     fetched_s: float = 0.0

@@ -14,7 +14,7 @@ from swarm.protocol.values.manifest import Digest, PeerId
 
 @dataclass
 class Reign:
-    """Consecutive attempts of one convener at one height [K1, A7]."""
+    """Consecutive attempts of one convener at one height (takeover, convener turns)."""
 
     since: float
     attempt: int
@@ -36,18 +36,18 @@ class Succession(Role):
     convener_at: float = field(init=False)
     """When the convener last gave a sign of life."""
     collected_at: float = field(init=False)
-    """When the convener was last heard collecting offers [K1]."""
+    """When the convener was last heard collecting offers (takeover)."""
     reign: Reign = field(init=False)
     campaign: Campaign | None = field(init=False)
     """This peer's campaign, while it convenes."""
     was_deaf: bool = field(init=False)
-    """Whether this peer's last campaign ended because too few answers were heard [C7]."""
+    """Whether this peer's last campaign ended because too few answers were heard."""
     distrusted: set[PeerId] = field(init=False)
     """Conveners whose proposals were refused [A4]."""
     claims: dict[PeerId, int] = field(init=False)
-    """The highest attempt that each member has named [A5]."""
+    """The highest attempt that each member has named (attempt limit)."""
     passed_over: int = field(init=False)
-    """The highest attempt that was refused as out of turn [A7]."""
+    """The highest attempt that was refused as out of turn (convener turns)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +75,7 @@ class Succession(Role):
         return self.highest.convener
 
     def note_ballot(self, ballot: Ballot) -> None:
-        """Remembers the highest ballot; a convener that was overtaken steps down [C7]."""
+        """Remembers the highest ballot; a convener that was overtaken steps down (campaign end)."""
         if self.top is not None and ballot <= self.top:
             return
         if self.top is None or self.top.convener != ballot.convener:
@@ -88,7 +88,7 @@ class Succession(Role):
                 self.step_down(reason)
 
     def why_step_down(self, campaign: Campaign) -> str | None:
-        """Why a campaign cannot succeed: overtaken or too old [C7]. None while it may."""
+        """Why a campaign cannot succeed: overtaken or too old (campaign end). None while it may."""
         attempt = campaign.ballot.attempt
         if self.top and self.top > campaign.ballot:
             return f"overtaken by attempt {self.top.attempt} of {self.top.convener}"
@@ -107,9 +107,9 @@ class Succession(Role):
         self.out.explain(Topic.TAKEOVER, f"stepped down: {reason}")
 
     def is_out_of_attempts(self) -> bool:
-        """Whether this height has no higher ballot that anybody would believe [A5]."""
+        """Whether this height has no higher ballot that anybody would believe (attempt limit)."""
         return self.highest.attempt >= MAX_ATTEMPT
 
     def next_ballot(self) -> Ballot:
-        """A ballot above all that were seen or promised at this height [K1]."""
+        """A ballot above all that were seen or promised at this height (takeover)."""
         return Ballot(max(self.highest.attempt, self.passed_over) + 1, self.me)

@@ -1,4 +1,4 @@
-"""Takeover: who replaces a convener, and when [K1]."""
+"""Takeover: who replaces a convener, and when (takeover)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Takeover(Role):
             self.succession.campaign.silent_since[replaced] = heard_at
 
     def _why_take_over(self) -> str | None:
-        """Why this peer should convene now; None when it should not [K1].
+        """Why this peer should convene now; None when it should not (takeover).
 
         Each voter waits longer than the one before it, in the cyclic order of members. Only a peer
         that hears a quorum deposes a convener. A peer that was cut off hears no campaign. With a
@@ -101,7 +101,7 @@ class Takeover(Role):
         return self.timers.poll_s if convener in self.contacts.gone else self.timers.heartbeat_s
 
     def _why_in_vain(self, place: int) -> str | None:
-        """Why the present proposal will not be decided: blobs of it cannot be fetched [K1].
+        """Why the present proposal will not be decided: blobs of it cannot be fetched (takeover).
 
         Its convener may have blobs that nobody else can fetch, or that all others refuse. The
         attempt itself may last as long as a roster may wait.
@@ -134,7 +134,7 @@ class Takeover(Role):
         return (self.standing.rank - start) % len(order)
 
     def _goes_last(self) -> bool:
-        """Whether this peer lets all others go first before it convenes again [K1].
+        """Whether this peer lets all others go first before it convenes again (takeover).
 
         A convener that got no answers may hear everybody but be heard by one member alone. If it
         returned before its successors are done, that member would refuse them all, for ever.
@@ -145,7 +145,7 @@ class Takeover(Role):
         """A place behind all others; peers that go last differ by their ranks.
 
         Two conveners without answers may each have refused the other while they convened themselves
-        [A7]. With equal waits they would begin at the same moment for ever.
+        (convener turns). With equal waits they would begin at the same moment for ever.
         """
         return len(self.tip.order) + self.standing.rank
 

@@ -1,4 +1,7 @@
-"""Peers that offer values but serve nobody. A convener leaves them out from the start [C8]."""
+"""Peers that offer values but serve nobody. A convener leaves them out from the start.
+
+Policy: withholding exclusion.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ LEFT_OUT_ROUNDS = 8
 def left_out_after(
     known: Mapping[PeerId, int], withheld: Collection[PeerId], tip: Manifest
 ) -> dict[PeerId, int]:
-    """Peers to leave out of the rounds after `tip`, each with the last of these rounds [C8]. Pure.
+    """Peers to leave out of the rounds after `tip`, each with the last of these rounds. Pure.
+
+    Policy: withholding exclusion.
 
     A peer that the tip counts has served others, so it is forgotten. So is a peer that is no
     member. Fewer than half of the members are ever left out: those last seen to withhold.
@@ -68,7 +73,10 @@ class Withholding(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def _lives(self, peer: PeerId) -> bool:
-        """Whether a peer has answered lately: a silent one is left out after `silence_s` [C4]."""
+        """Whether a peer has answered lately: a silent one is left out after `silence_s`.
+
+        Policy: roster repair.
+        """
         heard_at = self.contacts.heard.get(peer)
         lately_s = self.timers.silence_s * 2 / 3
         is_heard = heard_at is not None and self.now - heard_at < lately_s

@@ -56,7 +56,8 @@ class Timers:
     reform_s: float = 60.0
     """T_reform: silence of a quorum after which the survivors continue alone; inf: never."""
     fetch_s: float = 0.0
-    """A fetch without a new blob for this long is dropped, but not before T_reform / 2 [X2]."""
+    """A fetch without a new blob for this long is dropped, but not before T_reform / 2
+    (stuck fetches)."""
     leave_s: float = 30.0
     """A leaving peer leaves after this time at the latest."""
 
@@ -91,7 +92,7 @@ class Timers:
 
     @cached_property
     def patience_s(self) -> float:
-        """A fetch without a new blob for so long is dropped [X2]."""
+        """A fetch without a new blob for so long is dropped (stuck fetches)."""
         return max(self.pause_s, self.fetch_s)
 
 
@@ -132,9 +133,9 @@ def production_timers(
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
     T_red and T_vote are three times the time of the bytes at the measured rate, and of making
-    values from deltas on the disk. T_att has room for a slow link [D5] or for one phase that fails.
+    values from deltas on the disk. T_att has room for a slow link or for one phase that fails.
     T_reform is at least T_att and 10 minutes, unless the run fixes it. A fetch may bring the whole
-    model [X2]. No timer follows the length of rounds: both would lengthen each other. A peer that
+    model. No timer follows the length of rounds: both would lengthen each other. A peer that
     starts again knows no rounds, and live peers are heard every few seconds.
 
     Args:
@@ -149,7 +150,7 @@ def production_timers(
     base = base or Timers()
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
-    # A reducer that was silent for half of T_red is left out: no sooner than any other peer [C4].
+    # A reducer that was silent for half of T_red is left out: no sooner than any other peer.
     least_reduce_s = max(base.reduce_s, 2 * silence_s)
     least_vote_s = max(base.vote_s, 2 * silence_s)
     reduce_s = _transfer_s(

@@ -1,9 +1,11 @@
-"""What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
+"""What a peer does with its local progress when it applies a manifest.
+
+Policies: shared progress, expert progress, merge rebase.
 
 Shared tensors restart from the result of a round, whether this peer was in it or not. Its offer
 contained all its progress, since it trains on only once the round is over. Parts that were not due
-are another matter [U3]: their progress is kept, and offered when they are due. This holds as long
-as their agreed value is still the one that this progress started from.
+are another matter (due units): their progress is kept, and offered when they are due. This holds as
+long as their agreed value is still the one that this progress started from.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
@@ -16,14 +18,14 @@ in each round. After a late offer, which is trained on, it also contains the ste
 offer had. With fp32 on the wire the offer of a finished round lacks nothing, so its owner restarts
 from the mean, in its bits.
 
-Where deltas are averaged [W5, W8], a trained value x never jumps to the agreed one. It becomes
-x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always exactly the
-progress that the swarm does not have yet. This is what the coding of its delta lost, later steps,
-which exist while rounds overlap, and the steps of a round that left it out. The next delta is
-x - v', so nothing is lost and nothing comes twice, although only x is stored. This needs the very
-blob that was counted. A peer that does not know that blob restarts from v', and so does a peer that
-a second round in a row left out. A delta that is taken verbatim needs no rule of its own: its
-writer's master stays [S2].
+Where deltas are averaged (delta means, carried steps), a trained value x never jumps to the agreed
+one. It becomes x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always
+exactly the progress that the swarm does not have yet. This is what the coding of its delta lost,
+later steps, which exist while rounds overlap, and the steps of a round that left it out. The next
+delta is x - v', so nothing is lost and nothing comes twice, although only x is stored. This needs
+the very blob that was counted. A peer that does not know that blob restarts from v', and so does a
+peer that a second round in a row left out. A delta that is taken verbatim needs no rule of its own:
+its writer's master stays (expert progress).
 
 After a restart the same function decides, with the bases and the offer in the saved private state
 [P6].
@@ -74,7 +76,7 @@ class Adoption:
 
     shared: Action
     """KEEP (nothing moves; a finished offer may be offered again) or RESTART; with deltas CORRECTED
-    or CARRIED [W8]."""
+    or CARRIED (carried steps)."""
     experts: Mapping[int, ExpertDecision]
     """Decisions on every expert that was or is mine, in order."""
     shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
@@ -82,7 +84,8 @@ class Adoption:
     kept_parts: frozenset[Unit] = field(default=frozenset())
     """Parts of the shared tensors whose progress stays, whatever becomes of the rest."""
     carried: frozenset[Unit] = field(default=frozenset())
-    """Units whose steps outlast a round that left them out; a second round ends them [W8]."""
+    """Units whose steps outlast a round that left them out; a second round ends them
+    (carried steps)."""
 
     @property
     def bases(self) -> dict[int, Digest]:
@@ -102,7 +105,7 @@ class Adoption:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Experts whose progress stays, whatever becomes of the shared tensors [O2]."""
+        """Experts whose progress stays, whatever becomes of the shared tensors (late offers)."""
         restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
         return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
 
@@ -131,7 +134,8 @@ def adopt(
         part_bases: agreed value that the progress of each part of the shared tensors started from;
             empty where every round renews all of them.
         overlaps: whether this peer has trained on since its offer. Then no part of the shared
-            tensors may jump [V2]: parts that are sent whole move as those with deltas do.
+            tensors may jump (overlapped adoption): parts that are sent whole move as those with
+            deltas do.
 
     Returns:
         An action for the shared tensors, and one with its reason for each expert.
@@ -163,7 +167,7 @@ def adopt(
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
-    """Own experts whose progress no manifest has yet, so that it is offered late [O2].
+    """Own experts whose progress no manifest has yet, so that it is offered late.
 
     Args:
         late: those before, and all that were trained since.
@@ -182,7 +186,10 @@ def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> Action:
 
 
 def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
-    """Parts that the manifest left unchanged: their progress extends the agreed values [S1]."""
+    """Parts that the manifest left unchanged: their progress extends the agreed values.
+
+    Policy: shared progress.
+    """
     return frozenset(
         unit
         for unit, base in part_bases.items()
@@ -239,7 +246,10 @@ def _going_on(
     experts: Mapping[int, ExpertDecision],
     carried: frozenset[Unit],
 ) -> frozenset[Unit]:
-    """Units whose steps have been left out by one round, and are in no agreed value yet [W8]."""
+    """Units whose steps have been left out by one round, and are in no agreed value yet.
+
+    Policy: carried steps.
+    """
     actions = {expert_unit(expert): choice.action for expert, choice in experts.items()}
     for unit in manifest.entries:
         if expert_of_unit(unit) is None:
@@ -261,7 +271,10 @@ def _moves_shared(manifest: Manifest) -> bool:
 def _decide_coded_shared(
     me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
 ) -> tuple[Action, Mapping[Unit, Digest]]:
-    """Like `_decide_shared`, for a round on the previous tip; with my counted blobs [W8]."""
+    """Like `_decide_shared`, for a round on the previous tip; with my counted blobs.
+
+    Policy: carried steps.
+    """
     counted = {
         unit: dict(values)[me]
         for unit, values in manifest.sources.items()
@@ -286,7 +299,7 @@ def _decide_moved(
     *,
     again: bool,
 ) -> ExpertDecision | None:
-    """The decision on an expert whose base this round moved by a mean of deltas [W8].
+    """The decision on an expert whose base this round moved by a mean of deltas (carried steps).
 
     None: another rule decides. A delta that was taken verbatim has one writer, so any other work is
     from another line of owners.

@@ -1,7 +1,8 @@
 """Local progress that the tip does not count yet.
 
-It has the samples that a peer reads in a round, its early offers [V1, V6], and the rest of a
-private state that is still valid after a crash [P6, M10, S1].
+It has the samples that a peer reads in a round, its early offers (overlapped rounds,
+overlap accounting), and the rest of a private state that is still valid after a crash [P6]
+(merge rebase, shared progress).
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Reading:
         return ((self.position + samples, self.position + most),) if samples < most else ()
 
     def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
-        """Whether samples read beyond one tip come first in this peer's deal at another [T5].
+        """Whether samples read beyond one tip come first in this peer's deal at another.
+
+        Policy: overlapped deals.
 
         They do if that tip follows. On another chain they may have been dealt to others, who count
         them there, although no value moved from one tip to the other.
@@ -107,13 +110,13 @@ class Reading:
     def work_left(
         self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
     ) -> LocalWork:
-        """How many local steps are left after those done [T3].
+        """How many local steps are left after those done (counted work).
 
         Where rounds overlap, only the time of the steps themselves counts.
 
         Args:
             tip: the tip that they start from.
-            uncounted: tokens that were offered, and are not in the tip [V6].
+            uncounted: tokens that were offered, and are not in the tip (overlap accounting).
             done: steps since the last offer.
             step_s: mean seconds of one of these; 0 before the first.
             passed_s: seconds since the round began.
@@ -148,7 +151,8 @@ def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
 def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
     """Manifests to adopt one after the other, to get from `base_tip` to the newest tip.
 
-    Of those in between, the record has only the tip's parent; a merge is redone from that [M10].
+    Of those in between, the record has only the tip's parent; a merge is redone from that
+    (merge rebase).
     """
     tip, parent = newest.manifest, newest.parent
     if base_tip == tip.digest:

@@ -39,7 +39,7 @@ class Training:
     ) -> None:
         """Loads nothing yet; `run` begins with the state on the disk, and ends after `rounds`.
 
-        `is_due`: whether a tip's only successor is a merge; by default as [M1] says.
+        `is_due`: whether a tip's only successor is a merge; by default by the merge schedule.
         """
         self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
@@ -56,7 +56,7 @@ class Training:
         self.bases: dict[int, Digest] = {}
         """For each own expert, the agreed value that its local progress started from."""
         self.carried: frozenset[Unit] = frozenset()
-        """Units that a round left out, and whose steps stay nevertheless [W8]."""
+        """Units that a round left out, and whose steps stay nevertheless (carried steps)."""
         self.carried_tokens = 0
         """Tokens of the shared steps among these; they were not counted."""
         self.part_bases: dict[Unit, Digest] = {}
@@ -66,7 +66,7 @@ class Training:
         self.is_unsaved = False
         """Whether offers were made since the private state was last written."""
         self.late: frozenset[int] = frozenset()
-        """Own experts with progress that the rounds so far have left out [O2]."""
+        """Own experts with progress that the rounds so far have left out (late offers)."""
 
     @property
     def is_done(self) -> bool:
@@ -89,7 +89,7 @@ class Training:
         """Does the work on the tip, until there are newer tips; returns these."""
         is_due = self.is_due(self.tip)
         trains_on = self.rules.overlaps and self.tip.round < self.rounds
-        if is_due and not trains_on:  # no local steps and no offers [M2]
+        if is_due and not trains_on:  # no local steps and no offers (merge manifests)
             return await self.shell.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
             return await self.shell.wait(self.tip, PeerState.JOINING)
@@ -113,19 +113,22 @@ class Training:
             await self.offer()
             if self.rules.overlaps:
                 self.ahead.flight, self.work = self.work, None
-                if self.tip.round + 1 < self.rounds:  # trains on, with this offer in flight [V1]
+                if self.tip.round + 1 < self.rounds:  # trains on, with this offer in flight
                     return await self.take_part()
         return await self.shell.wait(self.tip, PeerState.AVERAGING)
 
     def may_train(self) -> bool:
-        """Whether there is anything to read while an offer is in flight; see [T5]."""
+        """Whether there is anything to read while an offer is in flight; see overlapped deals."""
         if self.ahead.flight is None or self.work is not None:
             return True
         tokens = self.ahead.uncounted.tokens
         return self.reading.work_left(self.tip, tokens, 0, 0.0, 0.0).steps > 0
 
     async def pause(self) -> Sequence[Applied]:
-        """Waits while too few experts have an owner [R9]; returns newer tips, if there are any."""
+        """Waits while too few experts have an owner; returns newer tips, if there are any.
+
+        Policy: ownership pause.
+        """
         tip, least = self.tip, self.rules.min_owned_share
         why = partial(why_paused, tip, least=least)
         owned = len(tip.owners) - len(tip.ownerless)
@@ -134,7 +137,9 @@ class Training:
     # ------------------------------------------------------------ its parts
 
     def offer_late(self) -> None:
-        """Offers this peer's experts that rounds have left out, at once, while it trains on [O2].
+        """Offers this peer's experts that rounds have left out, at once, while it trains on.
+
+        Policy: late offers.
 
         Nothing else has to be durable: after a crash the experts start from the agreed values.
         Where rounds overlap, the next offer contains them, with the steps since.
@@ -159,7 +164,10 @@ class Training:
         self.work = await self.shell.train(tip, task, self.work, left)
 
     async def offer(self) -> None:
-        """Offers the finished work, with earlier work that rounds have left out [V6]."""
+        """Offers the finished work, with earlier work that rounds have left out.
+
+        Policy: overlap accounting.
+        """
         tip, saved = self.tip, self.save()
 
         async def offered() -> Offer:
@@ -204,7 +212,7 @@ class Training:
         )
 
     def due(self) -> Sequence[Unit]:
-        """Units that this peer offers on the tip [U3]."""
+        """Units that this peer offers on the tip (due units)."""
         return self.rules.schedule.due_of(self.me, self.tip)
 
     def _bases_of_due(self, experts: Collection[int] | None = None) -> dict[Unit, Digest]:
@@ -284,7 +292,10 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _book_ahead(self, applied: Applied, *, is_counted: bool, is_lost: bool) -> None:
-        """Keeps the steps beyond the tip, unless they are lost [V2, V6]."""
+        """Keeps the steps beyond the tip, unless they are lost.
+
+        Policies: overlapped adoption, overlap accounting.
+        """
         tokens = self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
         if self.work and (is_lost or not self.work.steps):
             tokens += self.work.tokens
@@ -303,7 +314,10 @@ class Training:
         return tip is not None and not self.reading.goes_on(tip, manifest, tokens)
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
-        """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
+        """What becomes of local progress since the manifest with digest `previous`.
+
+        Policies: shared progress, expert progress, merge rebase.
+        """
         return adopt(
             self.me,
             manifest,

@@ -64,7 +64,7 @@ class Assignment:
     began_s: float
     """When the round began, by the shell's clock."""
     step: int
-    """Steps that the model has beyond the tip [V7]."""
+    """Steps that the model has beyond the tip (overlap accounting)."""
     is_offered: bool = False
     """Whether nobody waits for them: the offer is in the round, or a merge comes first."""
 
@@ -86,7 +86,7 @@ class SavedWork:
     carried: frozenset[Unit] = frozenset()
     """Units that the round before left out, see `adopt`."""
     deltas: Mapping[Unit, Digest] = field(default_factory=dict)
-    """Deltas that make the offered values of verbatim units [W5]; empty like `offered`."""
+    """Deltas that make the offered values of verbatim units (delta means); empty like `offered`."""
     part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Training.part_bases`."""
     is_offered: bool = True

@@ -56,7 +56,8 @@ class Invitation(Strict):
     inviter: _Peer
     signature: _Signature
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
-    """Each guest is trusted with the work of this many ordinary members [W1, T2]."""
+    """Each guest is trusted with the work of this many ordinary members (mean weights,
+    deal sizes)."""
 
     @cached_property
     def statement(self) -> bytes:

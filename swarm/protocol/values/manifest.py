@@ -78,7 +78,8 @@ PeerId = str
 Digest = str
 Unit = str
 Wish = str
-"""A member's signature under its wish to leave the run after a manifest, in base64 [R1]."""
+"""A member's signature under its wish to leave the run after a manifest, in base64
+(member removal)."""
 Stretch = tuple[int, int]
 """Samples of the run's text: first, and the one after the last."""
 Lineage = tuple[tuple[int, tuple[int, str]], ...]
@@ -136,7 +137,7 @@ class Member:
     """A peer that trains: a voter, or a trainee that has yet to earn its vote [R7]."""
 
     silent: int
-    """Consecutive rounds in which nothing was heard of this peer [R1]."""
+    """Consecutive rounds in which nothing was heard of this peer (member removal)."""
     capacity: Finite
     """Relative share of experts it wants to own."""
     tokens_per_s: Finite = 0.0
@@ -153,10 +154,11 @@ class Member:
     given: int = 0
     """How many peers it has let in. Left out of the JSON if 0."""
     room: int = ALL_EXPERTS
-    """How many experts fit its machine, by its own word [R4]; left out of the JSON if all do."""
+    """How many experts fit its machine, by its own word (expert ownership); left out of the JSON if
+    all do."""
     weight: int = 1
-    """An anchor trusts it with the work of this many ordinary members [W1, T2]; left out of the
-    JSON if 1."""
+    """An anchor trusts it with the work of this many ordinary members (mean weights, deal sizes);
+    left out of the JSON if 1."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,13 @@ class Entry:
     digest: Digest
     num_bytes: int
     version: int
-    """Training round in which the value last changed; a merge keeps it [M7]."""
+    """Training round in which the value last changed; a merge keeps it (merge manifests)."""
     source: PeerId
     """The peer that held the value first."""
     codec: str
     base: Digest | None = None
-    """Digest of the value before: in a merge [M4], and where the value moved by a delta [W4]."""
+    """Digest of the value before: in a merge (merge manifests), and where the value moved by a
+    delta (delta entries)."""
     delta: Digest | None = None
     """The blob that moved it from the base; None in a merge, and where values travel."""
     coding: str = UNCODED
@@ -276,7 +279,7 @@ class Manifest:
     tokens: int
     """Cumulative tokens of all contributors."""
     merged: int
-    """floor(step / interval) up to which merges are done [M1]."""
+    """floor(step / interval) up to which merges are done (merge schedule)."""
     members: Mapping[PeerId, Member]
     contributors: tuple[PeerId, ...]
     """Peers whose shared tensors are in the mean, in peer-id order."""
@@ -302,7 +305,7 @@ class Manifest:
     absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
     """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
-    """Orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
+    """Orders the members; the manifest's own digest unless given (a merge inherits)."""
     reasons: tuple[str, ...] = ()
     """Why members or owners changed, a sentence each."""
 
@@ -367,7 +370,10 @@ class Manifest:
 
     @cached_property
     def ownerless(self) -> frozenset[Unit]:
-        """Experts that wait for an owner: frozen, not due, but part of merges [R4, U3]."""
+        """Experts that wait for an owner: frozen, not due, but part of merges.
+
+        Policies: expert ownership, due units.
+        """
         return frozenset(expert_unit(expert) for expert, who in self.owners.items() if not who)
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Which units the next round exchanges [U2, U3], and when a merge is due [M1]. Pure."""
+"""Which units the next round exchanges (slice schedule), and when a merge is due. Pure.
+
+Policy: merge schedule.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def merged_until(step: int, merging: MergingConfig) -> int:
 
 
 def merge_due(manifest: Manifest, merging: MergingConfig) -> bool:
-    """Whether this manifest's only successor is a merge [M1].
+    """Whether this manifest's only successor is a merge (merge schedule).
 
     Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count. So it
     is the same everywhere, and a reform of a due manifest is due as well.
@@ -55,12 +58,16 @@ class Schedule:
     def cycle(self) -> int:
         """P: the rounds in which every unit is due once, if rounds are slices; else 1.
 
-        Limits that count rounds, such as those on silence, are multiplied by it [R1, R4].
+        Limits that count rounds, such as those on silence, are multiplied by it (member removal,
+        expert ownership).
         """
         return max(self.shared_every, self.experts_every) if self.stagger else 1
 
     def due(self, tip: Manifest) -> Set[Unit]:
-        """Units that the training round after `tip` exchanges [U3]: none without an owner."""
+        """Units that the training round after `tip` exchanges: none without an owner.
+
+        Policy: due units.
+        """
         number = tip.round + 1
         if not self.stagger:
             if number % self.experts_every == 0:
@@ -128,7 +135,9 @@ def _slice_after(case: _Case) -> frozenset[Unit]:
 
 
 def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
-    """Slots of the parts of the shared tensors: neighbors have the same slot, or the next [U2].
+    """Slots of the parts of the shared tensors: neighbors have the same slot, or the next.
+
+    Policy: slice schedule.
 
     The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n),
     where `every` is the period.
@@ -141,7 +150,9 @@ def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
 
 
 def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
-    """Slots of the experts: consecutive for one owner's experts, and for owners' first ones [U2].
+    """Slots of the experts: consecutive for one owner's experts, and for owners' first ones.
+
+    Policy: slice schedule.
 
     So each owner sends the same amount in each round, if it has `every` experts or a multiple of
     that. With fewer experts, all owners together do. If an expert moves, the experts of its two

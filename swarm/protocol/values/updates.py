@@ -1,4 +1,4 @@
-"""How far local steps can move a value [U1]. Pure.
+"""How far local steps can move a value (update bounds). Pure.
 
 AdamW divides each element's mean gradient by the root of its mean square. So a step moves an
 element by at most rho times the learning rate, plus the weight decay, for any gradients. The

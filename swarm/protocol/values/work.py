@@ -1,6 +1,6 @@
 """Which samples a peer reads next, and what its work counts for.
 
-Deals of text are agreed, so that nothing is read twice. Weights in means [W1, W2]. Pure.
+Deals of text are agreed, so that nothing is read twice. Weights in means (claimed work). Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def weights(
     Of three or more sources, none has more than a third of the weight. For a member that is vouched
     for with weight w, the first limit is w times as high, and the second does not hold.
 
-    A late offer [O2] brings an expert and names no tokens. So it weighs as much as the least of the
+    A late offer brings an expert and names no tokens. So it weighs as much as the least of the
     others; if all are late, all weigh the same.
 
     Args:
@@ -48,7 +48,7 @@ def weights(
 
 
 def trained(work: Work, trusted: Trusted = NOBODY) -> int:
-    """Tokens by which a round moves the run and its schedule [W2].
+    """Tokens by which a round moves the run and its schedule (claimed work).
 
     Nobody counts more than the limit of a mean, nor more than another contributor does. So a single
     member that claims too much moves the schedule no further than another has worked.
@@ -130,7 +130,7 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
         counted: for each contributor, samples from the front of its deal that entered the round.
         quotas: for each member of the new manifest, how many samples it is to have.
         keeps_rest: whether uncounted samples stay with a member, before its newly dealt ones:
-            where rounds overlap, it may have read them by now [T5].
+            where rounds overlap, it may have read them by now (overlapped deals).
     """
     open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():

@@ -62,7 +62,7 @@ class Worker(Trainer):
         return self.works[self.shell.me]
 
     def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
-        """With `round.seconds` the steps of its work, if they fit and were dealt [T3]."""
+        """With `round.seconds` the steps of its work, if they fit and were dealt (counted work)."""
         work, steps = self._work, left(0, 0.0)
         if self.task.rules.round_seconds is not None:
             fits = (done for done in range(work.num_steps) if not left(done, work.step_s))

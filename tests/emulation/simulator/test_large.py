@@ -24,7 +24,7 @@ def test_64_peers_with_faults_agree(seed):
 
 
 def test_64_peers_whose_lines_are_known_agree_on_what_relays_pass_on(monkeypatch):
-    """Like any other source, a relay may lack an expert or die with it [D4]."""
+    """Like any other source, a relay may lack an expert or die with it (blob relays)."""
     drawn = []
 
     def of(relays, digest, writer):

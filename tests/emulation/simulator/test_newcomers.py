@@ -1,4 +1,7 @@
-"""Peers that come without a record: their sources, and their knowledge afterwards [L2, L3]."""
+"""Peers that come without a record: their sources, and their knowledge afterwards [L2].
+
+Policy: chain pruning.
+"""
 
 from dataclasses import replace
 from random import Random

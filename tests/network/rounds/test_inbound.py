@@ -533,7 +533,7 @@ def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tupl
 def test_a_proposal_comes_from_its_relays(
     desk: Desk, me: str, age_s: float, sources: set[tuple[str, ...]]
 ) -> None:
-    """From the convener alone, 256 peers would get it only after minutes [D4]."""
+    """From the convener alone, 256 peers would get it only after minutes (blob relays)."""
     proposal = Propose(Ballot(0, "A"), successor(TIP), (), None, ("B", "C"))
     asked = asked_of(desk, proposal, me=me, age_s=age_s)
     assert asked and asked <= sources

@@ -34,49 +34,49 @@ def test_one_stranger_gets_little_and_is_told_which_account_is_empty() -> None:
 
 def test_all_strangers_together_get_a_quarter_and_members_three_whatever_strangers_do() -> None:
     ledger = Ledger(FEW)
-    ledger.admit(["M1", "M2", "M3"])
+    ledger.admit(["M-1", "M-2", "M-3"])
     for number in range(12):
-        ledger.locate(f"S{number}", f"/ip4/10.0.{number}.1/tcp/4001")
-    assert sum(spent(ledger, f"S{number}") for number in range(10)) == 80 * STRANGERS_SHARE
+        ledger.locate(f"S-{number}", f"/ip4/10.0.{number}.1/tcp/4001")
+    assert sum(spent(ledger, f"S-{number}") for number in range(10)) == 80 * STRANGERS_SHARE
     with pytest.raises(TooCostly) as refused:
-        ledger.take("S11", Cost.MESSAGES, 1, 0.0)
+        ledger.take("S-11", Cost.MESSAGES, 1, 0.0)
     assert refused.value.reason == "messages_of_strangers"
-    assert [spent(ledger, member) for member in ("M1", "M2", "M3")] == [30, 30, 0]
+    assert [spent(ledger, member) for member in ("M-1", "M-2", "M-3")] == [30, 30, 0]
 
 
 def test_trainees_together_leave_voters_half_of_everything_whatever_they_do() -> None:
     ledger = Ledger(FEW)
-    trainees = [f"T{number}" for number in range(10)]
-    ledger.admit(["M1", "M2", *trainees], trainees)
+    trainees = [f"T-{number}" for number in range(10)]
+    ledger.admit(["M-1", "M-2", *trainees], trainees)
     assert sum(spent(ledger, trainee) for trainee in trainees) == 20
     with pytest.raises(TooCostly) as refused:
-        ledger.take("T1", Cost.MESSAGES, 1, 0.0)
+        ledger.take("T-1", Cost.MESSAGES, 1, 0.0)
     assert refused.value.reason in ("messages_of_member", "messages_of_trainees")
-    assert [spent(ledger, member) for member in ("M1", "M2")] == [30, 10]
+    assert [spent(ledger, member) for member in ("M-1", "M-2")] == [30, 10]
 
 
 def test_keys_of_one_network_share_half_of_what_strangers_have() -> None:
     ledger = Ledger(FEW)
     for number in range(10):
-        ledger.locate(f"S{number}", f"/ip4/192.0.2.{number}/tcp/4001")
+        ledger.locate(f"S-{number}", f"/ip4/192.0.2.{number}/tcp/4001")
     ledger.locate("other", "/ip4/198.51.100.1/tcp/4001")
-    assert sum(spent(ledger, f"S{number}") for number in range(10)) == 10
+    assert sum(spent(ledger, f"S-{number}") for number in range(10)) == 10
     assert spent(ledger, "other") == 6
 
 
 def test_strangers_whose_network_is_unknown_share_half_of_what_strangers_have() -> None:
     ledger = Ledger(FEW)
-    assert sum(spent(ledger, f"S{number}") for number in range(100)) == 10
+    assert sum(spent(ledger, f"S-{number}") for number in range(100)) == 10
     ledger.locate("other", "/ip4/198.51.100.1/tcp/4001")
     assert spent(ledger, "other") == 6
 
 
 def test_members_of_one_network_do_not_share() -> None:
     ledger = Ledger(FEW)
-    ledger.admit(["M1", "M2"])
-    for peer in ("M1", "M2", "S"):
+    ledger.admit(["M-1", "M-2"])
+    for peer in ("M-1", "M-2", "S"):
         ledger.locate(peer, "/ip4/192.0.2.1/tcp/4001")
-    assert [spent(ledger, peer) for peer in ("M1", "M2", "S")] == [30, 30, 6]
+    assert [spent(ledger, peer) for peer in ("M-1", "M-2", "S")] == [30, 30, 6]
 
 
 def test_accounts_fill_again_with_time_and_never_over_their_edge() -> None:

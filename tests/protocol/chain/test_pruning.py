@@ -1,4 +1,4 @@
-"""A pruned chain convinces every peer that the whole chain convinces [L3]."""
+"""A pruned chain convinces every peer that the whole chain convinces (chain pruning)."""
 
 from __future__ import annotations
 

@@ -185,7 +185,10 @@ def test_an_acceptor_makes_the_manifest_anew_from_the_deltas_that_were_declared(
     ids=str,
 )
 def test_a_move_that_nobody_has_signed_gets_no_vote(unit: str, change: dict[str, Any]) -> None:
-    """[W4] Of these, a decided manifest may only name a delta and a value that nobody can check."""
+    """Of these, a decided manifest may only name a delta and a value that nobody can check.
+
+    Policy: delta entries.
+    """
     forged = replace(NEXT, entries={**NEXT.entries, unit: replace(NEXT.entries[unit], **change)})
     assert evidence_problem(forged, SHOWN, TIP, RULES)
     judged = change not in ({"delta": name("other")}, {"digest": name("other")})

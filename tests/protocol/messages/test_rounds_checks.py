@@ -197,7 +197,7 @@ def test_a_roster_of_other_offers_has_another_id() -> None:
 
 
 def test_a_roster_of_other_work_has_another_id() -> None:
-    """Weights follow from the work, so the same values would have another mean [W1]."""
+    """Weights follow from the work, so the same values would have another mean."""
     timed = replace(RULES, round_seconds=5.0)
     offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
     other = {**offers, "B": replace(offers["B"], steps=3, tokens=300)}

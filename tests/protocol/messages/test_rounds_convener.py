@@ -261,7 +261,7 @@ def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> 
 def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
     """Its uplink needs 16 s for its values, the others' one second.
 
-    It has worked for a second [D5].
+    It has worked for a second (slow-link exclusion).
     """
     rules = make_rules(parts=1)
     rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))

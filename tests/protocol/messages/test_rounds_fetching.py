@@ -1,4 +1,7 @@
-"""Fetching peers: rounds wait for a late one [C3], and fetched blobs are synced [A2, X1]."""
+"""Fetching peers: rounds wait for a late one, and fetched blobs are synced [A2, X1].
+
+Policy: roster deadline.
+"""
 
 import pytest
 

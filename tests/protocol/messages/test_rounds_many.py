@@ -1,4 +1,7 @@
-"""Large swarms, in which a peer by chance hears only a few voters in some seconds [H4]."""
+"""Large swarms, in which a peer by chance hears only a few voters in some seconds.
+
+Policy: liveness tracking.
+"""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_live_peer_that_is_always_too_slow_keeps_its_vote() -> None:
     pump.run_to_height(8, "".join(peer for peer in pump.nodes if peer != slow))
     tip = pump.nodes["A"].machine.tip
     assert tip.members[slow].silent == 0
-    # Its experts were not renewed, and have moved to working peers [R4].
+    # Its experts were not renewed, and have moved to working peers (expert ownership).
     assert all(slow not in owners for owners in tip.owners.values())
 
 

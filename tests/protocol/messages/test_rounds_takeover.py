@@ -415,7 +415,7 @@ def test_a_convener_that_is_heard_is_not_deposed_because_a_message_was_refused()
 
 
 def test_conveners_that_got_no_answers_begin_apart() -> None:
-    """Each may have refused the other while it convened itself [A7].
+    """Each may have refused the other while it convened itself (convener turns).
 
     This lasts forever if both begin at the same moment after all others.
     """

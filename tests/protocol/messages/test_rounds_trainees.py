@@ -64,7 +64,7 @@ def members(pump: Pump) -> dict[str, Member]:
 
 
 def test_keys_that_join_and_vanish_cost_three_voters_no_quorum() -> None:
-    """Without the rule, seven members with four dead ones waited for T_reform [S12]."""
+    """Without the rule, seven members with four dead ones waited for T_reform (vanishing keys)."""
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     for key in "WXYZ":

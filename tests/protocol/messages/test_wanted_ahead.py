@@ -1,4 +1,7 @@
-"""Experts with one writer are fetched while means are computed, before they are proposed [D2]."""
+"""Experts with one writer are fetched while means are computed, before they are proposed.
+
+Policy: fetch ahead.
+"""
 
 from collections import Counter
 from dataclasses import replace

@@ -54,7 +54,7 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
 
 
 def test_a_reducer_is_not_taken_for_silent_sooner_than_any_other_peer() -> None:
-    """It is left out once it was silent for half of T_red [C4]."""
+    """It is left out once it was silent for half of T_red (roster repair)."""
     for roster_after_s in (1.0, 6.0, 20.0):
         adapted = production_timers(SMALL, roster_after_s=roster_after_s, reform_after_s=None)
         assert adapted.timers.reduce_s / 2 == adapted.timers.silence_s >= roster_after_s
@@ -106,7 +106,8 @@ def test_time_outs_contain_each_other_and_follow_the_bytes_of_a_round(
     round_s = (reduce_bytes + vote_bytes) / 10**7
     assert timers.attempt_s <= max(90.0, 30.0 + 5 * round_s)
     assert timers.reform_s <= max(600.0, 30.0 + 5 * round_s)
-    # A roster may be closed with a line that needs 2.5 T_red [D5]; then the vote still fits.
+    # A roster may be closed with a line that needs 2.5 T_red (slow-link exclusion); then the vote
+    # still fits.
     assert 2.5 * timers.reduce_s + timers.vote_s / 3 <= timers.attempt_s - timers.roster_late_s
 
 

@@ -1,4 +1,4 @@
-"""Peers that vanish silently while a round waits for their values [C4, C6]."""
+"""Peers that vanish silently while a round waits for their values [C6] (roster repair)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The due rounds of units: once per period, with equal bytes in each round [U2, U3]."""
+"""The due rounds of units: once per period, with equal bytes in each round.
+
+Policies: slice schedule, due units.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def test_each_unit_is_due_exactly_once_in_each_period(
 
 
 def test_each_round_has_a_part_of_the_shared_tensors() -> None:
-    """So an offer without one is a late one [O2]."""
+    """So an offer without one is a late one."""
     for parts in range(4, 12):
         for due in rounds_of(QUARTERS, tip_of(2, experts=3, parts=parts), 8):
             assert any(expert_of_unit(unit) is None for unit in due)

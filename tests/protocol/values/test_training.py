@@ -291,7 +291,7 @@ def test_what_a_manifest_counts_is_not_lost_where_its_blobs_are_gone() -> None:
     assert peer.of("lose") == []
 
 
-# ---------------------------------------------------------------- late offers [O2]
+# ---------------------------------------------------------------- late offers
 
 
 @pytest.mark.parametrize(

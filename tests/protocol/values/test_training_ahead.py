@@ -1,4 +1,7 @@
-"""The main loop with overlapping rounds: steps during an offer, and their fate [V1, V6]."""
+"""The main loop with overlapping rounds: steps during an offer, and their fate.
+
+Policies: overlapped rounds, overlap accounting.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

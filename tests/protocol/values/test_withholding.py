@@ -1,4 +1,4 @@
-"""A peer that offers but serves nobody costs one round in nine [C8]."""
+"""A peer that offers but serves nobody costs one round in nine (withholding exclusion)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Honest local steps stay within the members' bounds, anywhere in the schedule [U1]."""
+"""Honest local steps stay within the members' bounds, anywhere in the schedule (update bounds)."""
 
 from dataclasses import replace
 

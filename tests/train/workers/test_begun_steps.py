@@ -1,4 +1,4 @@
-"""Workers whose values are read while they compute the products of a step [V9]."""
+"""Workers whose values are read while they compute the products of a step (background offers)."""
 
 import logging
 import os

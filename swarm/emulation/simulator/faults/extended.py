@@ -1,4 +1,4 @@
-"""The extended model: faults and conditions beyond classes A to E; swarm/emulation/README.md."""
+"""The extended model: faults beyond the base model's classes; swarm/emulation/README.md."""
 
 from __future__ import annotations
 

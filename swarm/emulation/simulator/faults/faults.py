@@ -84,7 +84,7 @@ class Mix:
     small: float = 0.35
     """Chance that machines have room for some experts only."""
     is_sliced: bool = False
-    """Whether each round exchanges its slice of the units [U2]."""
+    """Whether each round exchanges its slice of the units (slice schedule)."""
     certificates: float = 1.0
     """Chance that commits need certificates, as they always do in a real run. Without these, wrong
     decisions spread further."""

@@ -78,11 +78,13 @@ class Liar:
         return self._shell.disks[self.me].record.tip
 
     def convening_s(self, timers: Timers, since_s: float, now_s: float) -> float:
-        """The longest time that it has convened since a moment, up to an attempt's limit [K1].
+        """The longest time that it has convened since a moment, up to an attempt's limit.
+
+        Policy: takeover.
 
         A convener that does everything but announce the decision is no worse than a slow one.
         Nobody can tell which it is before its attempt has taken too long. It may do so once a
-        height: after that it lets others convene [A7].
+        height: after that it lets others convene (convener turns).
         """
         begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
         limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
@@ -366,7 +368,7 @@ class Liar:
         """Only peers with an offer were heard: its word against that of the others."""
         assert propose.evidence
         sources = propose.manifest.sources.values()
-        kept = {peer for values in sources for peer, _ in values}  # late offers are among them [O2]
+        kept = {peer for values in sources for peer, _ in values}  # late offers are among them
         declared = {p: d for p, d in propose.evidence.declared.items() if p in kept}
         evidence = replace(propose.evidence, declared=declared)
         return self.anew(replace(propose, evidence=evidence))

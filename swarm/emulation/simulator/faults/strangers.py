@@ -1,4 +1,4 @@
-"""Strangers: they forge messages, or join an open run and vanish (class V) [R7]."""
+"""Strangers: they forge messages, or join an open run and vanish (class vanishing-keys) [R7]."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ IDLE_S = 1e6
 
 @dataclass(frozen=True)
 class KeysMix(Mix):
-    """The ingredients of class V."""
+    """The ingredients of class vanishing-keys."""
 
     keys: tuple[int, int] = (4, 50)
 

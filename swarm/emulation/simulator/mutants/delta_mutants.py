@@ -1,4 +1,4 @@
-"""Rules of units that move by deltas, removed one at a time; class R shows it."""
+"""Rules of units that move by deltas, removed one at a time; class deltas shows it."""
 
 # A method without its rule ignores the rule's inputs.
 # ruff: noqa: ARG002
@@ -135,26 +135,39 @@ APART = replace(
 """Peers miss rounds, and continue without the others."""
 
 DELTA_MUTANTS: Mapping[str, Mutant] = {
-    "own_delta_stays": Mutant("W8: the counted delta is subtracted", training=_OwnDeltaStays),
-    "own_delta_twice": Mutant("W8: it is subtracted once", trainer=_trainer_of(_Twice)),
+    "own_delta_stays": Mutant(
+        "carried steps: the counted delta is subtracted", training=_OwnDeltaStays
+    ),
+    "own_delta_twice": Mutant("carried steps: it is subtracted once", trainer=_trainer_of(_Twice)),
     "known_delta_begins_anew": Mutant(
-        "W8: the counted delta is subtracted, and the rest stays", training=_KnownDeltaBeginsAnew
+        "carried steps: the counted delta is subtracted, and the rest stays",
+        training=_KnownDeltaBeginsAnew,
     ),
     "miss_begins_anew": Mutant(
-        "W8: steps that one round has left out stay", training=_MissBeginsAnew
+        "carried steps: steps that one round has left out stay", training=_MissBeginsAnew
     ),
-    "any_base_goes_on": Mutant("W8: only the base's successor moves it", training=_AnyBase),
-    "tokens_carried": Mutant("W8: carried samples are dealt to others", training=_TokensCarried),
-    "encoded_anew": Mutant("W8: a delta is made once", trainer=_trainer_of(_EncodedAnew)),
+    "any_base_goes_on": Mutant(
+        "carried steps: only the base's successor moves it", training=_AnyBase
+    ),
+    "tokens_carried": Mutant(
+        "carried steps: carried samples are dealt to others", training=_TokensCarried
+    ),
+    "encoded_anew": Mutant(
+        "carried steps: a delta is made once", trainer=_trainer_of(_EncodedAnew)
+    ),
     "reported_before_durable": Mutant(
-        "W5: means are durable before they are reported", arithmetic=_ReportedAtOnce
+        "delta means: means are durable before they are reported", arithmetic=_ReportedAtOnce
     ),
-    "left_over_at_once": Mutant("W5: a remainder waits for the manifest", remainders=_LeftAtOnce),
+    "left_over_at_once": Mutant(
+        "delta means: a remainder waits for the manifest", remainders=_LeftAtOnce
+    ),
     "left_over_after_jump": Mutant(
-        "W5: a peer that passed manifests over drops it", remainders=_LeftAfterJump, mix=APART
+        "delta means: a peer that passed manifests over drops it",
+        remainders=_LeftAfterJump,
+        mix=APART,
     ),
     "unknown_delta_taken": Mutant(
-        "W8: only a delta known to be in x is subtracted", training=_UnknownDeltaTaken
+        "carried steps: only a delta known to be in x is subtracted", training=_UnknownDeltaTaken
     ),
     "deltas_collected": Mutant("GC: the deltas of the tip are kept", adopter=_DeltasCollected),
     "votes_without_deltas": Mutant("W6: voters can serve the deltas", blobs=_VotesWithoutDeltas),

@@ -101,19 +101,27 @@ class _ReformsAtWork(Reformer):
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant("C3: a peer that said when is waited for", collector=_WordsIgnored),
-    "last_word_counts": Mutant("C3: a word does not slip for ever", collector=_LastWordCounts),
-    "always_trusted": Mutant("C3: a useless wait is not repeated", collector=_AlwaysTrusted),
-    "thin_lines_awaited": Mutant("D5: no link holds up the others", collector=_ThinLinesAwaited),
+    "words_ignored": Mutant(
+        "roster deadline: a peer that said when is waited for", collector=_WordsIgnored
+    ),
+    "last_word_counts": Mutant(
+        "roster deadline: a word does not slip for ever", collector=_LastWordCounts
+    ),
+    "always_trusted": Mutant(
+        "roster deadline: a useless wait is not repeated", collector=_AlwaysTrusted
+    ),
+    "thin_lines_awaited": Mutant(
+        "slow-link exclusion: no link holds up the others", collector=_ThinLinesAwaited
+    ),
     "thin_absentees_awaited": Mutant(
-        "D5: nor is a peer waited for that its link will exclude",
+        "slow-link exclusion: nor is a peer waited for that its link will exclude",
         collector=_ThinAbsenteesAwaited,
     ),
     "waiting_ages_campaign": Mutant(
-        "C7: a campaign ages when nobody is waited for", collector=_WaitingAgesCampaign
+        "campaign end: a campaign ages when nobody is waited for", collector=_WaitingAgesCampaign
     ),
     "collecting_ages_attempt": Mutant(
-        "K1: an attempt ages when nothing is collected", acceptor=_CollectingAgesAttempt
+        "takeover: an attempt ages when nothing is collected", acceptor=_CollectingAgesAttempt
     ),
     "reforms_at_work": Mutant("F3: a peer at work does not reform", reformer=_ReformsAtWork),
 }
@@ -188,12 +196,12 @@ class _VotesAreKept(Rules):
 
 CLAIMS_MUTANTS: Mapping[str, Mutant] = {
     "all_tokens_weigh": Mutant(
-        "W1: no value weighs much more than the others", rules=under(_AllTokensWeigh)
+        "mean weights: no value weighs much more than the others", rules=under(_AllTokensWeigh)
     ),
     "all_tokens_count": Mutant(
-        "W2: one member alone moves no schedule", rules=under(_AllTokensCount)
+        "claimed work: one member alone moves no schedule", rules=under(_AllTokensCount)
     ),
-    "own_clock": Mutant("T3: pace is by the clock of the run", rules=under(_OwnClock)),
+    "own_clock": Mutant("counted work: pace is by the clock of the run", rules=under(_OwnClock)),
     "copied_invitations": Mutant(
         "R8: a guest proves that it was given its invitation", door=_CopiedInvitations
     ),
@@ -205,13 +213,13 @@ CLAIMS_MUTANTS: Mapping[str, Mutant] = {
         "R8: an anchor lets in no more than it may", rules=under(_guests_of(_AnyNumberOfGuests))
     ),
     "any_number_of_trainees": Mutant(
-        "R2: four trainees of a network", collector=_AnyNumberOfTrainees
+        "joiner limits: four trainees of a network", collector=_AnyNumberOfTrainees
     ),
     "votes_are_kept": Mutant(
         "R7: the unvouched stay under a third when vouched members leave",
         rules=under(_VotesAreKept),
     ),
-    "any_deal": Mutant("T2: a deal is at most 4 times the median's", rules=under(_AnyDeal)),
+    "any_deal": Mutant("deal sizes: a deal is at most 4 times the median's", rules=under(_AnyDeal)),
 }
 
 
@@ -271,13 +279,15 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     ),
     "any_proof": Mutant("L1: a tip is believed along certificates", adopter=_AnyProof, mix=FORGERS),
     "any_attempt": Mutant(
-        "A5: one message does not use up the ballots", acceptor=_AnyAttempt, mix=CALM_LIES
+        "attempt limit: one message does not use up the ballots",
+        acceptor=_AnyAttempt,
+        mix=CALM_LIES,
     ),
     "returns_at_once": Mutant(
-        "A7: a convener that had a vote lets others convene", acceptor=_ReturnsAtOnce
+        "convener turns: a convener that had a vote lets others convene", acceptor=_ReturnsAtOnce
     ),
     "pruned_by_count": Mutant(
-        "L3: a chain keeps links that lead on from each head", adopter=_PrunedByCount
+        "chain pruning: a chain keeps links that lead on from each head", adopter=_PrunedByCount
     ),
 }
 
@@ -506,7 +516,9 @@ class _AnyRoom(Rules):
 
 
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
-    "any_room": Mutant("R4: no peer gets an expert that does not fit", rules=under(_AnyRoom)),
+    "any_room": Mutant(
+        "expert ownership: no peer gets an expert that does not fit", rules=under(_AnyRoom)
+    ),
     "rolled_back_votes": Mutant(
         "P5: a rolled-back record casts no vote",
         rolled_back=lambda earlier: earlier,
@@ -536,31 +548,36 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "trainees_reform": Mutant("F3: no peer without a vote reforms", reformer=_TraineesReform),
     "four_are_a_quorum": Mutant(
-        "a quorum is a majority of all members",
+        "C5: a quorum is a majority of all members",
         standing=_FourAreAQuorum,
         mix=replace(EXTENDED["G"], certificates=0.0),
     ),
-    "heard_by_chance": Mutant("H4: voters that are silent are greeted", contacts=_HeardByChance),
+    "heard_by_chance": Mutant(
+        "liveness tracking: voters that are silent are greeted", contacts=_HeardByChance
+    ),
     "silent_sources_awaited": Mutant(
-        "C4: a silent source of missing values is left out", averaging=_SilentSourcesAwaited
+        "roster repair: a silent source of missing values is left out",
+        averaging=_SilentSourcesAwaited,
     ),
     "late_by_themselves": Mutant(
-        "C3: the worth of late voters is counted together", collector=_LateByThemselves
+        "roster deadline: the worth of late voters is counted together", collector=_LateByThemselves
     ),
     "convenes_meanwhile": Mutant(
-        "K1: a peer that fetches a decided manifest does not convene", takeover=_ConvenesMeanwhile
+        "takeover: a peer that fetches a decided manifest does not convene",
+        takeover=_ConvenesMeanwhile,
     ),
     "unheard_goes_first": Mutant(
-        "K1: a convener that got no answers goes last", takeover=_UnheardGoesFirst
+        "takeover: a convener that got no answers goes last", takeover=_UnheardGoesFirst
     ),
     "last_ones_keep_step": Mutant(
-        "K1: two that got no answers do not begin together", takeover=_LastOnesKeepStep
+        "takeover: two that got no answers do not begin together", takeover=_LastOnesKeepStep
     ),
     "fetching_is_worth_nothing": Mutant(
-        "C3: to fetch the tip is work", collector=_FetchingIsWorthNothing
+        "roster deadline: to fetch the tip is work", collector=_FetchingIsWorthNothing
     ),
     "those_behind_are_silent": Mutant(
-        "C3: a patient round waits for those that fetch", collector=_ThoseBehindAreSilent
+        "roster deadline: a patient round waits for those that fetch",
+        collector=_ThoseBehindAreSilent,
     ),
     "wall_clock": Mutant("the wall clock does not matter", clock=attrgetter("wall_s")),
     "clock_stops_in_sleep": Mutant("B2: time asleep has passed", clock=attrgetter("awake_s")),
@@ -569,7 +586,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "transfer_limit_fixed": Mutant("a transfer may take as long as its bytes need", waits_on=False),
     "timers_not_adapted": Mutant(
-        "timers follow sizes and rates", timers=lambda _, base: base, mix=SLOW_LINKS
+        "adapted timers: they follow sizes and rates", timers=lambda _, base: base, mix=SLOW_LINKS
     ),
     "hand_over_not_awaited": Mutant(
         "N4: the hand-over of a living owner is waited for", taking=_HandOverNotAwaited
@@ -577,14 +594,20 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", taking=_OlderMomentsTaken
     ),
-    "weights_ignored": Mutant("W1: a value weighs its tokens", rules=under(_WeightsIgnored)),
-    "whole_deals_count": Mutant("T3: only used samples count", rules=under(_WholeDealsCount)),
-    "holes_forgotten": Mutant("T1: unused samples are dealt again", rules=under(_HolesForgotten)),
+    "weights_ignored": Mutant(
+        "mean weights: a value weighs its tokens", rules=under(_WeightsIgnored)
+    ),
+    "whole_deals_count": Mutant(
+        "counted work: only used samples count", rules=under(_WholeDealsCount)
+    ),
+    "holes_forgotten": Mutant(
+        "text deals: unused samples are dealt again", rules=under(_HolesForgotten)
+    ),
     "dealt_anew_at_reform": Mutant(
-        "T4: survivors keep their deals", rules=under(_DealtAnewAtReform)
+        "text deals: survivors keep their deals", rules=under(_DealtAnewAtReform)
     ),
     "all_are_kept": Mutant(
-        "C4: keys that vanish cost a few rosters", collector=_AllAreKept, mix=VANISHING
+        "roster repair: keys that vanish cost a few rosters", collector=_AllAreKept, mix=VANISHING
     ),
     "vote_at_once": Mutant("R7: a vote is earned", rules=under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(

@@ -35,7 +35,7 @@ from swarm.protocol.values.updates import UpdateBound
 
 
 class NoBaseCheck(Training):
-    """Keeps progress whatever it was trained from [S2]."""
+    """Keeps progress whatever it was trained from (expert progress)."""
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().decide(manifest, previous)
@@ -59,7 +59,7 @@ class OfferedBeforeSaved(Training):
 
 
 class NoBaseCheckAtMerge(Training):
-    """Moves progress with a merge whatever it was trained from [M8]."""
+    """Moves progress with a merge whatever it was trained from (merge rebase)."""
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().decide(manifest, previous)
@@ -85,7 +85,7 @@ class MergingModel(Model):
 
 
 class MergesOnApply(Trainer):
-    """Merges by itself as soon as a merge is due [M1]."""
+    """Merges by itself as soon as a merge is due (merge schedule)."""
 
     model_type = MergingModel
 
@@ -372,22 +372,22 @@ MUTANTS: Mapping[str, Mutant] = {
     "any_half": Mutant("C5: half decides only with the tie-breaker", standing=_AnyHalf),
     "any_proposal": Mutant("A4: a proposal must follow from the tip", acceptor=_AnyProposal),
     "liar_convenes_on": Mutant("A4: a refused convener is not followed", acceptor=_LiarConvenesOn),
-    "any_update": Mutant("U1: updates are bounded", blobs=_AnyUpdate),
-    "joiners_vote": Mutant("only members(tip) vote", standing=_JoinersVote, mix=UNPROVED),
-    "older_roster": Mutant("C3: results of one roster only", averaging=_OlderRoster),
+    "any_update": Mutant("update bounds: updates are bounded", blobs=_AnyUpdate),
+    "joiners_vote": Mutant("A2: only members(tip) vote", standing=_JoinersVote, mix=UNPROVED),
+    "older_roster": Mutant("A6: results of one roster only", averaging=_OlderRoster),
     "apply_before_blobs": Mutant("X1: apply only complete manifests", adopter=_ApplyBeforeBlobs),
     "duplicate_commit_restarts": Mutant(
         "X1: a duplicate starts no fetch", adopter=_DuplicateCommitRestarts
     ),
     "fetch_never_dropped": Mutant(
-        "X2: a stuck fetch is dropped", adopter=_FetchNeverDropped, mix=LAST_HOLDERS_DIE
+        "stuck fetches: a stuck fetch is dropped", adopter=_FetchNeverDropped, mix=LAST_HOLDERS_DIE
     ),
     "votes_cross_tips": Mutant("H1: votes never cross tips", listener=_VotesCrossTips),
-    "no_base_check": Mutant("S2: compare and swap on the base", training=NoBaseCheck),
+    "no_base_check": Mutant("S3: compare and swap on the base", training=NoBaseCheck),
     "offered_before_saved": Mutant(
         "P6: the private state is durable before the offer", training=OfferedBeforeSaved
     ),
-    "no_takeover": Mutant("K1: a failed convener is replaced", takeover=_NoTakeover),
+    "no_takeover": Mutant("takeover: a failed convener is replaced", takeover=_NoTakeover),
     "no_reform": Mutant("F3: a lost majority is given up", reformer=_NoReform),
     "generation_counted": Mutant("F3: an id is unique", reformer=_GenerationCounted, mix=SHATTERED),
     "reform_although_quorum": Mutant(
@@ -395,29 +395,31 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "most_tokens_win": Mutant("F1: the total order of manifests", standing=_MostTokensWin),
     "merge_on_apply": Mutant(
-        "M1: a merge is a manifest", standing=_NeverDue, trainer=MergesOnApply
+        "merge schedule: a merge is a manifest", standing=_NeverDue, trainer=MergesOnApply
     ),
-    "due_by_own_count": Mutant("M1: due by the manifest alone", standing=_DueByOwnCount),
-    "round_while_due": Mutant("M2: no round while a merge is due", standing=_NeverDue),
-    "due_by_kind": Mutant("M1: the kind of the tip plays no part", standing=_DueByKind),
-    "due_by_rise": Mutant("M1: due by step and merged", standing=_DueByRise),
+    "due_by_own_count": Mutant(
+        "merge schedule: due by the manifest alone", standing=_DueByOwnCount
+    ),
+    "round_while_due": Mutant("merge manifests: no round while a merge is due", standing=_NeverDue),
+    "due_by_kind": Mutant("merge schedule: the kind of the tip plays no part", standing=_DueByKind),
+    "due_by_rise": Mutant("merge schedule: due by step and merged", standing=_DueByRise),
     "no_phase_1_at_merge": Mutant(
-        "M6: phase 1 for merges", phase1=_NoPhase1AtMerge, mix=MERGE_DUELS
+        "C2: phase 1 for merges", phase1=_NoPhase1AtMerge, mix=MERGE_DUELS
     ),
     "accepted_merge_not_persisted": Mutant(
-        "M6: a merge's vote is durable", standing=_AcceptedMergeNotPersisted
+        "P2: a merge's vote is durable", standing=_AcceptedMergeNotPersisted
     ),
     "accept_merge_before_blobs": Mutant(
-        "M6: ACCEPT a merge only with its blobs", acceptor=_AcceptMergeBeforeBlobs
+        "A2: ACCEPT a merge only with its blobs", acceptor=_AcceptMergeBeforeBlobs
     ),
     "accept_only_own_merge": Mutant(
-        "M5: never compare with one's own result", acceptor=_AcceptOnlyOwnMerge
+        "merge manifests: never compare with one's own result", acceptor=_AcceptOnlyOwnMerge
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", training=NoBaseCheckAtMerge
+        "S3: rebase only from the own base", training=NoBaseCheckAtMerge
     ),
     "tip_before_collected": Mutant(
-        "GC, M10: the blobs of the tip before are kept", adopter=_TipBeforeCollected
+        "GC: the blobs of the tip before are kept", adopter=_TipBeforeCollected
     ),
 }
 

@@ -72,25 +72,31 @@ class _TwoInFlight(Training):
 _O = OVERLAPPED["O"]
 OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "rest_dealt_to_others": Mutant(
-        "T5: samples that a member has read ahead stay its own",
+        "overlapped deals: samples that a member has read ahead stay its own",
         rules=under(_RestIsDealtToOthers),
         mix=_O,
     ),
     "behind_forgotten": Mutant(
-        "V6: steps that stay are counted, and not read again",
+        "overlap accounting: steps that stay are counted, and not read again",
         training=_loop_of(_ForgetsWhatIsBehind),
         mix=_O,
     ),
-    "counted_twice": Mutant("V6: steps are counted once", training=_loop_of(_CountsTwice), mix=_O),
+    "counted_twice": Mutant(
+        "overlap accounting: steps are counted once", training=_loop_of(_CountsTwice), mix=_O
+    ),
     "lost_steps_counted": Mutant(
-        "V6: steps that restart are not counted", training=_loop_of(_CountsWhatIsLost), mix=_O
+        "overlap accounting: steps that restart are not counted",
+        training=_loop_of(_CountsWhatIsLost),
+        mix=_O,
     ),
     "other_line_counted": Mutant(
-        "V6: samples that another chain deals to others are not counted",
+        "overlap accounting: samples that another chain deals to others are not counted",
         training=_OtherLineCounted,
         mix=replace(OVERLAPPED["U"], is_sliced=True),
     ),
-    "two_in_flight": Mutant("V1: one offer is undecided", training=_TwoInFlight, mix=_O),
+    "two_in_flight": Mutant(
+        "overlapped rounds: one offer is undecided", training=_TwoInFlight, mix=_O
+    ),
 }
 
 
@@ -155,18 +161,22 @@ def _own_rules(me: str, rules: Rules) -> Rules:
 
 SLICE_MUTANTS: Mapping[str, Mutant] = {
     "overdue_forgotten": Mutant(
-        "U3: a missed unit is due until it is renewed", training=_OverdueForgotten
+        "due units: a missed unit is due until it is renewed", training=_OverdueForgotten
     ),
     "units_not_due": Mutant(
-        "U3: only units that are due are offered", rules=under(_Unscheduled), training=_AllOffered
+        "due units: only units that are due are offered",
+        rules=under(_Unscheduled),
+        training=_AllOffered,
     ),
     "stagger_by_peer": Mutant(
-        "U2: all peers have the same schedule", rules=_own_rules, training=_OwnStagger
+        "slice schedule: all peers have the same schedule", rules=_own_rules, training=_OwnStagger
     ),
     "renewed_parts_kept": Mutant(
-        "S1: a renewed part restarts from its mean", training=_RenewedPartsKept
+        "S3: a renewed part restarts from its mean", training=_RenewedPartsKept
     ),
-    "parts_dropped": Mutant("S1: a part that was not due keeps its steps", training=_PartsDropped),
+    "parts_dropped": Mutant(
+        "shared progress: a part that was not due keeps its steps", training=_PartsDropped
+    ),
     "offer_forgotten": Mutant(
         "P6: an offer is made once, also after a crash", training=_OfferForgotten
     ),

@@ -176,7 +176,8 @@ ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
 """Rest after a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
-minutes. Rounds here take seconds, and in class Q a generation of members leaves within 40 s."""
+minutes. Rounds here take seconds, and in class absence a generation of members leaves within 40
+s."""
 IDLE_S = 2.0
 """Rest while nothing is missing, or there is no peer to ask."""
 

@@ -271,7 +271,7 @@ class Invariants:
 
     def _book_keeping(self, manifest: Manifest, parent: Manifest) -> None:
         problem = self._ledger.enter(manifest, parent, self.liar)
-        require(problem is None, "T1", f"{short(manifest)}: {problem}")
+        require(problem is None, "I16", f"{short(manifest)}: {problem}")
 
     def _require_blobs(
         self, peer: PeerId, disk: Disk, manifest: Manifest, invariant: str, what: str
@@ -418,7 +418,7 @@ class Invariants:
                     f"{name}: {unit} changed without sources, or lacks them",
                 )
                 continue
-            require(unit in due, "U3", f"{name}: {unit} was not due")
+            require(unit in due, "I17", f"{name}: {unit} was not due")
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
             if unit in self.rules.unit_coding:

@@ -1,4 +1,7 @@
-"""Invariants of members: their offers [U3], their votes [V1, I15], their claims of work [I14]."""
+"""Invariants of members: their offers (due units), their votes [I15], their claims of work [I14].
+
+Policy: overlapped rounds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def check_brought(
         lacking = contributors.intersection(owners) - dict(manifest.sources.get(unit, ())).keys()
         require(
             not lacking,
-            "U3",
+            "I17",
             f"{short(manifest)}: {sorted(lacking)} did not bring {unit}, which was due",
         )
 
@@ -38,7 +41,7 @@ def check_votes(manifest: Manifest, parent: Manifest) -> None:
     few = len(new) <= 1 and 2 * len(unvouched) < max(1, len(manifest.vouched))
     require(
         not manifest.vouched or (earned and few),
-        "V1",
+        "I19",
         f"{short(manifest)}: {sorted(new)} vote now, of {sorted(unvouched)} without an anchor's "
         f"word, {len(manifest.vouched)} have one",
     )
@@ -52,7 +55,7 @@ def check_trainees(
     for network in {network_of(peer) for peer in new} - {None}:
         trainees = {*(parent.members.keys() - parent.voters), *new}
         there = sorted(peer for peer in trainees if network_of(peer) == network)
-        require(len(there) <= 4, "R2", f"{short(manifest)}: {there} are of one network")
+        require(len(there) <= 4, "I18", f"{short(manifest)}: {there} are of one network")
 
 
 def check_vouched(

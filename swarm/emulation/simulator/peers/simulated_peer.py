@@ -279,7 +279,7 @@ class Node(Ports):
         effects = machine.handle(event, self.clock_s())
         if (machine.listened_at != before) != (gap_s > pause_s):
             why = f"{self.me} after {gap_s:.3f} s without an event (limit {pause_s:.1f})"
-            raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
+            raise Violation("I22", f"{why}: listens {machine.listened_at != before}")
         return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -368,7 +368,7 @@ class Node(Ports):
         pursued = self.machine.pursued
         if effect.purpose is events.Purpose.CATCH_UP and pursued is not None:
             if not self._catch_up.may_begin(pursued.digest):
-                raise Violation("X1", f"{self.me} starts to fetch {pursued.digest[:12]} again")
+                raise Violation("I26", f"{self.me} starts to fetch {pursued.digest[:12]} again")
             self._catch_up.begin(pursued.digest)
         self.fetcher.start(effect)
 
@@ -418,7 +418,7 @@ class Node(Ports):
     def _apply(self, effect: events.Apply) -> None:
         record = self.disk.record
         if record.tip.digest != effect.manifest.digest:
-            raise Violation("P4", f"{self.me} applies {short(effect.manifest)} before the record")
+            raise Violation("I24", f"{self.me} applies {short(effect.manifest)} before the record")
         missing = [
             unit for unit, entry in effect.manifest.entries.items() if entry.digest not in self.disk
         ]

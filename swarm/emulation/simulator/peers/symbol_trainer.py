@@ -33,7 +33,7 @@ class PeerShell(Shell, Protocol):
     is_up: bool
 
     def merge_is_due(self, tip: Manifest) -> bool:
-        """Whether the next manifest must be a merge [M2]."""
+        """Whether the next manifest must be a merge."""
 
     def local_steps_s(self) -> float:
         """How long the next local steps take."""
@@ -186,9 +186,12 @@ class Trainer(TrainingShell):
         return replace(self._lesson, steps=steps, completed=False)
 
     def _look_at(self, read: Stretches) -> None:
-        """Requires that a model reads no sample that it contains, where rounds overlap [V6]."""
+        """Requires that a model reads no sample that it contains, where rounds overlap.
+
+        Policy: overlap accounting.
+        """
         if self.task.rules.overlaps and one_after_the_other([*self._read, *read]) is None:
-            raise Violation("V6", f"{self.shell.me} reads {read} once more after {self._read}")
+            raise Violation("I21", f"{self.shell.me} reads {read} once more after {self._read}")
 
     async def _take_steps(self, tip: Manifest) -> None:
         # A pause may have outlasted them.
@@ -278,7 +281,7 @@ class Trainer(TrainingShell):
             saves_state = self.task.rules.saves_state(tip)
             saved = disk.private and disk.private.work if saves_state else disk.offer
             if not saved or (saved.base_tip, saved.offered) != (tip.digest, offered):
-                raise Violation("P6", f"{self.shell.me} offers what its disk lacks: {offered}")
+                raise Violation("I25", f"{self.shell.me} offers what its disk lacks: {offered}")
         self.shell.tell(Offered(offer))
 
     async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
@@ -308,10 +311,12 @@ class Trainer(TrainingShell):
         return True
 
     def _is_read_anew(self, manifest: Manifest, decision: Adoption, *, at_start: bool) -> bool:
-        """Whether samples that were read but not counted are lost, and may come again [V6].
+        """Whether samples that were read but not counted are lost, and may come again.
+
+        Policy: overlap accounting.
 
         On another chain they are, unless the peer is dealt the very same samples there. A peer that
-        starts no longer knows them. Parts that were not due keep their progress [S1].
+        starts no longer knows them. Parts that were not due keep their progress (shared progress).
         """
         begins_anew = decision.begins_anew(self.task.rules.shared_units)
         if begins_anew or self.shell.me not in manifest.members:

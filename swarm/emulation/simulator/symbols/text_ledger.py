@@ -1,4 +1,4 @@
-"""The samples that the shared tensors were really trained on, along each chain [T1].
+"""The samples that the shared tensors were really trained on, along each chain (text deals).
 
 Manifests say which samples are dealt, and how many were used. The ledger goes by the samples that
 trainers have read.

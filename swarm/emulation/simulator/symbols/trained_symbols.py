@@ -157,12 +157,12 @@ class Deltas:
         if unit not in self.named:
             self.named[unit] = self._encoded(unit, base)
         offered = self.named[unit]
-        require(offered.base == base, "W8", f"{self.me} offers {unit} of {offered.base}")
+        require(offered.base == base, "E6", f"{self.me} offers {unit} of {offered.base}")
         return offered
 
     def _encoded(self, unit: Unit, base: Digest) -> OfferedUnit:
         live = self.live[unit]
-        require(live.base == base, "W8", f"{self.me} bases {unit} on {live.base}, not {base}")
+        require(live.base == base, "E6", f"{self.me} bases {unit} on {live.base}, not {base}")
         delta = self.values.encoded(unit, base, self.me, live.extra)
         if not self.rules.is_verbatim(unit):
             return OfferedUnit(delta, self.rules.delta_bytes[unit], base)
@@ -200,7 +200,7 @@ class Deltas:
         return extra
 
     def followed(self, live: Live, step: Step) -> Counter[Tag]:
-        """The tags of x + (v' - v) - c beyond v' [W8]."""
+        """The tags of x + (v' - v) - c beyond v' (carried steps)."""
         assert step.entry.base is not None
         extra = self._over(live, step.entry.base)
         if step.action is Action.CORRECTED:
@@ -374,7 +374,7 @@ class Model:
                 if unit in kept and unit in self.started:
                     continue
                 if self.started.get(unit) == agreed and unit not in manifest.sources:
-                    raise Violation("S1", f"{self.me} drops its progress on {unit}")
+                    raise Violation("I27", f"{self.me} drops its progress on {unit}")
                 self.started[unit] = agreed
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
@@ -418,7 +418,7 @@ class Model:
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
 
     def _has_before(self, expert: int, before: Digest) -> bool:
-        """Whether an expert's value before a merge is here [GC, M10].
+        """Whether an expert's value before a merge is here [GC] (merge rebase).
 
         The value in the tip before has to be, unless this peer came from another tip.
         """
@@ -427,7 +427,7 @@ class Model:
         parent = self.disk.record.parent
         is_known = parent and parent.digest == self.disk.came_from
         if parent and is_known and parent.entries[expert_unit(expert)].digest == before:
-            raise Violation("M10", f"{self.me} cannot rebase: {before} is missing")
+            raise Violation("I23", f"{self.me} cannot rebase: {before} is missing")
         return False
 
 
@@ -456,7 +456,7 @@ class Averaging:
     def __call__(
         self, me: PeerId, disk: Disk, task: Task, effect: events.Reduce, asked_at: Digest
     ) -> events.UnitReduced | None:
-        """Like `average`, for deltas and the remainders of earlier means [W5]."""
+        """Like `average`, for deltas and the remainders of earlier means."""
         assert effect.base is not None
         unit, values = effect.unit, task.values
         missing = [d for d in (effect.base, *(d for _, d in effect.inputs)) if d not in disk]
@@ -509,7 +509,7 @@ def merge(
     if any(digest not in disk for digest in inputs):
         if disk.record.tip.digest != tip.digest:
             return None
-        raise Violation("M3", f"{me} lacks values of its tip {short(tip)}")
+        raise Violation("I23", f"{me} lacks values of its tip {short(tip)}")
     results = {}
     for expert, unit in enumerate(units):
         digest = task.values.digest_of(Merged(inputs, expert, variant))

@@ -1,4 +1,4 @@
-"""Checks a manifest from another peer: may it belong to the chain [H1b, M5]? Pure.
+"""Checks a manifest from another peer: may it belong to the chain [H1] (merge manifests)? Pure.
 
 A proposed manifest comes with its evidence, and is recomputed from it. A decided one comes without,
 since its quorum has judged it. So only its consistency with its parent is checked here.
@@ -34,7 +34,9 @@ from swarm.protocol.values.work import Book, book_of
 
 
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why a manifest's members cannot follow its parent's; None if they can [R1, R2, R7, R8].
+    """Why a manifest's members cannot follow its parent's; None if they can [R7, R8].
+
+    Policies: member removal, joiner limits.
 
     A member's silence counts on or restarts. Its capacity and room change only if it was heard. A
     member is removed only if it was silent for too long, or has signed a wish to leave. The number
@@ -104,7 +106,10 @@ def _without_pace(members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
 
 
 def ownership_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the owners after a round; None when they can [R4, R5]."""
+    """Why these cannot be the owners after a round; None when they can.
+
+    Policies: expert ownership, ownership cap.
+    """
     expected = composition.owners_after(
         parent, manifest.members, manifest.contributors, manifest.entries, rules
     ).owners
@@ -120,7 +125,7 @@ def successor_problem(
 ) -> str | None:
     """Why a manifest cannot be the decided successor of `parent`; None when it can.
 
-    `due`: whether a merge is due after the parent [M1].
+    `due`: whether a merge is due after the parent (merge schedule).
     """
     return _placement_problem(manifest, parent, rules, due=due) or (
         _merge_problem(manifest, parent, rules)
@@ -134,7 +139,7 @@ def proposal_problem(
 ) -> str | None:
     """Why nobody may vote for a manifest; None when it follows from its evidence [A6].
 
-    A merge needs no evidence; `due`: whether one is due after the parent [M1].
+    A merge needs no evidence; `due`: whether one is due after the parent (merge schedule).
     """
     problem = _placement_problem(manifest, parent, rules, due=due)
     if problem:
@@ -165,7 +170,7 @@ def _placement_problem(
 
 
 def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """What in a merge breaks [M4], or None; the digests of experts are never judged.
+    """What in a merge breaks (merge manifests), or None; the digests of experts are never judged.
 
     One peer with odd arithmetic would otherwise block the swarm for ever.
     """
@@ -203,7 +208,10 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
 
 
 def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why its contributors' tokens, or the counts that follow from them, are wrong [W2, W3]."""
+    """Why its contributors' tokens, or the counts that follow from them, are wrong.
+
+    Policies: claimed work, step count.
+    """
     if tuple(manifest.work) != manifest.contributors:
         return "it does not say what each of its contributors did"
     for peer, tokens in manifest.work.items():
@@ -264,7 +272,7 @@ def _entries_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str 
 
 
 def _move_problem(unit: Unit, entry: Entry, parent: Manifest, rules: Rules) -> str | None:
-    """Why a round cannot have moved a unit in this way; None when it can [W4]."""
+    """Why a round cannot have moved a unit in this way; None when it can (delta entries)."""
     if entry.coding != rules.unit_coding.get(unit, UNCODED):
         return f"{unit} is in the coding {entry.coding}"
     is_coded = unit in rules.unit_coding

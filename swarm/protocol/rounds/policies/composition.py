@@ -1,4 +1,7 @@
-"""How the next manifest is made from its parent [R1-R4, M4, F3]. Pure."""
+"""How the next manifest is made from its parent [F3]. Pure.
+
+Policies: member removal, joiner limits, entry renewal, expert ownership, merge manifests.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ def owners_after(
 def _renewed(
     plan: Plan, results: Mapping[manifest.Unit, ReducedUnit], number: int, rules: Rules
 ) -> dict[manifest.Unit, manifest.Entry]:
-    """Entries of the roster's units; all others keep digest and version [R3]."""
+    """Entries of the roster's units; all others keep digest and version (entry renewal)."""
     entries = {}
     for unit, values in plan.sources.items():
         source = plan.reducers.get(unit, values[0][0])
@@ -153,7 +156,7 @@ def _renewed(
             version=number,
             source=source,
             codec=rules.unit_codec[unit],
-            base=offered.base if unit in rules.unit_coding else None,  # the parent's [S3, W4]
+            base=offered.base if unit in rules.unit_coding else None,  # the parent's [S3]
             delta=found.delta,
             coding=rules.unit_coding.get(unit, manifest.UNCODED),
         )
@@ -163,7 +166,10 @@ def _renewed(
 def stale_experts(
     entries: Mapping[manifest.Unit, manifest.Entry], number: int, rules: Rules
 ) -> tuple[int, ...]:
-    """Experts that were not renewed in the last K rounds in which they were due [R4, M7]."""
+    """Experts that were not renewed in the last K rounds in which they were due.
+
+    Policies: expert ownership, merge manifests.
+    """
     limit = rules.silent_limit * rules.experts_every
     return tuple(
         expert
@@ -178,7 +184,7 @@ def compose_merge(
     sources: Mapping[manifest.Unit, manifest.PeerId],
     rules: Rules,
 ) -> manifest.Manifest:
-    """The merge manifest of a due tip: nothing but the experts' values changes [M4].
+    """The merge manifest of a due tip: nothing but the experts' values changes (merge manifests).
 
     `merged` has the new value of every expert, `sources` a peer that holds it.
     """

@@ -1,4 +1,7 @@
-"""Each member's share of the text, and the weight of its work [T1-T4, W2]. Pure."""
+"""Each member's share of the text, and the weight of its work. Pure.
+
+Policies: text deals, deal sizes, counted work, claimed work.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MAX_QUOTA = 2**40
 def quotas(
     members: Mapping[PeerId, Member], tokens: int, windows: int | None, rules: Rules
 ) -> dict[PeerId, int]:
-    """Samples that each member may read in the round after a manifest, in whole steps [T2].
+    """Samples that each member may read in the round after a manifest, in whole steps (deal sizes).
 
     In the exact mode, the samples of the steps that every peer takes. With `round.seconds`, 1.25
     times the samples that fit the time at the member's pace, but at most 4 times those of the
@@ -93,7 +96,10 @@ def book_after(
     tokens: int,
     rules: Rules,
 ) -> Book:
-    """The book after a round, with the new manifest's members and cumulative tokens [T1, T3]."""
+    """The book after a round, with the new manifest's members and cumulative tokens.
+
+    Policies: text deals, counted work.
+    """
     if not rules.is_dealt:
         return Book()
     counted = {peer: tokens // rules.sequence_length for peer, tokens in work.items()}
@@ -102,7 +108,7 @@ def book_after(
 
 
 def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules) -> Book:
-    """The book of a reform: its members continue with the text that they were dealt [T4]."""
+    """The book of a reform: its members continue with the text that they were dealt."""
     if not rules.is_dealt:
         return Book()
     wanted = _wanted(members, tip.tokens, tip.founding, rules)
@@ -112,14 +118,17 @@ def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules
 def _wanted(
     members: Mapping[PeerId, Member], tokens: int, founding: Founding, rules: Rules
 ) -> dict[PeerId, int]:
-    """Samples of each member's deal: of one round or, where rounds overlap, of two [T5]."""
+    """Samples of each member's deal: of one round or, where rounds overlap, of two.
+
+    Policy: overlapped deals.
+    """
     windows = founding.text.windows if founding.text else None
     rounds = 2 if rules.overlaps else 1
     return {peer: rounds * q for peer, q in quotas(members, tokens, windows, rules).items()}
 
 
 def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
-    """Samples that a peer may count in the round after a manifest [T3].
+    """Samples that a peer may count in the round after a manifest (counted work).
 
     The samples of its deal; of a text of its own, as many as it would be dealt of a common text.
     """
@@ -129,14 +138,20 @@ def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
 
 
 def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
-    """Tokens of each contributor, in peer-id order; late offers are not contributions [W2]."""
+    """Tokens of each contributor, in peer-id order; late offers are not contributions.
+
+    Policy: claimed work.
+    """
     return {peer: offers[peer].tokens for peer in sorted(offers) if not offers[peer].is_late}
 
 
 def with_pace(
     members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer], rules: Rules
 ) -> dict[PeerId, Member]:
-    """The members with the pace that their offers show; four digits keep manifests small [T3]."""
+    """The members with the pace that their offers show; four digits keep manifests small.
+
+    Policy: counted work.
+    """
     paced = dict(members)
     for peer, offer in offers.items():
         if peer in members and not offer.is_late:
@@ -147,7 +162,9 @@ def with_pace(
 
 
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
-    """Why a contributor cannot have trained so many tokens on this manifest; or None [T3].
+    """Why a contributor cannot have trained so many tokens on this manifest; or None.
+
+    Policy: counted work.
 
     Tokens must be whole steps, and no more than the peer may read. In the exact mode they are the
     steps that every peer takes. Where rounds overlap, some steps are older than the tip, so their

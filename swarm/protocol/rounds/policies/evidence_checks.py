@@ -101,7 +101,7 @@ def offers_shown(
 ) -> dict[PeerId, Offer]:
     """The offers behind a manifest, rebuilt from its statements about them, in peer-id order.
 
-    Offers without tokens are late ones [O2].
+    Offers without tokens are late ones.
     """
     units: dict[PeerId, dict[Unit, OfferedUnit]] = {}
     for unit, values in manifest.sources.items():

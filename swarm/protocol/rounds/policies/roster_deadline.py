@@ -1,4 +1,4 @@
-"""When a convener stops waiting for offers [C3]. Pure.
+"""When a convener stops waiting for offers (roster deadline). Pure.
 
 No local step may be thrown away without a reason, so every live peer is held to its own word on
 when it will be ready. The durations of earlier rounds do not count: a wait would lengthen the next
@@ -9,7 +9,7 @@ waiting costs one second of every voter that has offered. Leaving a late peer ou
 that it has spent on its shared tensors in this round, and on fetching the tip before that. Waiting
 may pay for several voters together though for none of them alone, as a second passes once for all.
 Where rounds overlap, a second of waiting costs nothing as long as those voters take their next
-steps meanwhile [V8].
+steps meanwhile (stall deadline).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ exceed its word by this part of it, and by less if the last wait for it brought 
 NEW_SHARE = 4
 """Once a quorum has offered, voters wait for a new trainee for at most this part of the time that
 the fastest of them has worked: any newcomer may say that it will be ready soon. The experts of a
-slower machine still count, as late ones do [O2]."""
+slower machine still count, as late ones do (late offers)."""
 PATIENT_EVERY = 8
 """One round in so many waits for new trainees as for voters. So a slow machine is counted for the
 first time, and after that it is waited for as long as rounds keep counting it."""
@@ -130,7 +130,7 @@ class OpenRoster:
     """Offers of trainees, likewise."""
     spare_s: float = 0.0
     """Where rounds overlap: the time until the first voter with an offer would wait, less that of
-    the transfers. Until then waiting costs nothing [V8]."""
+    the transfers. Until then waiting costs nothing (stall deadline)."""
 
     @property
     def num_all(self) -> int:
@@ -152,7 +152,10 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether there is a member to wait for, so that a campaign may be as old as it is [C7]."""
+    """Whether there is a member to wait for, so that a campaign may be as old as it is.
+
+    Policy: campaign end.
+    """
     is_awaited = any(_why_not(absent, roster, timers) is None for absent in roster.absent)
     return is_awaited or _pays_together(roster, timers)
 
@@ -236,7 +239,10 @@ def _why_left_behind(roster: OpenRoster) -> str | None:
 
 
 def is_patient(round_number: int) -> bool:
-    """Whether this round waits for new trainees as for voters, and for peers that fetch [3.4]."""
+    """Whether this round waits for new trainees as for voters, and for peers that fetch.
+
+    Policy: roster deadline.
+    """
     return round_number % PATIENT_EVERY == 0
 
 
@@ -263,7 +269,7 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _wait_s(absent: Absent, roster: OpenRoster) -> float:
-    """How long others wait for a member that has said how long it needs [V8]."""
+    """How long others wait for a member that has said how long it needs (stall deadline)."""
     return max(0.0, (absent.remaining_s or 0.0) + _overdue_s(absent) - roster.spare_s)
 
 

@@ -1,4 +1,7 @@
-"""Which offers count, what is averaged from them, and who averages it [C3, S1, S3, W1]. Pure."""
+"""Which offers count, what is averaged from them, and who averages it [S3]. Pure.
+
+Policies: roster deadline, shared progress, mean weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 NO_UPLINKS: Uplinks = {}
 MOST_SHARES = 2
 """Nobody averages more than this many times its share of the bytes, whatever uplink it claims. This
-bounds how much a false claim draws to a peer, as with capacities [D3, R5]."""
+bounds how much a false claim draws to a peer, as with capacities (balanced uploads,
+ownership cap)."""
 _FULL = 1e30
 """More than any burden, in seconds or bytes."""
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -30,7 +34,7 @@ class Plan:
     """Digest of the tip, the offers and the possible reducers: all else follows from these."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
-    """For each unit in the roster, its offered values, in peer-id order [C3]."""
+    """For each unit in the roster, its offered values, in peer-id order (roster deadline)."""
     reducers: Mapping[Unit, PeerId]
     """The reducer of each unit with more than one source."""
     able: Uplinks
@@ -45,9 +49,9 @@ class Plan:
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
     """Why an offer may not enter the round after `tip`; None when it may.
 
-    Its steps must start from the tip. Each unit must be due [U3] and trained from its value in the
-    tip [S1, S3]. The offer must hold every shared part that is due, and no experts but those that
-    the peer owns. A late offer holds nothing but experts [O2].
+    Its steps must start from the tip. Each unit must be due and trained from its value in the
+    tip [S3] (shared progress). The offer must hold every shared part that is due, and no experts
+    but those that the peer owns. A late offer holds nothing but experts.
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
@@ -134,7 +138,9 @@ def assign_reducers(
     always: Collection[Unit] = (),
     sources: Sources | None = None,
 ) -> dict[Unit, PeerId]:
-    """Assigns a reducer to each unit with more than one source, or with averaged deltas [D3, W5].
+    """Assigns a reducer to each unit with more than one source, or with averaged deltas.
+
+    Policies: balanced uploads, delta means.
 
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
     in and N - 1 out. Summed over a round this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced

@@ -26,7 +26,8 @@ GROWTH = 2
 """The pace of a member at most doubles, or halves, in a round, and so does its deal."""
 MOST = 4
 """A member is dealt at most this many times the work of the median voter in a round's time. The
-work that it counts is its own word, and bounds how far its values may have moved [U1]."""
+work that it counts is its own word, and bounds how far its values may have moved
+(update bounds)."""
 
 
 class Randomness(Protocol):
@@ -71,17 +72,20 @@ class Rules:
     rounds: int | None = None
     """Training rounds of the run; None: without end."""
     overlaps: bool = False
-    """Whether the next local steps begin while a round is under way [V1]."""
+    """Whether the next local steps begin while a round is under way (overlapped rounds)."""
     is_dealt: bool = False
-    """Whether there is one text that is dealt to the members [T1]."""
+    """Whether there is one text that is dealt to the members."""
     silent_limit: int = 3
-    """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
+    """K: silent cycles a member survives (member removal), and periods an expert may be stale
+    (expert ownership)."""
     owner_silent_limit: int = 1
-    """Silent cycles after which a member still keeps its experts; its vote lasts until K [R4]."""
+    """Silent cycles after which a member still keeps its experts; its vote lasts until K
+    (expert ownership)."""
     min_owned_share: float = 0.0
-    """With fewer owned experts local steps pause, unless peers that are there have room [R9]."""
+    """With fewer owned experts local steps pause, unless peers that are there have room
+    (ownership pause)."""
     step_bound: StepBound | None = None
-    """Largest move of an element in a local step [U1]; None: values are not judged."""
+    """Largest move of an element in a local step (update bounds); None: values are not judged."""
     is_open: bool = True
     """Whether strangers may join without an invitation [R8]."""
     certificates: bool = True
@@ -120,15 +124,15 @@ class Rules:
         )
 
     def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
-        """The book after a round [T1]."""
+        """The book after a round (text deals)."""
         return next_book(book, counted, quotas, keeps_rest=self.overlaps)
 
     def reformed_book(self, book: Book, quotas: Counts) -> Book:
-        """The book of a reform [T4]."""
+        """The book of a reform (text deals)."""
         return reformed_book(book, quotas)
 
     def rooms_of(self, members: Members) -> dict[PeerId, int]:
-        """How many experts fit the machine of each member [R4]."""
+        """How many experts fit the machine of each member (expert ownership)."""
         return {peer: member.room for peer, member in members.items()}
 
     def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
@@ -142,12 +146,14 @@ class Rules:
         return with_voters(members, contributors, seed)
 
     def tokens_after(self, parent: Manifest, work: Mapping[PeerId, int]) -> int:
-        """Cumulative tokens after a round with this work [W2]."""
+        """Cumulative tokens after a round with this work (claimed work)."""
         is_timed = self.round_seconds is not None
         return parent.tokens + (trained(work, parent.trusted) if is_timed else sum(work.values()))
 
     def pace_after(self, known: float, tokens: int, seconds: float) -> float:
-        """The pace of a member whose offer says that so many tokens took so many seconds [T3].
+        """The pace of a member whose offer says that so many tokens took so many seconds.
+
+        Policy: counted work.
 
         With `round.seconds`, the claimed time counts as at least 1.25 / 2 of a round. So the next
         deal, which is 1.25 times what fits, has at most twice these tokens. A known pace changes by
@@ -159,17 +165,17 @@ class Rules:
         return min(max(pace, known / GROWTH), known * GROWTH) if known else pace
 
     def most_of_median(self, member: Member) -> float:
-        """Limit of a member's deal, in multiples of the median voter's work [T2]."""
+        """Limit of a member's deal, in multiples of the median voter's work (deal sizes)."""
         return MOST if member.weight == 1 else max(MOST, MARGIN * member.weight)
 
     def weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId], parent: Manifest
     ) -> tuple[int, ...] | None:
-        """Weights of the values of a unit in the round after a manifest [W1]."""
+        """Weights of the values of a unit in the round after a manifest (mean weights)."""
         return weights(work, peers, parent.trusted)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
-        """Cumulative steps after a round that brings the run to so many tokens [W3].
+        """Cumulative steps after a round that brings the run to so many tokens (step count).
 
         The exact mode counts the steps of every peer. With `round.seconds`, steps are counted in
         tokens: a step is one batch of each peer that the run is planned for.
@@ -190,7 +196,7 @@ class Rules:
 
     @cached_property
     def averaged_deltas(self) -> frozenset[Unit]:
-        """Units that move by the mean of offered deltas, even of a single one [W5]."""
+        """Units that move by the mean of offered deltas, even of a single one."""
         return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
 
     @cached_property
@@ -220,12 +226,12 @@ class Rules:
 
     @property
     def silent_rounds(self) -> int:
-        """Silent rounds that a member survives [R1]."""
+        """Silent rounds that a member survives (member removal)."""
         return self.silent_limit * self.schedule.cycle
 
     @property
     def owner_silent_rounds(self) -> int:
-        """Silent rounds after which a member still keeps its experts [R4]."""
+        """Silent rounds after which a member still keeps its experts (expert ownership)."""
         return self.owner_silent_limit * self.schedule.cycle
 
     def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:

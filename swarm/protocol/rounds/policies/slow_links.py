@@ -1,4 +1,7 @@
-"""Slow uplinks: who relays blobs for them [D4], and which are too slow for a round [D5]. Pure."""
+"""Slow uplinks: who relays blobs for them, and which are too slow for a round. Pure.
+
+Policy: slow-link exclusion.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ RELAYS = 4
 """Number of peers that get an expert from its writer; the others get it from these."""
 MOST_TIMES = 4
 """An uplink counts as at most this many times the relays' median, whatever its peer claims. This
-bounds how much a false claim draws to a peer, as for the units that a peer averages [D3]."""
+bounds how much a false claim draws to a peer, as for the units that a peer averages
+(balanced uploads)."""
 _WORD = 8
 _POINTS = 256**_WORD
 
@@ -73,7 +77,9 @@ BODY_RELAYS = 8
 
 
 def relays_of_body(uplinks: Uplinks) -> tuple[PeerId, ...]:
-    """The relays of a proposal's manifest and evidence: peers with the fastest uplinks [D4].
+    """The relays of a proposal's manifest and evidence: peers with the fastest uplinks.
+
+    Policy: blob relays.
 
     Args:
         uplinks: claimed Mbit/s of the members that others can dial; 0: not known.
@@ -87,7 +93,7 @@ def relays_of_body(uplinks: Uplinks) -> tuple[PeerId, ...]:
 def relays_among(reducers: Collection[PeerId], uplinks: Uplinks) -> Relays:
     """The faster half of a round's reducers.
 
-    These relay because they fetch ahead, and the round has them send anyway [D2, D3].
+    These relay because they fetch ahead, and the round has them send anyway (balanced uploads).
 
     Args:
         reducers: the reducers of the roster.
@@ -139,7 +145,8 @@ class Sender:
     uplink_mbit: int = 0
     """0: not known. Such a peer is never left out."""
     averaged_s: float = 0.0
-    """The part of these seconds for values that others average: reducers wait for it [C4]."""
+    """The part of these seconds for values that others average: reducers wait for it
+    (roster repair)."""
     is_late: bool = False
     """Whether it has yet to offer."""
 
@@ -148,7 +155,7 @@ def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
     """Bytes that each peer of a roster sends in its round.
 
     An averaged value goes to its reducer, and the mean from there to all others. An expert with one
-    writer goes from the writer to all others, or to its relays [D4].
+    writer goes from the writer to all others, or to its relays (blob relays).
     """
     others = len(plan.offers) - 1
     is_relayed = relays_among(plan.reducers.values(), plan.able).peers

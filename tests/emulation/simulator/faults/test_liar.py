@@ -12,7 +12,7 @@ from swarm.emulation.simulator.faults.faults import draw
 from swarm.emulation.simulator.faults.hostile import ALL_CLASSES
 from swarm.emulation.simulator.mutants.extended_mutants import LYING_MUTANTS
 from tests.emulation.simulator.schedules import require_sound
-from tests.hostile import test_m02_members_of_one
+from tests.hostile import test_invented_members
 from tests.protocol.round_pump import Pump
 
 CAUGHT_BY_SCHEDULE = {
@@ -53,7 +53,7 @@ def test_a_peer_comes_back_along_certificates_after_the_whole_membership_changed
 
 BY_DIRECTED_TEST = {
     "returns_at_once": (
-        test_m02_members_of_one.test_a_convener_that_takes_votes_and_announces_nothing_is_replaced
+        test_invented_members.test_a_convener_that_takes_votes_and_announces_nothing_is_replaced
     ),
 }
 """Almost no random schedule needs one of these rules alone."""
@@ -81,7 +81,7 @@ def test_a_rule_that_is_removed_is_missed(name: str) -> None:
     outcome = run_schedule(fault_class, int(seed), tested=mutant, mix=mutant.mix)
     assert outcome.violation, f"{mutant.rule}: nothing broke"
     if name == "pruned_by_count":
-        assert outcome.violation.startswith("L3: ")
+        assert outcome.violation.startswith("I20: ")
 
 
 @pytest.mark.parametrize(

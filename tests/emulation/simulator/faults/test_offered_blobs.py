@@ -1,4 +1,4 @@
-"""After a crash only synced blobs of an offer are left [P6, W5]."""
+"""After a crash only synced blobs of an offer are left [P6] (delta means)."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,7 @@
-"""Rounds that overlap with the next local steps, under faults [V1, V2, V6, T5]."""
+"""Rounds that overlap with the next local steps, under faults.
+
+Policies: overlapped adoption, overlap accounting, overlapped deals.
+"""
 
 from functools import partial
 

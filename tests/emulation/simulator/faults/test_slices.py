@@ -1,4 +1,7 @@
-"""Rounds that exchange slices of the units, under the faults of all classes [U2, U3]."""
+"""Rounds that exchange slices of the units, under the faults of all classes.
+
+Policies: slice schedule, due units.
+"""
 
 import pytest
 

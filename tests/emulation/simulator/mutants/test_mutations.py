@@ -11,9 +11,9 @@ import pytest
 
 from swarm.emulation.simulator.mutants.mutants import MUTANTS
 from tests.emulation.simulator.schedules import require_missed
-from tests.hostile import test_m03_garbage
-from tests.hostile.test_m02_members_of_one import alone
-from tests.hostile.test_m02_members_of_one import (
+from tests.hostile import test_garbage_values
+from tests.hostile.test_invented_members import alone
+from tests.hostile.test_invented_members import (
     test_nobody_votes_for_members_and_owners_that_do_not_follow as nobody_votes_for,
 )
 from tests.protocol.messages import test_rounds_takeover
@@ -69,7 +69,7 @@ CAUGHT_BY_DIRECTED_TEST: dict[str, Callable[[], None]] = {
     ),
     "any_proposal": partial(nobody_votes_for, alone),
     "liar_convenes_on": partial(nobody_votes_for, alone),
-    "any_update": test_m03_garbage.test_garbage_is_left_out_of_every_round_at_once,
+    "any_update": test_garbage_values.test_garbage_is_left_out_of_every_round_at_once,
     "ballot_zero_reused": (
         test_rounds_takeover.test_a_restarted_first_convener_never_uses_ballot_zero_again
     ),

@@ -1,4 +1,4 @@
-"""Units that move by deltas, in whole simulated swarms: class R, and its rules one at a time."""
+"""Units that move by deltas, in whole simulated swarms: class deltas, its rules one at a time."""
 
 import pytest
 
@@ -13,7 +13,7 @@ CAUGHT = {
     "miss_begins_anew": (0, "E5"),
     "any_base_goes_on": (2, "E2"),
     "unknown_delta_taken": (1, "E2"),
-    "tokens_carried": (4, "T1"),
+    "tokens_carried": (4, "I16"),
     "encoded_anew": (2, "E3"),
     "reported_before_durable": (1, "E4"),
     "left_over_at_once": (4, "E2"),
@@ -21,8 +21,8 @@ CAUGHT = {
     "deltas_collected": (0, "E4"),
     "votes_without_deltas": (4, "E4"),
 }
-"""Mutant -> seed of class R and the invariant that breaks. After a change of the simulator find new
-ones with `scripts/simulate --classes R --mutant NAME`."""
+"""Mutant -> seed of class deltas and the invariant that breaks. After a change of the simulator
+find new ones with `scripts/simulate --classes R --mutant NAME`."""
 
 
 @pytest.mark.parametrize("name", DELTA_MUTANTS)

@@ -114,7 +114,7 @@ def test_only_those_are_counted_that_come_as_soon() -> None:
 def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
     remaining_s: float, waits: bool
 ) -> None:
-    """20 s during their steps, then 3.33 s of three peers [V8]."""
+    """20 s during their steps, then 3.33 s of three peers (stall deadline)."""
     why = why_close(replace(absent(remaining_s=remaining_s), spare_s=20.0), TIMERS)
     assert (why is None) == waits
     if why:

@@ -1,4 +1,4 @@
-"""In a large swarm, peers with fast lines relay experts and manifests [D4]."""
+"""In a large swarm, peers with fast lines relay experts and manifests (blob relays)."""
 
 from __future__ import annotations
 

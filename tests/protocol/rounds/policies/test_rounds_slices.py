@@ -1,4 +1,4 @@
-"""Rounds with slices of the units: offers, refusals and waits [U3]."""
+"""Rounds with slices of the units: offers, refusals and waits (due units)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ def test_an_expert_is_stale_after_k_periods() -> None:
 
 
 def test_a_silent_peer_keeps_its_experts_for_a_cycle_and_its_seat_for_three() -> None:
-    """Slices are shorter than whole rounds, so K counts whole rounds [R1, R4]."""
+    """Slices are shorter than whole rounds, so K counts whole rounds.
+
+    Policies: member removal, expert ownership.
+    """
     pump = start_swarm("ABC", RULES)
     pump.run_rounds(1)
     pump.kill("C")

@@ -1,4 +1,4 @@
-"""M2: a convener that proposes invented members, owners or leavers gets no vote.
+"""A convener that proposes invented members, owners or leavers gets no vote.
 
 Nor does one that invents contributors, their work, or reducers' results.
 """

@@ -1,4 +1,4 @@
-"""M3: finite garbage enters no manifest.
+"""Finite garbage enters no manifest.
 
 A peer that made it by mistake learns so, and continues.
 """

@@ -1,4 +1,4 @@
-"""S10: a stranger's greedy streams and floods of messages harm only strangers."""
+"""A stranger's greedy streams and floods of messages harm only strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S13: keys that hold streams and connections, and request little, keep nobody out.
+"""Keys that hold streams and connections, and request little, keep nobody out.
 
 The attackers are keys without a daemon, which dial the victim's port for blobs from addresses in
 two or more networks of loopback. The victim is a real node.
@@ -164,7 +164,7 @@ def test_a_newcomer_is_served_while_16_keys_hold_all_idle_streams(
 
     failures: list[str] = []
     without_s, beside_s = joiner.run(fetch_without_and_beside(), WAIT_S)
-    sys.stdout.write(json.dumps({"attack": "S13", "fetching": beside_s / without_s}) + "\n")
+    sys.stdout.write(json.dumps({"attack": "held-slots", "fetching": beside_s / without_s}) + "\n")
     assert not failures
     refused = victim.node.traffic.refused
     assert not [reason for reason in refused if reason.startswith("streams")], refused
@@ -274,7 +274,9 @@ def test_16_keys_make_joining_export_and_monitor_at_most_twice_as_slow(tmp_path:
         with held_by_16_keys(doors):
             beside = seconds_of(acts)
     ratios = {name: round(beside[name] / without[name], 2) for name in acts}
-    sys.stdout.write(json.dumps({"attack": "S13", "n": TIMES, "seconds": without, **ratios}) + "\n")
+    sys.stdout.write(
+        json.dumps({"attack": "held-slots", "n": TIMES, "seconds": without, **ratios}) + "\n"
+    )
     assert max(ratios.values()) <= MOST_SLOWER, ratios
 
 

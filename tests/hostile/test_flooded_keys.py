@@ -1,4 +1,4 @@
-"""S8: a stranger floods the DHT's keys, but runs and peers are found nevertheless."""
+"""A stranger floods the DHT's keys, but runs and peers are found nevertheless."""
 
 from __future__ import annotations
 

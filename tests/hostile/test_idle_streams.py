@@ -1,4 +1,4 @@
-"""S4: idle streams through an honest relay cost the peer that opens them, not the relay."""
+"""Idle streams through an honest relay cost the peer that opens them, not the relay."""
 
 from __future__ import annotations
 

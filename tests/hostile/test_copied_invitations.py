@@ -1,4 +1,4 @@
-"""S14: an invitation copied from a manifest or a READY is worthless."""
+"""An invitation copied from a manifest or a READY is worthless."""
 
 from collections.abc import Callable
 from dataclasses import replace

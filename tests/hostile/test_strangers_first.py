@@ -1,4 +1,4 @@
-"""S15: strangers that come before the friends, or that work in an open run, decide nothing."""
+"""Strangers that come before the friends, or that work in an open run, decide nothing."""
 
 from pathlib import Path
 

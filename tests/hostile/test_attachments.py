@@ -1,4 +1,4 @@
-"""S5: a stranger's unexpected attachments are not fetched, and allowed ones are bounded."""
+"""A stranger's unexpected attachments are not fetched, and allowed ones are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S11: a stranger's configuration implies billions of parts, layers or experts.
+"""A stranger's configuration implies billions of parts, layers or experts.
 
 Each reader computes the layout of its model. So every number is bounded, alone and in the products
 that make up the layout, before anything is computed.

@@ -1,4 +1,4 @@
-"""S7: text of a peer that acts on a terminal, or forges a line of the log.
+"""Text of a peer that acts on a terminal, or forges a line of the log.
 
 Each path of such text to a person is tried with all kinds of text: logs in each format, a program's
 last error, hivemind's own log, the terminal monitor.

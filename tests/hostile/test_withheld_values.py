@@ -1,4 +1,4 @@
-"""M6: a member that offers but serves nobody delays one round, and no later ones."""
+"""A member that offers but serves nobody delays one round, and no later ones."""
 
 import json
 import sys
@@ -41,7 +41,13 @@ def test_a_member_that_serves_nobody_is_left_out(tmp_path: Path) -> None:
     usual_s = median(took[number] for number in range(2, HONEST + 1))
     later = [took[number] for number in range(first + 1, ROUNDS + 1)]
     sys.stdout.write(
-        json.dumps({"attack": "M6", "first": took[first] / usual_s, "later": max(later) / usual_s})
+        json.dumps(
+            {
+                "attack": "withheld-values",
+                "first": took[first] / usual_s,
+                "later": max(later) / usual_s,
+            }
+        )
         + "\n"
     )
     sys.stdout.write(json.dumps({"took": took, "counted": counted}) + "\n")

@@ -1,4 +1,4 @@
-"""M4: a joiner that claims a boundless capacity owns no more than others may."""
+"""A joiner that claims a boundless capacity owns no more than others may."""
 
 from dataclasses import replace
 

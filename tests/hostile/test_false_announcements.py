@@ -1,4 +1,4 @@
-"""S9: false announcements cost a joiner a moment. It checks each, and joins the true run."""
+"""False announcements cost a joiner a moment. It checks each, and joins the true run."""
 
 from __future__ import annotations
 

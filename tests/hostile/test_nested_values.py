@@ -1,4 +1,4 @@
-"""S2: deeply nested msgpack in one store of the DHT ends the process.
+"""Deeply nested msgpack in one store of the DHT ends the process.
 
 hivemind's decoder recurses for each extension type. The attack sends 936 bytes to a node that does
 not know the sender, in each place that hivemind decodes: a dictionary that is stored as a whole,

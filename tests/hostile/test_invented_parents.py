@@ -1,4 +1,4 @@
-"""S1 and S3: a stranger claims a decision whose parents it has invented.
+"""A stranger claims a decision whose parents it has invented.
 
 Before proofs, one such message made three honest peers adopt an all-zero model within a second,
 and `swarm-export` write one. Limits: nothing forged is applied, fetched for export or made durable,

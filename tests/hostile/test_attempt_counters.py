@@ -1,4 +1,4 @@
-"""M1: one message of a member with the last possible attempt stops every round forever.
+"""One message of a member with the last possible attempt stops every round forever.
 
 The attempt was within the bound of the wire, but the ballots after it were not, and a record that
 promised it could not be read again. The rules run in real round machines under a fake clock.

@@ -1,4 +1,4 @@
-"""S12: keys that join, train little or nothing, and vanish cost no quorum. Rounds continue."""
+"""Keys that join, train little or nothing, and vanish cost no quorum. Rounds continue."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""S6: the name of a run in a stranger's record makes a joiner write outside its state directory.
+"""The name of a run in a stranger's record makes a joiner write outside its state directory.
 
 A peer that waits for a gathering run takes the first record that announces it as running, and makes
 the folder of that run. A run id contains the name, so a false name gives a matching false id.

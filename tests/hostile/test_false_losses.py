@@ -1,4 +1,4 @@
-"""M5: one record of a member determines no loss curve and no model card.
+"""One record of a member determines no loss curve and no model card.
 
 The records are real ones in a real DHT, read as monitors and exporters read them.
 """

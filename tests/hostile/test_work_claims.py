@@ -1,4 +1,4 @@
-"""M5: a member that claims steps of 1 ms, and counts its whole deal, gains little."""
+"""A member that claims steps of 1 ms, and counts its whole deal, gains little."""
 
 from itertools import pairwise
 from pathlib import Path

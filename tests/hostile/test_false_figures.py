@@ -1,4 +1,4 @@
-"""S3, for records: a height that strangers claim causes no request and is not shown.
+"""A height that strangers claim causes no request and is not shown.
 
 The proof of a tip is not a matter of records, and is tested elsewhere.
 """
