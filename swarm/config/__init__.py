@@ -19,6 +19,7 @@ from swarm.config.peer_settings import (
     PeerSection,
 )
 from swarm.config.run_settings import (
+    MUON_SCALE,
     DataConfig,
     LossConfig,
     MergingConfig,
@@ -38,6 +39,7 @@ from swarm.config.section import Codec, Coding, RunName
 
 __all__ = [
     "COMMAND_LINE",
+    "MUON_SCALE",
     "Codec",
     "Coding",
     "ComputeSection",

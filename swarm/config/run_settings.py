@@ -222,6 +222,8 @@ class TrainConfig(section.Section):
 
 
 Optimizer = Literal["adamw", "muon"]
+MUON_SCALE = 0.2
+"""Of Muon's update by the root of the longest side, as large as AdamW's (arXiv 2502.16982)."""
 
 
 class OptimizerConfig(section.Section):

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm.config import Codec, ModelConfig, RunConfig
+from swarm.config import MUON_SCALE, Codec, ModelConfig, RunConfig
 from swarm.protocol.values.manifest import Digest
 
 SLACK = 2
@@ -39,8 +39,6 @@ REFUSALS = frozenset({IMPLAUSIBLE, "non_finite", "out_of_range"})
 """Reasons to refuse a value that came whole: nobody else would take it, either."""
 
 
-MUON_SCALE = 0.2
-"""Of Muon's update by the root of the longest side: the root mean square of AdamW's updates."""
 LARGEST_SINGULAR_VALUE = 1.21
 """Of what Muon orthogonalises: its polynomial is at most 1.2024 between 0 and 1.2024."""
 GRAIN = 2**20

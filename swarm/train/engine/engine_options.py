@@ -10,7 +10,7 @@ from typing import Literal
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
-from swarm.train.engine.moments import MomentsFormat
+from swarm.train.engine.optimizer_moments import MomentsFormat
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 """1f1b: backward of a micro-batch begins as soon as possible. gpipe: all forward, then all

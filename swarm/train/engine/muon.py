@@ -13,10 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from swarm.config import OptimizerConfig
+from swarm.config import MUON_SCALE, OptimizerConfig
 from swarm.errors import TrainingDiverged
 from swarm.experts import is_matrix
-from swarm.protocol.values.updates import MUON_SCALE
 
 MOMENTUM_DECAY = 0.95
 """Of the running mean of gradients."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS, stacked_tensors
-from swarm.train.engine.moments import (
+from swarm.train.engine.muon import takes_muon
+from swarm.train.engine.optimizer_moments import (
     SCALE,
     Moments,
     MomentsFormat,
@@ -21,7 +22,6 @@ from swarm.train.engine.moments import (
     update_piece,
     update_tensors,
 )
-from swarm.train.engine.muon import takes_muon
 from swarm.train.engine.tensor_file import Form, forms_of
 
 PIECE = 2**21
@@ -180,7 +180,7 @@ class OwnedOptimizer:
         update_piece(master_x, gradient_x, moments, piece, update, direction_RC=direction_RC)
 
     def direction_of(self, piece: Piece, gradient_x: Tensor) -> Tensor:
-        """Where Muon moves a matrix by this gradient; see `moments.direction_of`."""
+        """Where Muon moves a matrix by this gradient; see `optimizer_moments.direction_of`."""
         return direction_of(piece, gradient_x, self._moments[piece.name])
 
     def free_gradients(self) -> None:

@@ -14,8 +14,8 @@ from swarm.model.moe import matrix_shapes
 from swarm.train.engine import muon
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.mesh import Cut, cut_of
-from swarm.train.engine.moments import MOMENT_BYTES, MomentsFormat
 from swarm.train.engine.optimizer import PIECE, PIECE_GPU
+from swarm.train.engine.optimizer_moments import MOMENT_BYTES, MomentsFormat
 
 BUCKET = 2**22
 """Gradient elements that workers add up at once: 16 MiB, and as much of the other workers'."""

@@ -34,7 +34,7 @@ from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of
 from swarm.train.engine.mesh import Mesh, Move
 from swarm.train.engine.micro_batches import MicroBatch
-from swarm.train.engine.moments import SCALE, Moments, MomentsFormat
+from swarm.train.engine.optimizer_moments import SCALE, Moments, MomentsFormat
 from swarm.train.engine.rank_figures import RankFigures
 from swarm.train.engine.ranks import PIPELINE, STAGE, Ranks
 from swarm.train.engine.resident import ResidentEngine

@@ -17,7 +17,14 @@ from swarm.model.transformer import DTYPES
 from swarm.train.engine.engine import StandIn, is_trained
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of, square_sum
-from swarm.train.engine.moments import (
+from swarm.train.engine.optimizer import (
+    PIECE,
+    PIECE_GPU,
+    OwnedOptimizer,
+    require_stored,
+    stored_moments,
+)
+from swarm.train.engine.optimizer_moments import (
     BLOCK,
     SCALE,
     Moments,
@@ -27,13 +34,6 @@ from swarm.train.engine.moments import (
     seed_of,
     update_matrix_of,
     update_tensors,
-)
-from swarm.train.engine.optimizer import (
-    PIECE,
-    PIECE_GPU,
-    OwnedOptimizer,
-    require_stored,
-    stored_moments,
 )
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import LazyTensors, forms_of

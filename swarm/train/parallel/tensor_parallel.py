@@ -23,9 +23,9 @@ from swarm.model.swiglu import mix_experts, plan_rows
 from swarm.train.engine.engine import StandIn
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of, square_sum
-from swarm.train.engine.moments import SCALE, MomentsFormat, Piece, Update, seed_of
 from swarm.train.engine.muon import direction, move, nesterov, require_finite
 from swarm.train.engine.optimizer import OwnedOptimizer, is_coded, stored_kinds, stored_moments
+from swarm.train.engine.optimizer_moments import SCALE, MomentsFormat, Piece, Update, seed_of
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import Form, LazyTensors, forms_of
 from swarm.train.parallel.data_parallel import RankEngine

@@ -18,7 +18,7 @@ from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.engine import engine_options
 from swarm.train.engine.hardware import Machine
 from swarm.train.engine.mesh import Mesh
-from swarm.train.engine.moments import MOMENT_BYTES, MomentsFormat
+from swarm.train.engine.optimizer_moments import MOMENT_BYTES, MomentsFormat
 from swarm.train.engine.sizes import Need, pipeline_cut
 from swarm.train.planning.memory import HostPeaks, host_peaks, need_of
 from swarm.train.planning.step_time import StepTime, step_time

@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.background import SupervisedThread
 from swarm.train.engine.guard import norm_of, square_sum
 from swarm.train.engine.host_memory import Arena, HostMemory, Packing
-from swarm.train.engine.moments import Piece, Update
+from swarm.train.engine.optimizer_moments import Piece, Update
 from swarm.train.engine.ranks import Ranks
 from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.host_model import HostUnit

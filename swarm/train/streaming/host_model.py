@@ -30,8 +30,8 @@ from swarm.model.transformer import DTYPES, DecoderLayer
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import unit_of
 from swarm.train.engine.host_memory import Arena, HostMemory, Packing
-from swarm.train.engine.moments import Moments, MomentsFormat, Piece, Update
 from swarm.train.engine.optimizer import OwnedOptimizer
+from swarm.train.engine.optimizer_moments import Moments, MomentsFormat, Piece, Update
 
 
 def begin_of(piece: Piece, packing: Packing) -> int:

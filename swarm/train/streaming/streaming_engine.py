@@ -21,7 +21,7 @@ from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import Guard, clip_factors, total_norm, unit_factors
 from swarm.train.engine.host_memory import HostMemory
 from swarm.train.engine.micro_batches import MicroBatch, Routed, micro_batches, num_masked
-from swarm.train.engine.moments import Update
+from swarm.train.engine.optimizer_moments import Update
 from swarm.train.engine.ranks import Ranks
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator, GradientOffload, HostOptimizer, tell

@@ -13,7 +13,7 @@ import torch
 from swarm.model.initial_weights import initial_tensors
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of
-from swarm.train.engine.moments import BLOCK
+from swarm.train.engine.optimizer_moments import BLOCK
 from swarm.train.parallel.sharded_state import STEP, Cut, ShardedEngine
 from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run

@@ -19,7 +19,7 @@ from swarm.experts import expert_of
 from swarm.model.initial_weights import initial_tensors
 from swarm.train.engine.engine_options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.engine.host_memory import LiveBytes, SharedMemory
-from swarm.train.engine.moments import BLOCK
+from swarm.train.engine.optimizer_moments import BLOCK
 from swarm.train.engine.ranks import Ranks
 from swarm.train.parallel.streaming_rank import StreamingRank
 from swarm.train.planning.memory import need_of, sizes_of

@@ -5,14 +5,14 @@ from torch import nn
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import ADAMW_MOMENTS, owned_stack
-from swarm.train.engine.moments import (
+from swarm.train.engine.optimizer import OwnedOptimizer
+from swarm.train.engine.optimizer_moments import (
     BLOCK,
     MOMENT_BYTES,
     Moments,
     Update,
     round_up_or_down,
 )
-from swarm.train.engine.optimizer import OwnedOptimizer
 from tests.train.runs import batch, new_engine, same, tiny_run
 
 SETTINGS = OptimizerConfig(lr=0.1)
