@@ -307,6 +307,8 @@ def reading(world: World, scale: Scale) -> Audit:
 
 VOTERS = 32
 CHANGES_A_DAY = 10
+LINK_BYTES = 4_500
+"""Of a link of 32 voters in memory: its head, and a certificate of 17 signatures."""
 
 
 def chain(world: World, scale: Scale) -> Audit:
@@ -329,6 +331,7 @@ def chain(world: World, scale: Scale) -> Audit:
         allowed=[Allowed("Chain", 2 * CHANGES_A_DAY, "links by turnover"),
                  Allowed("Head", 1e6, "as many as links"), Allowed("Link", 1e6, "likewise"),
                  Allowed("Certificate", 1e6, "likewise"),
+                 Allowed("memory", LINK_BYTES * 2 * CHANGES_A_DAY, "links by turnover"),
                  Allowed("file", 40_000 * CHANGES_A_DAY, "links by turnover")],
     )  # fmt: skip
     sample, next_change_s = sampler(world, scale, audit), DAY_S / CHANGES_A_DAY
