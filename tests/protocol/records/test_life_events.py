@@ -1,24 +1,10 @@
 """The lines of `events.jsonl`: one schema, written, read and documented alike."""
 
-import dataclasses
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-import swarm
-from swarm.protocol.records.life_events import KINDS, EventReader, Finished, abridged
-
-
-def test_the_table_of_the_formats_names_each_event_and_each_of_its_fields() -> None:
-    page = (Path(swarm.__file__).parent / "network" / "README.md").read_text()
-    table = page[page.index("| event | says | fields |") :].partition("\n\n")[0]
-    told = re.findall(r"^\| `([a-z_]+)` \| .* \| `([a-z_ ]+)` \|$", table, re.MULTILINE)
-    assert told == [
-        (kind, " ".join(field.name for field in dataclasses.fields(schema)))
-        for kind, schema in KINDS.items()
-    ]
+from swarm.protocol.records.life_events import EventReader, Finished, abridged
 
 
 def test_a_line_is_read_by_the_schema_of_its_kind() -> None:

@@ -180,7 +180,7 @@ def test_a_node_that_is_killed_in_a_step_costs_no_bit(parallel, agents, caplog):
     with caplog.at_level(logging.INFO):
         assert train(engine, RUN, range(2, 4)) == train(straight, RUN, range(2, 4))
     timer.join()
-    assert "(workers 2 to 2) is gone" in caplog.text
+    assert "(workers 2 to 2) has disconnected" in caplog.text
     assert "waiting for workers of other machines" in caplog.text
     assert not set(before) & set(engine.pids)
     wait_until(lambda: all(map(is_gone, before)))
