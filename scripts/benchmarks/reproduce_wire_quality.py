@@ -109,12 +109,18 @@ VARIANTS = {
     "home-half": Variant("shared b2, experts b1, 2 slices", "b2", "b1", 2, 2, delay=1),
     "home-late": Variant("shared b2, experts b1, 5 slices, late", "b2", "b1", 5, 5, delay=3),
     "centralised-muon": Variant("centralised, Muon", peers=1, optimizer="muon"),
+    "centralised-muon-8e-3": Variant(
+        "centralised, Muon at twice the rate", peers=1, optimizer="muon", lr=8e-3
+    ),
     "exact-muon": Variant("exact SPES, Muon", optimizer="muon"),
     "home-muon": Variant(
         "shared b2, experts b1, 5 slices, Muon", "b2", "b1", 5, 5, delay=1, optimizer="muon"
     ),
     "home-muon-8e-3": Variant(
         "the same at twice the rate", "b2", "b1", 5, 5, delay=1, optimizer="muon", lr=8e-3
+    ),
+    "home-muon-16e-3": Variant(
+        "at four times the rate", "b2", "b1", 5, 5, delay=1, optimizer="muon", lr=16e-3
     ),
     "two-owners-muon": Variant(
         "two owners, b1, 5 slices, Muon", "b1", "b1", 5, 5, owners=2, delay=1, optimizer="muon"
@@ -130,7 +136,7 @@ VARIANTS = {
 GROUPS = {
     "main": (8, ("centralised", "exact", "home", "home-half", "home-late")),
     "muon": (4, tuple(name for name, each in VARIANTS.items() if each.optimizer == "muon")),
-    "frontier": (3, tuple(list(VARIANTS)[10:])),
+    "frontier": (3, tuple(list(VARIANTS)[12:])),
 }
 """The number of seeds, and the variants."""
 
