@@ -55,8 +55,9 @@ offer and mean, out of 1,200."""
 DEADLINE_S = 600.0
 
 
-def test_all_agree_and_every_step_is_counted_once(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, SETTINGS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_all_agree_and_every_step_is_counted_once(tmp_path: Path, optimizer: str) -> None:
+    run_file = write_run(tmp_path, [*SETTINGS, f'optimizer.kind="{optimizer}"'])
     run, told = read_run(run_file), tmp_path / "told"
     told.mkdir()
     environment = {"OMP_NUM_THREADS": "1", FOLDER_VARIABLE: str(told)}
