@@ -65,8 +65,9 @@ def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
-        members: members of the next manifest, this round counted; those that voted still vote.
-        contributors: peers that this round counted.
+        members: members of the next manifest. Their counted rounds include this one, and their
+            votes are still those of the parent.
+        contributors: peers whose work this round counted.
         seed: draws the order in which trainees that have earned their vote get it.
 
     Returns:
