@@ -190,7 +190,7 @@ class Foothold:
             raise BadMessage("false_proof", "the proof is of another manifest")
         before = path[-1].parent or path[-2].head
         if parent not in (None, before.body):
-            raise BadMessage("false_proof", "the manifest that comes with it is not its parent")
+            raise BadMessage("false_proof", "the manifest sent as its parent is not its parent")
         checked = [Link(path[0].head)]
         for link in path[1:]:
             link = replace(link, certificate=link.certificate and sound(*counted(link, checked)))
