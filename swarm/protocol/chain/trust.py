@@ -8,7 +8,7 @@ a person named. From there it walks along *links*, each a head with its certific
 - a later height: signed by a quorum of the trusted electorate and by one of its own parent's;
 - a reform of the trusted head itself: signed by voters of that head which have left for it.
 
-A chain keeps those links that lead to the tip from each head behind it (`pruned`). So its length
+A chain keeps those links that lead to the tip from each earlier head (`pruned`). So its length
 follows the turnover of voters.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
@@ -226,7 +226,7 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
 
 
 def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
-    """The links that prove the last head to every peer with any of the heads behind it.
+    """The links that prove the last head to every peer that has any earlier head.
 
     Policy: chain pruning.
 
@@ -344,7 +344,7 @@ def place_of_parent(head: Head) -> Code:
 
 @dataclass(frozen=True)
 class Chain:
-    """The heads behind a tip, oldest first, as far as proofs need them; the last is the tip's.
+    """The tip's head and those earlier heads that proofs need, oldest first.
 
     Attributes:
         links: the first one, with which the peer began, has no certificate. Heads between two links
