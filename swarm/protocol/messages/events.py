@@ -91,7 +91,7 @@ class Stored:
 class Unobtainable:
     """A peer did not give a blob, or gave one that was refused.
 
-    With this peer's own id: a blob that was here is missing or damaged.
+    If `peer` is this peer itself, a blob that was here is missing or damaged.
     """
 
     digest: Digest

@@ -300,7 +300,7 @@ class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
     On disk, lent experts stay in the files that they were lent from. The unit's own file has the
-    others, and takes no room, except one block, for elements that were never written.
+    others. It is sparse: elements that were never written take no space, except one block.
 
     Attributes:
         packing: of the stacks' parts.
