@@ -268,7 +268,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Make a value from the one before and a delta, which are both here, and store it.
+    """Make a value from the previous value and a delta, which are both here, and store it.
 
     Report `Stored`, or `NotMade` if it has another digest [W6].
     """

@@ -378,7 +378,7 @@ class World:
             self.at(after_s, self.join, stranger)
 
     def roll_back(self, peer: manifest.PeerId) -> None:
-        """Kills a peer and damages its record, so that the one before is read."""
+        """Kills a peer and damages its record, so that the previous record is read."""
         node = self.nodes.get(peer)
         if node is None or node.has_left or peer in self.dead or node.disk.is_lost:
             return
