@@ -236,7 +236,7 @@ class HostUnit:
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
     def orthogonalise(self, gradients: Mapping[str, Tensor], scale: float) -> None:
-        """Computes where Muon moves the matrices of this process, for the update that follows.
+        """Computes Muon's directions for the matrices of this process, for the next update.
 
         Args:
             gradients: of all parameters of the unit, on the device that computes.
