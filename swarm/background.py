@@ -402,7 +402,7 @@ def supervised(
 
 
 async def supervised_async(who: str, body: AsyncBody) -> None:
-    """Awaits a body in this task until it returns. Before that only a cancellation ends it.
+    """Awaits a body in this task until it returns. Only a cancellation ends it earlier.
 
     Args:
         who: is named in the log when the body fails.

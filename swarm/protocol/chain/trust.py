@@ -113,9 +113,9 @@ def reform_electors(before: Head) -> frozenset[PeerId]:
 def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
     """Whether these signatures of a reform convince a peer that has heard nobody [L2].
 
-    The founder's does, since its key made the run. So do those of more than half of the parent's
-    anchors, so that a run outlives its founder. Votes that strangers have earned do not: their
-    number says how many keys somebody has, and not for whom they speak.
+    The founder's signature does, since its key made the run. The signatures of more than half of
+    the parent's anchors do too, so that a run outlives its founder. Votes that strangers have
+    earned do not: they show how many keys somebody has, and not for whom the keys speak.
     """
     anchors = before.anchored
     return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0

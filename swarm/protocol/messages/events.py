@@ -158,7 +158,7 @@ class LeaveAsked:
 class Discovered:
     """Some peers of this run that the DHT lists, whatever chain they are on; to be greeted.
 
-    Without it two parts of a swarm that forgot each other would never meet again.
+    Without this event, two parts of a swarm that forgot each other would never meet again.
     """
 
     peers: tuple[PeerId, ...]

@@ -300,7 +300,7 @@ class World:
         node.boot()
 
     def join(self, peer: manifest.PeerId) -> None:
-        """A stranger arrives: a peer has shown it its tip, or it has manifest 0 alone."""
+        """A stranger arrives, with the tip that a peer has shown, or with manifest 0 alone."""
         if peer in self.dead:
             return
         if self.random.random() < 0.7:

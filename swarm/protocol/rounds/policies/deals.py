@@ -130,7 +130,7 @@ def _wanted(
 def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
     """Samples that a peer may count in the round after a manifest (counted work).
 
-    The samples of its deal; of a text of its own, as many as it would be dealt of a common text.
+    The samples of its deal. With a private corpus, as many as it would be dealt of a common text.
     """
     if rules.is_dealt:
         return num_samples(parent.dealt.get(peer, ()))
