@@ -284,7 +284,7 @@ class Rebuild:
 class Reduce:
     """Average these values in the given order, store the result, report `UnitReduced`.
 
-    With a `base` the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
+    With a `base`, the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
     and the mean becomes a delta. The value is the base plus that delta. Both are durable before
     the report (delta means).
     """

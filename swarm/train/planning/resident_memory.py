@@ -100,7 +100,7 @@ class Held:
         The last stage forms the gradients of the head and of its input with the loss, and keeps
         them for micro-batches that wait for backward. It also keeps the rows of completed ones,
         since the schedule keeps their losses. Every other stage has a gradient for the stage before
-        it. With several chunks the schedule keeps everything it has sent until the step ends.
+        it. With several chunks, the schedule keeps everything it has sent until the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
         chunks = self.stage.chunks

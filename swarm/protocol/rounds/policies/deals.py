@@ -166,7 +166,7 @@ def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) ->
 
     Policy: counted work.
 
-    Tokens must be whole steps, and no more than the peer may read. In the exact mode they are the
+    Tokens must be whole steps, and no more than the peer may read. In the exact mode, they are the
     steps that every peer takes. Where rounds overlap, some steps are older than the tip, so their
     number and their batches may differ.
     """
