@@ -130,8 +130,8 @@ def require_anchor(tip: Manifest, me: str, needed: int) -> None:
     member = tip.members.get(me)
     if me != tip.founding.founder and member and needed > member.invites - member.given:
         raise InvitationError(
-            f"this peer may let in {member.invites - member.given} more peers, and this takes "
-            f"{needed}",
+            f"this peer may let in {member.invites - member.given} more peers, and this "
+            f"invitation takes {needed}",
             hint="give a smaller --uses, --invites or --weight",
         )
 

@@ -269,7 +269,7 @@ class Helpers(ThreadPoolExecutor):
     def end(self, timeout_s: float = END_S, *, cancels: bool = True) -> bool:
         """Waits so long for running work; returns whether it has ended, and logs what has not.
 
-        With `cancels` queued work is dropped, otherwise it is done too.
+        With `cancels`, queued work is dropped. Otherwise it is done first.
         """
         self._shared.end(cancels=cancels)
         return _all_ended([self._shared], timeout_s)
@@ -402,7 +402,7 @@ def supervised(
 
 
 async def supervised_async(who: str, body: AsyncBody) -> None:
-    """Awaits a body in this task until it returns. Before that only a cancellation ends it.
+    """Awaits a body in this task until it returns. Only a cancellation ends it earlier.
 
     Args:
         who: is named in the log when the body fails.

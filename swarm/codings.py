@@ -3,8 +3,8 @@
 A *delta* says how far a unit's agreed value moves: v' = v + dec(delta). Its elements are taken in
 the order of the unit's layout, in blocks of `BLOCK`; the last block is filled up with zeros.
 `GROUP` blocks, or those that are left, begin with one bf16 scale for each block, little-endian.
-Their codes follow, as `swarm.deltas.blocks` says. With "bf16" each element is a bf16 number,
-without blocks. With "none" there is no delta, and the value itself is sent. There is no header, so
+Their codes follow, as `swarm.deltas.blocks` says. With "bf16", each element is a bf16 number,
+without blocks. With "none", there is no delta, and the value itself is sent. There is no header, so
 the size follows from the layout.
 """
 

@@ -84,8 +84,8 @@ def append_lines(
         path: the file.
         lines: each with its end.
         sync: makes them durable.
-        most_bytes: a file that has reached this size becomes the `older` one and replaces the one
-            before, so both have about twice as many bytes at most. None: no bound.
+        most_bytes: a file of this size is renamed to the `older` one, which it replaces. So both
+            together have at most about twice as many bytes. None: no bound.
 
     Returns:
         Whether the next line begins a new file.

@@ -176,7 +176,7 @@ def place_of(name: str) -> tuple[int, int, str] | None:
 def is_matrix(name: str) -> bool:
     """Whether a tensor's only use is a product: a matrix of attention or of experts, also stacked.
 
-    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
+    Norms, routers and the head compute in fp32. The head's gradient is added up over slices.
     """
     is_expert = _STACK.match(name) or _EXPERT.match(name)
     return bool(is_expert) or (".self_attn." in name and name.endswith("_proj.weight"))

@@ -380,7 +380,7 @@ class Around:
         run: that is announced here; with its id, the capacities of its other members, what the
             rates mean for it, and why it would not take this peer in.
         door_port: where blobs would be taken; 0: nowhere, or at a free port.
-        door_taken: why that port is not to be had here.
+        door_taken: why this peer cannot listen on that port.
     """
 
     fault: str | None = None

@@ -117,7 +117,7 @@ class Examined:
         needs: of the run, if one was named or found.
         refused: why swarm-peer would not begin with these options.
         door_port: where blobs are to be taken; 0: nowhere, or at a free port.
-        door_taken: why that port is not to be had on this machine.
+        door_taken: why this machine cannot listen on that port.
     """
 
     local: Local

@@ -101,7 +101,7 @@ class Replay:
     def __init__(self, folder: Path, *, to_end: bool = False) -> None:
         """Reads the histories below a peer's state directory, or below that of swarm-local.
 
-        With `to_end` the first look is at the last manifest.
+        With `to_end`, the first look is at the last manifest.
 
         Raises:
             StateError: there is no history.

@@ -551,7 +551,7 @@ class RunConfig(section.Section):
         """The learning rate of the step after `step` steps of the run, as a share of `lr`.
 
         Linear warm-up from `warmup_from`, then a cosine down to `final_share`. From
-        `schedule_steps` on it stays there.
+        `schedule_steps` on, it stays there.
 
         Source: zjr2000/SPES at 2cbcd96 for warm-up from a share of lr; Loshchilov and Hutter,
         arXiv 1608.03983, for the cosine.

@@ -314,10 +314,10 @@ Shares = tuple[tuple[str, float], ...]
 class Mixture:
     """Documents of several folders, in turn; see `swarm.data.shard_writer.Source`.
 
-    The next document comes from the folder with the fewest bytes so far, divided by its weight. Of
-    equal folders the first is taken. The mixture ends when that folder has no more documents, and
-    the rest of the others is not read. So no document occurs twice, and the shares are exact up to
-    a document.
+    The next document comes from the folder with the fewest bytes so far, divided by its weight.
+    Ties go to the first folder. The mixture ends when that folder has no more documents, and the
+    rest of the others is not read. So no document occurs twice, and the shares are exact up to a
+    document.
 
     Attributes:
         name: for people.

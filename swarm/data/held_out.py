@@ -78,7 +78,7 @@ def held_out_documents(
 
     The order does not depend on paths or names of files, and draws from the whole corpus. The last
     document is cut at a character. If no document happens to be held out, the one with the smallest
-    digest is (`swarm.data.corpus.Split`). Of equal documents one is taken. The function reads every
+    digest is (`swarm.data.corpus.Split`). Equal documents count once. The function reads every
     document, and keeps in memory those that it returns.
 
     Args:

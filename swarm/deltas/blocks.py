@@ -12,8 +12,8 @@ Largest distance of an element y from its code's value, with the sent scale s:
 b2       s if |y| <= 4 s, else |y| - 3 s
 b1       max(s, |y| - s)
 
-On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. With b1 the error of a
-whole block is never longer than the block. With b2 it may be 1.04 times as long, if a single one of
+On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. With b1, the error of a
+whole block is never longer than the block. With b2, it may be 1.04 times as long, if only one of
 256 elements is not zero. The remainder is then coded better. 0.498 is the best of four equal steps
 for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
 """

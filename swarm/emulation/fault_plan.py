@@ -107,7 +107,7 @@ class Kill(_OfOnePeer):
 
 
 class Restart(_OfOnePeer):
-    """Starts a peer that is down. One that runs is killed before."""
+    """Starts a peer that is down. A running peer is killed first."""
 
     kind: Literal["restart"]
 

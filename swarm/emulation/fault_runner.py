@@ -84,7 +84,7 @@ class FaultActions:
         self.away[peer.index] = None
 
         def return_it() -> None:
-            # An emptied entry means that the peer left for good meanwhile.
+            # Without an entry the peer has left for good meanwhile.
             if peer.index in self.away:
                 self.away[peer.index] = time.time()
             undo()

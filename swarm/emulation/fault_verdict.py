@@ -88,10 +88,10 @@ def ids_of(histories: Histories) -> dict[int, str]:
 
 
 def rounds_hit(fault: Happened, histories: Histories) -> list[Round]:
-    """Rounds from the one in which a fault fell to the first with its peers again.
+    """Rounds from that of a fault to the first in which its peers take part again.
 
-    If no peer comes back from the fault, or its kind takes none away, this is only the round in
-    which it fell.
+    If no peer comes back from the fault, or faults of its kind stop no peer, this is only the round
+    of the fault.
     """
     after = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
     back_s = fault.until_s if fault.kind in AWAY else None

@@ -33,7 +33,8 @@ def idle_sources(peers: Mapping[PeerId, PeerRecord], manifest: Manifest) -> list
     """Peers that have applied a manifest and can send it without disturbing training.
 
     If any peer has finished the run, only such peers are returned, and otherwise training ones. The
-    bulk path first asks the one with the least to send (`swarm.protocol.exchange.sourcing`).
+    fetcher then prefers the peer with the fewest bytes left to send
+    (`swarm.protocol.exchange.sourcing`).
 
     Args:
         peers: records of the present peers.

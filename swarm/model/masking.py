@@ -222,7 +222,7 @@ class Masked(NamedTuple):
 
         Returns:
             Inputs of the head, [N, D], and labels, [N], of this process, and the divisor of its
-            sums. With this divisor the mean over the processes is the mean over all predictions.
+            sums. With this divisor, the mean over the processes is the mean over all predictions.
         """
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), tokens.own(labels_BT.flatten())
         if self.scored_BT is None:

@@ -60,7 +60,7 @@ def _dots(gates: Sequence[Tensor]) -> Tensor:
 def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], ...]:
     """The `top_k` experts most similar to each expert of one layer, ascending.
 
-    An expert is never its own donor. Of equally similar experts the lower index is chosen.
+    An expert is never its own donor. Ties go to the lower index.
     """
     rows = similarity_EE.tolist()
     chosen = []

@@ -54,7 +54,7 @@ class Recall:
 
     Attributes:
         expert_NK: the chosen experts. None until the layer has run once.
-        plan: their sorted rows. With it nothing waits for the device a second time.
+        plan: their sorted rows, kept so that the recomputation need not wait for the device.
     """
 
     expert_NK: Tensor | None = None

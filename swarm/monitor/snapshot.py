@@ -62,7 +62,7 @@ def score_rows(
 
 
 def in_order(scores: Iterable[ScoreRow]) -> tuple[ScoreRow, ...]:
-    """At most `MAX_SCORES`. Those of members come first, so that no others displace them."""
+    """At most `MAX_SCORES`. Scores of members come first, so that no others displace them."""
     found = sorted(
         scores,
         key=lambda s: (s.member is not True, -s.round, s.task, s.metric, s.publisher, s.value),

@@ -235,8 +235,8 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
     """The held-out loss by round, with its newest value in the title.
 
-    Of a long run only the newer half is shown: next to its first rounds, later ones are a flat
-    line.
+    Only the newer half of a long run is shown. Next to the first rounds, the later ones would be a
+    flat line.
     """
     if not losses:
         title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")

@@ -263,7 +263,7 @@ class Peer:
 
         Args:
             folder: the state directory; made if missing.
-            wanted: which run. One that has a configuration is founded if nobody announces it.
+            wanted: which run. A run with a configuration is founded if nobody announces it.
             config: of this machine.
             stop: the request to leave; until the peer is in a run it raises `Stopped`.
             observer: notified of events.

@@ -99,7 +99,7 @@ def test_a_guest_invites_as_many_as_its_own_invitation_says(tmp_path: Path) -> N
     for options in (("--uses", "3"), ("--invites", "2")):
         result = run_invite(folder, *options)
         assert result.exit_code == InvitationError.exit_code
-        assert "may let in 2 more peers, and this takes 3" in result.stderr
+        assert "may let in 2 more peers, and this invitation takes 3" in result.stderr
 
 
 def test_a_directory_without_a_peer_of_a_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ class Audit:
     Attributes:
         roots: long-lived objects by name. Everything that they reach through our classes is
             measured.
-        folders: of files, by name.
+        folders: folders whose files are measured, by name.
         allowed: growth that is intended.
-        quiet: moments (from, to) in which rates do not count, as during outages.
+        quiet: intervals (from, to) in which rates are not checked, such as outages.
     """
 
     world: World

@@ -314,9 +314,9 @@ LINK_BYTES = 4_500
 def chain(world: World, scale: Scale) -> Audit:
     """A chain of heads whose electorate changes ten times a day, in memory and on disk.
 
-    The agreement is imitated. Each manifest follows from the one before with a quorum's signatures,
-    and the file is written when `rounds.adopter` would have it written. Restarts read it again.
-    Newcomers, and peers that were away for a day, get a proof of the tip.
+    The agreement is imitated. Each manifest follows from the previous one with a quorum's
+    signatures, and the file is written when `rounds.adopter` would have it written. Restarts read
+    it again. Newcomers, and peers that were away for a day, get a proof of the tip.
     """
     folder = world.folder / "chain"
     folder.mkdir()

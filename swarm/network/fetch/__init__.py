@@ -1,1 +1,1 @@
-"""The bulk path: blobs asked for, received, verified and served."""
+"""Transfer of blobs: asked for, received, verified and served."""

@@ -308,7 +308,8 @@ async def _send_content(
     """Sends a range of a blob, each part in its turn; yields the bytes of each.
 
     Raises:
-        ConnectionError: the blob is no longer whole; only an early end of the stream can say so.
+        ConnectionError: the blob was removed or truncated meanwhile. The head has been sent, so
+            the asking side learns of this only by the stream's early end.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
     for start in span[::most]:

@@ -274,7 +274,7 @@ class Node:
     # ------------------------------------------------ the DHT
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes one's own record (at most 20 KB) under a key, in place of the one before.
+        """Publishes one's own record (at most 20 KB) under a key, in place of the previous one.
 
         Returns:
             Whether any holder took it. The DHT also says True when there is no network and only

@@ -41,7 +41,7 @@ async def heard(call: Awaitable[Answer], otherwise: Answer) -> Answer:
 
 
 async def publish(node: Node, key: str, record: records.DhtRecord) -> bool:
-    """Stores this peer's record under a key, in place of the one before; see `Node.store`.
+    """Stores this peer's record under a key, in place of the previous one; see `Node.store`.
 
     Raises:
         BadRecord: every reader would refuse it, and only log that on its own machine.

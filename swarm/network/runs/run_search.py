@@ -70,7 +70,7 @@ ALONE_S = 0.5
 OPEN_S = 20.0
 """Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
-"""The next candidate is tried after this long, even if the one before is not open."""
+"""The next candidate is tried after this long, even if the previous one is not open."""
 OTHERS_S = 4.0
 """If only other runs than the named one are announced, the search ends after this long."""
 MAX_CANDIDATES = 32

@@ -147,7 +147,7 @@ class Control:
             return await self._on_request(source, payload)
         if not is_request and self._message_handler:
             return await self._on_message(source, payload)
-        raise BadMessage("no_handler", "this peer takes no such message")
+        raise BadMessage("no_handler", "this peer has no handler for such a message")
 
     async def post(self, p2p: P2P, peer_id: str, payload: bytes, timeout_s: float) -> None:
         """Delivers a message; see `Node.post`."""

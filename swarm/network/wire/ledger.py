@@ -90,7 +90,8 @@ LIMITS: Mapping[Cost, Limit] = {
     # 1,000 units not yet here asks for each five times in the first 15 s, and then every 15 s.
     Cost.ASKS: Limit(Rate(65_536, 4096), Rate(16_384, 1024), Rate(4096, 256)),
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
-    # Charged to the network, since the peer is not yet known; an envelope takes one round trip.
+    # A dialing peer is not known before its envelope has arrived, which takes one round trip. Until
+    # then its network is charged.
     Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),

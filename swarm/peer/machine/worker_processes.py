@@ -115,9 +115,9 @@ def meshes_of(
     if min(asked) > 1 and workers % (asked[0] * asked[1]):
         name = "tensor_parallel" if compute.tensor_parallel > 1 else "expert_parallel"
         raise ConfigError(
-            f"compute.pipeline = {asked[0]} times compute.{name} = {asked[1]}: it has to "
-            f"divide the {workers} workers (--gpus)",
-            hint="leave out one of both",
+            f"the {workers} workers (--gpus) cannot be divided by {asked[0] * asked[1]}, the "
+            f"product of compute.pipeline = {asked[0]} and compute.{name} = {asked[1]}",
+            hint="leave one of the two out",
         )
     dealt = _dealings(compute, workers, run.model.num_experts)
     cut = _stagings(compute, workers, run.model.num_hidden_layers)
@@ -145,8 +145,8 @@ def _tensors(
     name = f"compute.tensor_parallel = {asked}"
     for setting in [each for each in other if other[each]]:
         raise ConfigError(
-            f"{name} and {setting}: both at once are not built",
-            hint="leave out one of both",
+            f"{name} and {setting} cannot be combined",
+            hint="leave one of the two out",
         )
     if workers == 0 or here % asked or workers % asked:
         raise ConfigError(

@@ -177,7 +177,7 @@ class DataQuota:
         return None
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises DataQuotaSpent if bytes with headers, and the reserve, exceed the quota's rest."""
+        """Raises DataQuotaSpent if too little is left for these bytes, headers and the reserve."""
         needed = num_bytes * OVERHEAD + self.reserve_bytes
         left = self._quota - self.count.num_bytes
         if needed > left:

@@ -450,7 +450,7 @@ class PeerStatus:
         self.observer.on_round(report)
 
     def _newest_loss(self, round_: int) -> float | None:
-        """Held-out loss of this round or the one before; others measure those between."""
+        """Held-out loss of this round or the previous one; others measure those between."""
         found = self.validation
         return found.val_loss if found and found.round >= round_ - 1 else None
 

@@ -168,7 +168,7 @@ def _followed(
     Policy: carried steps.
 
     With deltas, the contribution is the offered delta. Where values are offered, it is the
-    difference between the offered value and the one before.
+    difference between the offered and the previous value.
     """
     entry = manifest.entries[layout.unit]
     is_known = before is not None and before.digest != manifest.digest

@@ -113,7 +113,7 @@ UNTIL_IT_CONTRIBUTES = 2**62
 
 
 def rolled_back(earlier: Record) -> Record:
-    """The record of a peer that has lost its newest one and has only the one before."""
+    """The record of a peer that has lost its newest one and has only the previous one."""
     return _abstaining(earlier, earlier.tip.height + ABSTAIN_HEIGHTS)
 
 

@@ -3,8 +3,8 @@
 A chain passes over heads on purpose (chain pruning). It has a *gap* where a line of its file was
 damaged. The next link then no longer follows, or may no longer follow from each head in between.
 The peer asks members for the links after its last sound one, a *page* at a time, oldest first. Each
-must be a step [L1] from the one before. The new links take the place of the peer's own links there,
-up to one that follows from them. Pages are kept apart until then.
+must be a step [L1] from the previous link. The new links take the place of the peer's own links
+there, up to one that follows from them. Pages are kept apart until then.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Filling:
         """The gap with a page from a member; only valid signatures of certificates are kept.
 
         Args:
-            page: links, each a step from the one before; the first from the newest that is here.
+            page: links, each a step from the previous one, and the first from the newest link here.
             sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Raises:

@@ -8,7 +8,7 @@ a person named. From there it walks along *links*, each a head with its certific
 - a later height: signed by a quorum of the trusted electorate and by one of its own parent's;
 - a reform of the trusted head itself: signed by voters of that head which have left for it.
 
-A chain keeps those links that lead to the tip from each head behind it (`pruned`). So its length
+A chain keeps those links that lead to the tip from each earlier head (`pruned`). So its length
 follows the turnover of voters.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
@@ -113,9 +113,9 @@ def reform_electors(before: Head) -> frozenset[PeerId]:
 def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
     """Whether these signatures of a reform convince a peer that has heard nobody [L2].
 
-    The founder's does, since its key made the run. So do those of more than half of the parent's
-    anchors, so that a run outlives its founder. Votes that strangers have earned do not: their
-    number says how many keys somebody has, and not for whom they speak.
+    The founder's signature does, since its key made the run. The signatures of more than half of
+    the parent's anchors do too, so that a run outlives its founder. Votes that strangers have
+    earned do not: they show how many keys somebody has, and not for whom the keys speak.
     """
     anchors = before.anchored
     return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0
@@ -190,7 +190,7 @@ class Foothold:
             raise BadMessage("false_proof", "the proof is of another manifest")
         before = path[-1].parent or path[-2].head
         if parent not in (None, before.body):
-            raise BadMessage("false_proof", "the manifest that comes with it is not its parent")
+            raise BadMessage("false_proof", "the manifest sent as its parent is not its parent")
         checked = [Link(path[0].head)]
         for link in path[1:]:
             link = replace(link, certificate=link.certificate and sound(*counted(link, checked)))
@@ -226,7 +226,7 @@ def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, .
 
 
 def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
-    """The links that prove the last head to every peer with any of the heads behind it.
+    """The links that prove the last head to every peer that has any earlier head.
 
     Policy: chain pruning.
 
@@ -344,7 +344,7 @@ def place_of_parent(head: Head) -> Code:
 
 @dataclass(frozen=True)
 class Chain:
-    """The heads behind a tip, oldest first, as far as proofs need them; the last is the tip's.
+    """The tip's head and those earlier heads that proofs need, oldest first.
 
     Attributes:
         links: the first one, with which the peer began, has no certificate. Heads between two links

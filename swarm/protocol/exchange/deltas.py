@@ -14,7 +14,7 @@ MAX_DELTAS = 8
 
 @dataclass(frozen=True)
 class Move:
-    """How one value is made from the one before."""
+    """How a value is made from the previous value."""
 
     unit: Unit
     base: Digest

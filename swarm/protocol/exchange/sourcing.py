@@ -89,7 +89,7 @@ class Failure(Enum):
 
     SILENT = "silent"  # no connection, no progress, early end, busy: the peer rests
     MISSING = "missing"  # it does not have these bytes (yet): only this job rests at this peer
-    WRONG = "wrong"  # its bytes were refused: this job is never asked of it again, and it rests
+    WRONG = "wrong"  # its bytes were refused: the peer rests, and never gets this job again
 
 
 @dataclass(frozen=True)

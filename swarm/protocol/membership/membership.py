@@ -54,7 +54,7 @@ def most_unvouched(num_vouched: int) -> int:
     """The most voters that may be without an anchor's word, for so many vouched members.
 
     They are less than a third of all voters, so they form no majority and block none. With one or
-    two vouched voters none are allowed: half of two votes decides, with the first convener's.
+    two vouched voters, none are allowed: half of two votes decides, with the first convener's.
     """
     return max(0, (num_vouched - 1) // 2)
 
@@ -65,8 +65,9 @@ def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
-        members: members of the next manifest, this round counted; those that voted still vote.
-        contributors: peers that this round counted.
+        members: members of the next manifest. Their counted rounds include this one, and their
+            votes are still those of the parent.
+        contributors: peers whose work this round counted.
         seed: draws the order in which trainees that have earned their vote get it.
 
     Returns:
@@ -206,7 +207,7 @@ def next_members(
     """Counts silence, removes leavers, takes joiners in, and gives votes to peers that earned them.
 
     A stranger starts as a trainee. The founder votes at once, and so do peers that an anchor
-    vouches for now or did before. In a run that is not open nobody else may join. Not contributing
+    vouches for now or did before. In a run that is not open, nobody else may join. Not contributing
     never removes a voter: otherwise the rounds that a slow majority misses would vote it out.
 
     Args:

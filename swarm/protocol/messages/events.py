@@ -91,7 +91,7 @@ class Stored:
 class Unobtainable:
     """A peer did not give a blob, or gave one that was refused.
 
-    With this peer's own id: a blob that was here is missing or damaged.
+    If `peer` is this peer itself, a blob that was here is missing or damaged.
     """
 
     digest: Digest
@@ -158,7 +158,7 @@ class LeaveAsked:
 class Discovered:
     """Some peers of this run that the DHT lists, whatever chain they are on; to be greeted.
 
-    Without it two parts of a swarm that forgot each other would never meet again.
+    Without this event, two parts of a swarm that forgot each other would never meet again.
     """
 
     peers: tuple[PeerId, ...]
@@ -268,7 +268,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Make a value from the one before and a delta, which are both here, and store it.
+    """Make a value from the previous value and a delta, which are both here, and store it.
 
     Report `Stored`, or `NotMade` if it has another digest [W6].
     """
@@ -284,7 +284,7 @@ class Rebuild:
 class Reduce:
     """Average these values in the given order, store the result, report `UnitReduced`.
 
-    With a `base` the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
+    With a `base`, the inputs are deltas. The remainders of earlier means (`Remainders`) are added,
     and the mean becomes a delta. The value is the base plus that delta. Both are durable before
     the report (delta means).
     """

@@ -189,8 +189,8 @@ class Evidence(schemas.OnWire):
 class Certificate(schemas.OnWire):
     """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's voters.
 
-    For a reform: those of its parent's electors that have left for it, under the ballot 0 of its
-    author. With a quorum, no reform would have been needed.
+    For a reform: the ACCEPTs of those electors of its parent that have joined it, under ballot 0 of
+    its author. They need be no quorum: with a quorum, no reform would have been needed.
     """
 
     ballot: PossibleBallot

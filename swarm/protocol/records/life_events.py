@@ -108,7 +108,7 @@ class AppliedWorkers(Strict):
 
 @dataclass(frozen=True)
 class Applied(Strict):
-    """A manifest became the peer's tip; figures since the one before."""
+    """A manifest became the peer's tip; figures since the previous tip."""
 
     generation: str
     height: int
@@ -214,7 +214,7 @@ _SCHEMAS: Mapping[str, TypeAdapter[object]] = {
 
 
 def abridged(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """An `applied` line without the fields that the one before has already.
+    """An `applied` line without the fields that the previous one has already.
 
     Args:
         fields: the whole line.

@@ -59,7 +59,7 @@ class Proposer(Role):
         """Asks again for missing votes, and greets the sources of missing values."""
         message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
-            # Those that have voted need a sign of life only now and then.
+            # Peers that have voted need a sign of life only now and then.
             if peer not in campaign.accepts or campaign.num_polls % 2 == 0:
                 self.out.post(peer, message)
         proposal, lost_s = self.blobs.proposal, self.timers.lost_after_s(self.timers.vote_s)

@@ -318,7 +318,7 @@ class Reducer(Role):
         # Once the first are left out, the next round's roster meets the others.
         missing = dict(sorted(missing.items())[:MAX_MISSING])
         units = sorted(job.results)
-        # In several messages if need be: each must stay under 64 KiB.
+        # The results may need several messages, since each must stay under 64 KiB.
         for start in range(0, max(1, len(units)), MAX_RESULTS):
             results = {unit: job.results[unit] for unit in units[start : start + MAX_RESULTS]}
             signed = self.peer.sign(reduced_statement(self.rules.run, job.roster_id, results))

@@ -58,9 +58,9 @@ class Reformer(Role):
     def _may_reform(self) -> bool:
         """Whether others would believe a reform by this peer [L2].
 
-        If not, its reform would leave it alone for good: its chain would beat that of a voter that
-        comes back with an earlier tip [F1]. As long as it waits, such a voter finds the newest tip
-        here.
+        Otherwise a reform would leave this peer alone for good. Nobody would believe its chain, and
+        that chain's larger code would keep it from the chain of a voter that comes back with an
+        earlier tip [F1]. While this peer waits, such a voter finds the newest tip here.
         """
         return self.me in reform_electors(self.tip.head)
 

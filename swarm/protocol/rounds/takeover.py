@@ -65,8 +65,8 @@ class Takeover(Role):
         """Why this peer should convene now; None when it should not (takeover).
 
         Each voter waits longer than the one before it, in the cyclic order of members. Only a peer
-        that hears a quorum deposes a convener. A peer that was cut off hears no campaign. With a
-        higher ballot it would, on its return, end the campaign that runs without it.
+        that hears a quorum deposes a convener. A peer that was cut off hears no campaign. If it
+        raised its ballot meanwhile, its return would end the campaign that the others run.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None

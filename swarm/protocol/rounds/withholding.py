@@ -24,8 +24,8 @@ def left_out_after(
 
     Policy: withholding exclusion.
 
-    A peer that the tip counts has served others, so it is forgotten. So is a peer that is no
-    member. Fewer than half of the members are ever left out: those last seen to withhold.
+    A peer that the tip counts has served others, so its entry is removed, as is that of a peer that
+    is no member. Fewer than half of the members are ever left out: those last seen to withhold.
 
     Args:
         known: the result of this function for the manifest before.

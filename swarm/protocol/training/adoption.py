@@ -51,7 +51,7 @@ class Action(Enum):
     REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
     AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
     CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, less that delta
-    CARRIED = "carried"  # a round went on without me: master += agreed value - the one before
+    CARRIED = "carried"  # a round went on without me: master += agreed value - the previous one
     RESTART = "restart"  # master := agreed value; the moments stay, they are local
     DROP = "drop"  # no longer mine: master and moments go
     TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments

@@ -98,8 +98,8 @@ class Reading:
 
         Policy: overlapped deals.
 
-        They do if that tip follows. On another chain they may have been dealt to others, who count
-        them there, although no value moved from one tip to the other.
+        They do if the second tip is the child of the first. On another chain the same samples may
+        be assigned to other members, which count them there, even if no value differs.
         """
         if after.parent == before.digest or not self.rules.is_dealt:
             return True

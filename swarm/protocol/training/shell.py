@@ -146,7 +146,7 @@ class TrainingShell(Protocol):
     ) -> Work:
         """Takes local steps until none is left, or the tip has moved.
 
-        A peer that was asked to stop takes no steps that nobody waits for.
+        A peer that was asked to stop takes only steps that other peers wait for.
 
         Args:
             tip: the tip that they start from.

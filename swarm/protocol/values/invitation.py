@@ -143,7 +143,7 @@ def invitation_problem(
         return f"the invitation is used up: {len(used.peers)} of {invitation.uses} peers have come"
     if invitation.cost > left:
         inviter, cost = invitation.inviter, invitation.cost
-        return f"{inviter} may let in {left:g} more peers, and this takes {cost}"
+        return f"{inviter} may let in {left:g} more peers, and this invitation takes {cost}"
     return None
 
 

@@ -1,9 +1,9 @@
 """Maps a unit's bytes to elements of tensors; follows from the run configuration alone.
 
 Each expert index has one unit, over all layers, with its tensors concatenated in the order of their
-names. So are the shared tensors, separately for each codec and coding. These are cut into parts of
-nearly equal size, also inside tensors, with as many parts for each round of their period
-(`round.shared_every`). Bytes are little-endian.
+names. The shared tensors are concatenated likewise, separately for each codec and coding. They are
+then cut into parts of nearly equal size, also inside tensors, with as many parts for each round of
+their period (`round.shared_every`). Bytes are little-endian.
 """
 
 from __future__ import annotations

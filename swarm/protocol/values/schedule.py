@@ -156,7 +156,8 @@ def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
 
     So each owner sends the same amount in each round, if it has `every` experts or a multiple of
     that. With fewer experts, all owners together do. If an expert moves, the experts of its two
-    owners get other slots. Those of others do so only if one of the two has no other expert.
+    owners get other slots. Experts of other owners do so only if one of the two has no other
+    expert.
     """
     owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
     ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}

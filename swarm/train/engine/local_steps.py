@@ -29,7 +29,7 @@ def learning_rate(step: int, run: RunConfig) -> float:
 def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
     """The position of a peer's local step in the schedule, from its tip's cumulative steps.
 
-    In the exact mode every local step is a step of the run. With `round.seconds` the run's steps
+    In the exact mode, every local step is a step of the run. With `round.seconds` the run's steps
     follow the tokens of all peers, and are the same for fast and slow peers. The whole round then
     has the position of the tip's step.
     """
@@ -195,8 +195,8 @@ def train_local_steps(
             number of further steps, and 0 ends the loop.
         stop: called before each step. True ends the loop early, as when the tip has moved.
         on_step: called after each step with its number and statistics. The number is the run's
-            steps at the tip plus the local steps since. In the exact mode this is the number of the
-            step in the run.
+            steps at the tip plus the local steps since. In the exact mode, this is the number of
+            the step in the run.
 
     Raises:
         TrainingDiverged: three steps in a row were not finite.

@@ -192,7 +192,7 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
 def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
 
-    Of all such cuts it takes the one with the least sum of squares, so the other parts are even
+    Among such cuts, the one with the least sum of squares is taken, so the other parts are even
     too.
 
     Args:

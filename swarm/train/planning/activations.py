@@ -38,7 +38,7 @@ class Rows:
 
     @classmethod
     def even(cls, run: RunConfig, options: EngineOptions) -> Rows:
-        """Equal numbers for all experts. In bf16 on a CPU each has half a group's padding."""
+        """Equal numbers for all experts. In bf16 on a CPU, each has half a group's padding."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
         padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
@@ -143,7 +143,7 @@ class MicroBatchBytes:
     def inputs(self) -> float:
         """Number of kept inputs of experts: one for each row that travels, else for each token.
 
-        In fp32 a token's input is the router's and counted there, unless another rank sent it.
+        In fp32, a token's input is the router's and counted there, unless another rank sent it.
         """
         if self.travels:
             return self.rows.received

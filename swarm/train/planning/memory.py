@@ -284,7 +284,7 @@ def host_peaks(
 ) -> HostPeaks:
     """The peaks of a peer that owns so many experts, in a swarm of so many peers.
 
-    With several workers these are the peaks of one worker. `need` is the engine's, if known.
+    With several workers, these are the peaks of one worker. `need` is the engine's, if known.
     """
     need = need or need_of(run, num_owned, options)
     on_host = options.device == "cpu"

@@ -100,7 +100,7 @@ class Held:
         The last stage forms the gradients of the head and of its input with the loss, and keeps
         them for micro-batches that wait for backward. It also keeps the rows of completed ones,
         since the schedule keeps their losses. Every other stage has a gradient for the stage before
-        it. With several chunks the schedule keeps everything it has sent until the step ends.
+        it. With several chunks, the schedule keeps everything it has sent until the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
         chunks = self.stage.chunks
@@ -258,8 +258,8 @@ def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: 
     all_kept = 1 < held.kept == held.received and len(held.stage.chunks) == 1
     if held.micro_batches > 1 and not all_kept:
         return kept + max(gradients + head, graphs[0].going_back(all_there))
-    # Gradients are formed while backward goes down and frees the first micro-batch. From the second
-    # micro-batch on all gradients exist.
+    # In the first micro-batch, backward allocates each layer's gradients as it frees the layer's
+    # activations. From the second micro-batch on all gradients exist.
     tables = held.tables(micro.model, sizes)
     forming: list[float] = [
         tables.last + GRADIENT_BYTES * sizes.layer * at for at in reversed(range(held.layers))

@@ -133,7 +133,7 @@ def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
     """Seconds of one micro-batch's residual stream, and of its gradient on the way back.
 
-    With several chunks the last stage also sends to the first one.
+    With several chunks, the last stage also sends to the first one.
     """
     tokens = run.train.micro_batch_sequences * run.data.sequence_length / mesh.tp
     pairs = []

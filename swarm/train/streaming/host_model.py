@@ -236,7 +236,7 @@ class HostUnit:
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
     def orthogonalise(self, gradients: Mapping[str, Tensor], scale: float) -> None:
-        """Computes where Muon moves the matrices of this process, for the update that follows.
+        """Computes Muon's directions for the matrices of this process, for the next update.
 
         Args:
             gradients: of all parameters of the unit, on the device that computes.
@@ -300,7 +300,7 @@ class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
     On disk, lent experts stay in the files that they were lent from. The unit's own file has the
-    others, and takes no room, except one block, for elements that were never written.
+    others. It is sparse: elements that were never written take no space, except one block.
 
     Attributes:
         packing: of the stacks' parts.

@@ -91,7 +91,7 @@ class StreamingEngine:
     """An engine that keeps the model in host memory; see `Engine`.
 
     With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then
-    overlap the next step. With "unit" a unit is updated as soon as its gradients are on the host.
+    overlap the next step. With "unit", a unit is updated as soon as its gradients are on the host.
     Then a unit whose gradient is not finite stays as it is, while units above it may have been
     updated already.
     """

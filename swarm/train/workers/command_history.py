@@ -163,13 +163,13 @@ class Saved:
 
 @dataclass
 class _Stretch:
-    """The commands after the saving of a private state has begun.
+    """The commands given since the saving of a private state began.
 
     Attributes:
         counts: of that state. None before the first saving.
         before: the file on disk before that saving. None if there was none.
-        frozen: where the values of the then frozen matrices lie, by name.
-        commands: since then.
+        frozen: where to read the values of the matrices that were frozen then, by name.
+        commands: those given since then.
     """
 
     counts: Counts | None
@@ -237,7 +237,7 @@ class History:
         """The commands for new workers, in order.
 
         Raises:
-            CorruptState: the private state at the beginning was damaged or replaced.
+            CorruptState: the private state that precedes the commands was damaged or replaced.
         """
         index = self._index()
         first = self._stretches[index]

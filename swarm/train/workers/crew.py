@@ -43,7 +43,7 @@ class Crew:
 
     Attributes:
         place: of the workers of this machine.
-        pids: process ids, by rank. Those of a node are valid on the node.
+        pids: process ids, by rank. A process id from another node is valid only on that node.
         is_starting: whether they are still catching up with the peer. Their commands then end with
             the peer's time to leave. Later commands may exceed it a little.
     """

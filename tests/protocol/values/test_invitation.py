@@ -56,7 +56,7 @@ def test_an_invitation_is_good_for_its_run_its_rounds_its_uses_and_from_an_ancho
     gathering = replace(GOOD, run="gathering-1")
     assert "this run has begun" in (problem(gathering) or "")
     assert "is not an anchor" in (problem(left=0) or "")
-    assert "may let in 2 more peers, and this takes 3" in (
+    assert "may let in 2 more peers, and this invitation takes 3" in (
         problem(replace(GOOD, invites=2), left=2) or ""
     )
     expired = problem(number=6) or ""

@@ -27,7 +27,7 @@ AT_ONCE, LATER = 0.4, 0.35
 """Shares of the strangers that come with an invitation, and of those that an anchor vouches for
 later. The rest have to earn their vote."""
 SHARED = 0.3
-"""Chance that a guest comes with the invitation of the one before, used up or not."""
+"""Chance that a guest comes with the invitation of the previous guest, used up or not."""
 INVITES = (0, 0, 1, 6)
 USES = (1, 1, 2, MAX_USES)
 WEIGHTS = (1, 1, 1, 3)

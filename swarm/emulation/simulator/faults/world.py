@@ -300,7 +300,7 @@ class World:
         node.boot()
 
     def join(self, peer: manifest.PeerId) -> None:
-        """A stranger arrives: a peer has shown it its tip, or it has manifest 0 alone."""
+        """A stranger arrives, with the tip that a peer has shown, or with manifest 0 alone."""
         if peer in self.dead:
             return
         if self.random.random() < 0.7:
@@ -378,7 +378,7 @@ class World:
             self.at(after_s, self.join, stranger)
 
     def roll_back(self, peer: manifest.PeerId) -> None:
-        """Kills a peer and damages its record, so that the one before is read."""
+        """Kills a peer and damages its record, so that the previous record is read."""
         node = self.nodes.get(peer)
         if node is None or node.has_left or peer in self.dead or node.disk.is_lost:
             return

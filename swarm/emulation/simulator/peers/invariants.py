@@ -126,7 +126,8 @@ class DeltaInvariants:
         """Judges the end of a schedule: nothing has vanished.
 
         Args:
-            tip: the newest tip. With a liar nothing is judged, since its means may swallow steps.
+            tip: the newest tip. Nothing is judged in a schedule with a liar, whose means may
+                swallow steps.
             forked: manifests of other generations, whose work is lost with them.
             present: tags of live values and of remainders.
         """

@@ -142,7 +142,7 @@ Trap = Callable[[Effect], bool]
 class Loss(Enum):
     """What a crash destroys."""
 
-    RECORD = "record"  # the newest record; the one before is read
+    RECORD = "record"  # the newest record; the previous one is read
     DISK = "disk"  # the whole state directory
 
 

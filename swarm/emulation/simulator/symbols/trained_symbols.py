@@ -209,7 +209,7 @@ class Deltas:
         return extra
 
     def begin(self, unit: Unit, value: Digest) -> None:
-        """Sets the live value to the agreed one; its tags beyond the one before are lost."""
+        """Sets the live value to the agreed one. Tags beyond the previous agreed value are lost."""
         if unit in self.live:
             self.values.lost.update(self.live[unit].extra)
         self._set(unit, value, {})

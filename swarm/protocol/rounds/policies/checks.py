@@ -391,5 +391,5 @@ def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
     if parent is None:
         return None
     if parent.digest != manifest.parent:
-        return "the manifest that comes with it is not its parent"
+        return "the manifest sent as its parent is not its parent"
     return successor_problem(manifest, parent, rules, due=merge_due(parent, rules.merging))

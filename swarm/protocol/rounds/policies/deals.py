@@ -130,7 +130,7 @@ def _wanted(
 def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
     """Samples that a peer may count in the round after a manifest (counted work).
 
-    The samples of its deal; of a text of its own, as many as it would be dealt of a common text.
+    The samples of its deal. With a private corpus, as many as it would be dealt of a common text.
     """
     if rules.is_dealt:
         return num_samples(parent.dealt.get(peer, ()))
@@ -166,7 +166,7 @@ def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) ->
 
     Policy: counted work.
 
-    Tokens must be whole steps, and no more than the peer may read. In the exact mode they are the
+    Tokens must be whole steps, and no more than the peer may read. In the exact mode, they are the
     steps that every peer takes. Where rounds overlap, some steps are older than the tip, so their
     number and their batches may differ.
     """

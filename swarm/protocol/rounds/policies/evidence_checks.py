@@ -43,7 +43,7 @@ def evidence_problem(
 ) -> str | None:
     """Why a manifest does not follow from its evidence; None when it does.
 
-    With 256 peers this takes longer than an event loop may be blocked. The shell asks in another
+    With 256 peers, this takes longer than an event loop may be blocked. The shell asks in another
     thread before it passes a proposal on, and the answer for these very objects is cached.
 
     Invalid signatures have been dropped from the evidence before.

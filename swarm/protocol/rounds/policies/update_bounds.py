@@ -55,11 +55,12 @@ def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules)
     """The training that a value of these sources may contain; `work` has their tokens.
 
     Shared tensors restart with each tip where all of them are due in each round. An expert's local
-    progress continues through rounds that did not count it. So does that of a part that was
-    not due (shared progress). Each of these rounds gave its owner no more than it was dealt
-    (deal sizes). Where deltas are averaged, the steps of one period that left them out may be
-    carried on. Where rounds overlap, so may those of the round before. What codings lost in earlier
-    rounds comes later: it adds no step, but the steps may be those of K + 1 periods.
+    progress continues through rounds that did not count it, and a part's through rounds in which
+    the part was not due (shared progress). Each of these rounds gave the owner no more than it was
+    dealt (deal sizes). Where deltas are averaged, the steps of one period that left them out may be
+    carried on. Where rounds overlap, the steps of the previous round may be carried on as well.
+    What codings lost in earlier rounds comes later. It adds no step, but the steps may be those of
+    K + 1 periods.
 
     An expert that waited for an owner has an old version and no progress (expert ownership). So at
     most K + 1 of its periods count. Otherwise its first owner could move it by all the rounds that
