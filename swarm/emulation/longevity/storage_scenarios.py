@@ -318,8 +318,7 @@ def chain(world: World, scale: Scale) -> Audit:
     signatures, and the file is written when `rounds.adopter` would have it written. Restarts read
     it again. Newcomers, and peers that were away for a day, get a proof of the tip.
     """
-    folder = world.folder / "chain"
-    folder.mkdir()
+    (folder := world.folder / "chain").mkdir()
     names = [name for name in (peer_id_of(world.rng.randbytes(32)) for _ in range(400)) if name]
     voters, file = sorted(names[:VOTERS]), ChainFile(folder / "chain")
     first = _head(voters, 0, None)
@@ -362,8 +361,8 @@ def chain(world: World, scale: Scale) -> Audit:
             )  # fmt: skip
             links = roots["chain"] = Chain.of(record, file.read())
             for old in away:
-                path = old.rooted(links.proof(old.tip.code))
-                problem = proof_problem(path, head, old.trusted)
+                proof = links.proof(old.tip.code)
+                problem = proof_problem(old.rooted(proof), head, old.trusted)
                 audit.demand(problem is None, f"height {number} from {old.tip.height}: {problem}")
             away = [away[0], links, *away[1:3]]
         sample()
