@@ -20,6 +20,7 @@ from swarm.protocol.exchange.handover import (
     handover_round,
     layout_of_size,
     moments_layout,
+    moments_shapes,
     transfer_limit_s,
 )
 from swarm.protocol.messages.messages import ReducedUnit
@@ -187,18 +188,24 @@ def test_moments_have_as_long_as_a_slow_line_takes(gigabytes, minutes):
     assert transfer_limit_s(int(gigabytes * 1e9)) == pytest.approx(60 * minutes, rel=0.01)
 
 
-def test_a_moments_blob_is_first_moments_second_moments_and_perhaps_masters():
-    unit = LAYOUT.by_unit[expert_unit(1)]
-    short = moments_layout(LAYOUT, 1, with_master=False)
-    long = moments_layout(LAYOUT, 1, with_master=True)
-    assert (short.num_bytes, long.num_bytes) == (8 * unit.num_elements, 12 * unit.num_elements)
+@pytest.mark.parametrize(
+    ("optimizer", "kinds"), [("adamw", ("exp_avg", "exp_avg_sq")), ("muon", ("momentum",))]
+)
+def test_a_moments_blob_has_the_moments_of_the_runs_optimizer_and_perhaps_masters(optimizer, kinds):
+    layout = layout_of(tiny_run(optimizer={"kind": optimizer}))
+    unit = layout.by_unit[expert_unit(1)]
+    short = moments_layout(layout, 1, with_master=False)
+    long = moments_layout(layout, 1, with_master=True)
+    each = 4 * unit.num_elements
+    assert (short.num_bytes, long.num_bytes) == (each * len(kinds), each * (len(kinds) + 1))
     names = [piece.name for piece in unit.slices]
-    kinds = ("exp_avg", "exp_avg_sq", "master")
-    assert [p.name for p in long.slices] == [f"{kind}.{n}" for kind in kinds for n in names]
-    assert layout_of_size(LAYOUT, 1, short.num_bytes) == short
-    assert layout_of_size(LAYOUT, 1, long.num_bytes) == long
-    assert layout_of_size(LAYOUT, 1, short.num_bytes - 4) is None
-    assert layout_of_size(LAYOUT, 99, short.num_bytes) is None
+    every = [f"{kind}.{n}" for kind in (*kinds, "master") for n in names]
+    assert [p.name for p in long.slices] == every
+    assert list(moments_shapes(layout, 1)) == every
+    assert layout_of_size(layout, 1, short.num_bytes) == short
+    assert layout_of_size(layout, 1, long.num_bytes) == long
+    assert layout_of_size(layout, 1, short.num_bytes - 4) is None
+    assert layout_of_size(layout, 99, short.num_bytes) is None
 
 
 def test_nothing_that_decides_a_round_knows_of_moments():
