@@ -131,10 +131,14 @@ def test_heads_may_be_cut_over_the_workers_of_a_machine_that_divide_those_of_key
         (8, {"tensor_parallel": 8}, "8: it has to divide the 4 key/value heads"),
         (6, {"tensor_parallel": 4}, "4: it has to divide the 6 workers of a machine"),
         (0, {"tensor_parallel": 2}, "2: it has to divide the missing workers"),
-        (8, {"tensor_parallel": 2, "expert_parallel": 4}, "2 and compute.expert_parallel: both"),
-        (8, {"tensor_parallel": 2, "shard": "state"}, '2 and compute.shard = "state": both'),
-        (8, {"tensor_parallel": 2, "moments": "int8"}, '2 and compute.moments = "int8": both'),
-        (6, {"tensor_parallel": 2, "pipeline": 2}, "2 times compute.tensor_parallel = 2: it has"),
+        (
+            8,
+            {"tensor_parallel": 2, "expert_parallel": 4},
+            "2 and compute.expert_parallel cannot be",
+        ),
+        (8, {"tensor_parallel": 2, "shard": "state"}, '2 and compute.shard = "state" cannot be'),
+        (8, {"tensor_parallel": 2, "moments": "int8"}, '2 and compute.moments = "int8" cannot be'),
+        (6, {"tensor_parallel": 2, "pipeline": 2}, "4, the product of compute.pipeline = 2 and"),
     ],
     ids=str,
 )
