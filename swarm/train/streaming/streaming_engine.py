@@ -1,4 +1,4 @@
-"""The streaming engine: a whole batch passes layer by layer, each layer's weights pass once."""
+"""The streaming engine: fetches a layer's weights once for all micro-batches of a pass."""
 
 from __future__ import annotations
 
