@@ -187,7 +187,7 @@ class Engine(Protocol):
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of tensors by Hugging Face name, fp32 on the CPU.
 
-        For owned ones, of the masters.
+        Those of owned experts are copies of the masters.
         """
 
     def write(self, named: Mapping[str, Tensor]) -> None:
@@ -204,12 +204,13 @@ class Engine(Protocol):
         """Whether `lend` makes no copy of frozen experts. They should then lie in a mapped file."""
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, for tensors that nobody changes during their lifetime."""
+        """As `write`, for tensors that nobody changes as long as they exist."""
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the moments of some trained tensors, fp32 on the CPU.
 
-        Their names are the requested Hugging Face names after "exp_avg." and "exp_avg_sq.".
+        Each is named by its kind ("exp_avg." and "exp_avg_sq.", or "momentum.") and the requested
+        Hugging Face name.
         """
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:

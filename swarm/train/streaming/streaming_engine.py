@@ -1,4 +1,4 @@
-"""The streaming engine: fetches a layer's weights once for all micro-batches of a pass."""
+"""The streaming engine: fetches a layer's weights for all micro-batches of a pass together."""
 
 from __future__ import annotations
 
