@@ -117,7 +117,7 @@ class OwnedOptimizer:
         """One update. All gradients must be there, and are freed afterwards.
 
         Raises:
-            TrainingDiverged: a momentum of Muon is not finite. Some tensors may be updated already.
+            TrainingDiverged: a matrix's momentum is not finite; some tensors may be updated then.
         """
         assert self._parameters, "nothing to train: call follow first"
         update = self.next_update(lr)

@@ -159,7 +159,10 @@ def muon_bus_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> fl
 
 
 def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
-    """Floating-point operations of one rank for Muon's updates in a step."""
+    """Floating-point operations of Muon's updates in a step, on one of the ranks of a whole model.
+
+    Ranks that stream count as one rank.
+    """
     if run.optimizer.kind != "muon":
         return 0.0
     flops = muon.newton_schulz_flops
@@ -179,7 +182,7 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
 
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
-    """The stages of a pipeline, cut by the peer's first number of experts: layers never move."""
+    """The stages of a pipeline, cut for the peer's initial number of experts: layers never move."""
     return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 
