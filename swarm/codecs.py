@@ -1,11 +1,11 @@
-"""How tensors become bytes and bytes become tensors. Knows nothing of who sends.
+"""Converts tensors to bytes and back. Nothing here depends on the sender.
 
 A blob holds the elements that its unit's layout lists, one after the other, little-endian (as all
 machines that torch runs on), without header. Two codecs:
 
 fp32  4 bytes an element; exact.
-bf16  2 bytes an element; nearest value, ties to even, so a value in bf16's normal range is off by
-      at most 2^-8 of itself (0.4 %); values that are bf16 already are exact.
+bf16  2 bytes an element; rounded to the nearest value, ties to even. A value in bf16's normal range
+      is off by at most 2^-8 of itself (0.4 %). Values that are bf16 already stay exact.
 
 The *agreed value* of a tensor is what a blob decodes to, in the codec's own dtype. All work is
 done in chunks of a few MiB, so memory beyond arguments and results stays bounded. A `Content` is a
@@ -34,7 +34,7 @@ DTYPES: Mapping[Codec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bflo
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once."""
 MAX_MAGNITUDE = 2.0**64
-"""Larger values are refused: no weight is as large, and sums of smaller ones fit fp32."""
+"""Larger values are refused: no weight is as large, and sums of smaller values fit fp32."""
 
 Read = Callable[[int, int], Buffer]
 """Bytes of a blob: (offset, length)."""
@@ -46,12 +46,12 @@ class Content:
 
     Attributes:
         num_bytes: of all pieces together.
-        pieces: begins to make them.
+        pieces: starts to make the pieces.
     """
 
     num_bytes: int
     pieces: Callable[[], Iterator[Buffer]]
-    """Each of whole elements."""
+    """Each piece consists of whole elements."""
 
     @classmethod
     def of(cls, blob: Buffer) -> Content:
@@ -59,7 +59,7 @@ class Content:
         return cls(len(blob), lambda: iter([blob]))
 
     def whole(self) -> bytes:
-        """All of it in memory, where it is known to be small."""
+        """All bytes in memory, for a blob that is known to be small."""
         return b"".join(self)
 
     def __iter__(self) -> Iterator[Buffer]:
@@ -70,14 +70,14 @@ class Content:
 def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
     """The blob of a unit.
 
-    At its peak it holds what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
+    Peak memory: `CHUNK_ELEMENTS` elements from `read`, and as many in the codec's type.
 
     `read` gives a run of elements flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:
         for part in _chunks_of(layout):
-            yield _encode(read(part).detach(), layout.codec)  # no name: nothing is held by it
+            yield _encode(read(part).detach(), layout.codec)  # a variable would keep it
 
     return Content(layout.num_bytes, pieces)
 
@@ -89,7 +89,7 @@ def _encode(values: Tensor, codec: Codec) -> memoryview:
 def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
     """A reader of runs of elements, made of a reader of whole tensors by name.
 
-    It holds the tensor that was read last.
+    The reader holds the tensor that was read last.
     """
     held: dict[str, Tensor] = {}
 
@@ -112,7 +112,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
     """Agreed values of a run of elements that lies within one slice of a unit.
 
     Returns:
-        Flat, in the codec's dtype: what `read` gave, without a copy, so not to be written to.
+        Flat, in the codec's dtype. They are a view of the bytes from `read`: do not write to it.
     """
     size = DTYPES[layout.codec].itemsize
     for offset, piece in _places(layout):
@@ -123,7 +123,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
 
 
 def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]:
-    """A unit in chunks: the elements of each, and their agreed values as `read_part` gives them."""
+    """A unit in chunks: the run of elements of each, and its agreed values as from `read_part`."""
     for part in _chunks_of(layout):
         yield part, read_part(layout, part, read)
 
@@ -137,7 +137,7 @@ def read_tensors(
 
 
 def allocate(layouts: Iterable[UnitLayout], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Uninitialised tensors, in their agreed dtype, for all that these units hold.
+    """Uninitialised tensors, in their agreed dtype, for all elements of these units.
 
     `fill` then takes one blob after the other, and a blob can be dropped as soon as it is filled
     in. So a whole model is rebuilt with a single copy of its weights in memory.
@@ -170,7 +170,7 @@ def fill(tensors: Mapping[str, Tensor], layout: UnitLayout, blob: Buffer) -> Non
 
 
 def check_finite(layout: UnitLayout, content: Content) -> None:
-    """Refuses a unit's bytes that no honest peer would send. One pass; holds a piece.
+    """Refuses a unit's bytes that no honest peer would send. One pass, one piece in memory.
 
     Raises:
         BadBlob: reason `size` (not the layout's), `non_finite` (a NaN or infinity) or
@@ -193,7 +193,7 @@ def check_chunk(layout: UnitLayout, start: int, chunk: Tensor) -> None:
 def check_update(
     layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
 ) -> None:
-    """Refuses a unit's bytes that no local steps can have made. One pass; holds a piece.
+    """Refuses a unit's bytes that no local steps can have made. One pass, one piece in memory.
 
     Each operation is rounded by itself, so all machines judge alike.
 
@@ -201,8 +201,8 @@ def check_update(
         layout: of the unit.
         content: its bytes, which passed `check_finite`.
         base: of the value that it was trained from.
-        absolute: an element may be so far from the base's, plus
-        relative: so much of the base's magnitude.
+        absolute: largest distance of an element from the base's element, plus
+        relative: this share of the magnitude of the base's element.
 
     Raises:
         BadBlob: reason `size`, or `implausible_update` with the element that is furthest.
@@ -251,7 +251,7 @@ def check_moves(
 
 
 def check_moments(layout: UnitLayout, content: Content) -> None:
-    """Refuses a moments blob that no honest peer would send. Two passes; holds a piece.
+    """Refuses a moments blob that no honest peer would send. Two passes, one piece in memory.
 
     Raises:
         BadBlob: as `check_finite`, or `negative_moment`: a second moment is a mean of squares.
@@ -285,13 +285,12 @@ def mean_of(
 ) -> Content:
     """The mean of several blobs of one unit, as a blob of the same codec.
 
-    It is `mean_chunk`, then encoded: the same bits on every peer that is given the same order. The
-    mean of one blob is that blob.
+    The result of `mean_chunk`, encoded: equal bits on all peers that have the blobs in the same
+    order. The mean of one blob is that blob.
 
-    Error: for fp32 the rounding of n - 1 additions and a division, or with weights of n products
-    in place of the division. For bf16 one rounding more (0.4 %). Cost: n passes. At its peak it
-    holds a chunk of each blob, their fp32 sum and a chunk of the result, with weights one product
-    more.
+    Error in fp32: the rounding of n - 1 additions and one division; with weights, n products
+    replace the division. In bf16, one more rounding (0.4 %). Cost: n passes. Peak memory: a chunk
+    of each blob, their fp32 sum and a chunk of the result; with weights, also one product.
 
     `reads` gives blobs of `num_bytes` each. `weights` are positive; None: all count the same.
     """
@@ -309,15 +308,14 @@ def mean_of(
 
 
 def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -> Tensor:
-    """The mean of values that belong together, element by element: fp32 [n].
+    """The mean of several chunks, element by element: fp32 [n].
 
     Without weights: the fp32 sum in the given order, divided by their number. With weights w: the
     fp32 sum in the given order of (w_i / sum w, rounded to fp32) x_i. Each product is rounded by
     itself, so that no processor fuses it with the addition.
 
-    With inputs that passed `check_finite` nothing overflows, and the mean passes it again. Shares
-    that were rounded up may exceed 1 in sum: a value that they lift above the limit becomes the
-    limit.
+    If the inputs have passed `check_finite`, nothing overflows, and the mean passes it too. Rounded
+    shares may sum to more than 1: a value that this lifts above the limit becomes the limit.
 
     The chunks are fp32 or bf16 [n] each and not written to; the weights are positive.
     """
@@ -342,7 +340,7 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
 
 
 def _chunks(layout: UnitLayout, begin: int, piece: Buffer) -> Iterator[tuple[int, Tensor]]:
-    """(first byte in the blob, values) of each chunk of a piece that begins there; read-only."""
+    """(first byte in the blob, values) of each chunk of a piece from byte `begin` on; read-only."""
     dtype = DTYPES[layout.codec]
     size = CHUNK_ELEMENTS * dtype.itemsize
     for start in range(0, len(piece), size):
@@ -355,7 +353,7 @@ def values_in(blob: Buffer, codec: Codec) -> Tensor:
 
 
 def _viewed(blob: Buffer, dtype: torch.dtype) -> Tensor:
-    """By way of DLPack, since torch warns about read-only memory otherwise."""
+    """A view by way of DLPack, because torch's other ways warn about read-only memory."""
     return from_dlpack(np.frombuffer(blob, dtype=np.uint8)).view(dtype)
 
 

@@ -1,11 +1,11 @@
-"""The codings of deltas: what they are called, and how many bytes they take. No tensors here.
+"""The codings of deltas: their names, and the number of bytes that they take. No tensors here.
 
 A *delta* says how far a unit's agreed value moves: v' = v + dec(delta). Its elements are taken in
 the order of the unit's layout, in blocks of `BLOCK`; the last block is filled up with zeros.
-`GROUP` blocks, or those that are left, begin with one bf16 scale for each block, little-endian.
-Their codes follow, as `swarm.deltas.blocks` says. With "bf16", each element is a bf16 number,
-without blocks. With "none", there is no delta, and the value itself is sent. There is no header, so
-the size follows from the layout.
+A group of `GROUP` blocks, or of the rest, begins with one bf16 scale for each block, little-endian.
+The codes of its blocks follow, as `swarm.deltas.blocks` says. With "bf16", each element is a bf16
+number, without blocks. With "none", there is no delta, and the value itself is sent. There is no
+header, so the size follows from the layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def coded_bytes(layout: UnitLayout) -> int:
 
 
 def elements_bytes(num_elements: int, coding: Coding) -> int:
-    """Bytes of a delta's first elements: of whole groups, or all that there are."""
+    """Bytes of a delta's first elements, in whole groups, or of all its elements."""
     if coding == "bf16":
         return 2 * num_elements
     return -(-num_elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[coding])

@@ -187,8 +187,8 @@ class Split:
     """The held-out documents of a corpus: those of `is_held_out`, or `instead`.
 
     Attributes:
-        instead: digest of the document that is held out if by chance no other is. It is the
-            smallest digest.
+        instead: the smallest digest of all documents. The document with this digest is held out if
+            by chance no other one is.
     """
 
     instead: int | None = None

@@ -62,7 +62,7 @@ def packed(
 def _in_bins(group: list[Tokens], length: int, end_of_text: int) -> Tokens:
     bins: list[list[Tokens]] = []
     room: list[tuple[int, int]] = []
-    """Free places and bin, ascending."""
+    """Number of free places and index of each bin with room, ascending."""
     for document in sorted(group, key=len, reverse=True):
         place = bisect.bisect_left(room, (len(document), 0))
         if place < len(room):

@@ -134,7 +134,7 @@ def _quotients(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Byte j of a row is the sum over i of codes[j + w i] 2^(bits i), where w is their number.
+    """Packs codes: byte j of a row of w bytes is the sum over i of codes[j + w i] 2^(bits i).
 
     Args:
         codes: uint8 [n, m], each below 2^bits.

@@ -44,7 +44,7 @@ class StreamedModel:
 
         Args:
             folder: as for `open_checkpoint`.
-            run: whose model it is.
+            run: the run of the model.
 
         Raises:
             CorruptState: a file is missing or damaged.
@@ -182,7 +182,7 @@ def evaluate(folder: Path, run: RunConfig, text: HeldOutTokens, tokenizer: Token
 
     Args:
         folder: of the export.
-        run: whose model it is.
+        run: the run of the model.
         text: the run's held-out text.
         tokenizer: the run's, for the sample alone.
 

@@ -103,7 +103,7 @@ class FromPeers:
 
     @property
     def _all_said_s(self) -> float:
-        """The time for which a look at all peers uses up one guest's share of the DHT's traffic."""
+        """Seconds of one guest's share of the DHT's traffic that one look at all peers uses up."""
         return self._num_heard / PEERS_A_SECOND
 
     def newest(self, least_round: int) -> Manifest | None:

@@ -155,9 +155,9 @@ class Waiting:
         return self._attempts.left_s(now_s)
 
     def failed(self, error: NobodyReachable, now_s: float, num_bytes: int) -> str | None:
-        """Records a failed attempt and the bytes that are here. Returns a due line for people.
+        """Records a failed attempt and the bytes that are here. Returns a line for people, or None.
 
-        A manifest's first failure has a line, and so has giving it up.
+        There is a line for a manifest's first failure, and for giving the manifest up.
         """
         assert self._wanted is not None and self._attempts is not None
         number, is_first = self._wanted.round, not self._attempts.has_failed

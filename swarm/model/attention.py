@@ -21,7 +21,7 @@ are faster than torch's fused kernel: 11 against 31 ms forward and backward for 
 heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
 BLOCK_TOKENS = 64
 AMPERE = (8, 0)
-"""Its compute capability."""
+"""The compute capability of GPUs of the generation Ampere."""
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 class _Norm(torch.autograd.Function):
     """The norm with explicit gradients, which take half of autograd's passes over memory.
 
-    A GPU has its own kernels for both. They also keep the input in its type.
+    A GPU has its own kernels for norm and gradients. They also keep the input in its type.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ def rotate(x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Four passes each way, without temporaries."""
+    """`rotate`, in four passes over memory each way, without temporaries."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.experts import ELEMENT_BYTES, expert_shapes, is_matrix, shared_shapes, travels_exactly
 
 TRAINED_BYTES = 16
-"""fp32 master, gradient and two moments of AdamW, per trained parameter."""
+"""Bytes of an fp32 master, a gradient and AdamW's two moments, per trained parameter."""
 FLOAT_BYTES = 4
-"""Of an fp32 master, gradient or moment."""
+"""Bytes of an fp32 master, gradient or moment."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 
     It holds the blobs of the newest manifest, the previous one and an accepted one, and offered
     blobs. It also holds three private states (masters and moments), because the newest and the
-    previous one are kept while the next one is written. Or it holds an engine's state with its
-    frozen experts while the engine steps down. If local progress of shared tensors outlives a
+    previous one are kept while the next one is written. While an engine steps down, it holds the
+    engine's state with its frozen experts instead. If local progress of shared tensors outlives a
     round, it is stored in fp32 while the held-out loss is measured.
     """
     counted = parameters(run.model)

@@ -123,9 +123,9 @@ class LinkPlan:
 def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     """Blob bytes that a peer sends (and receives) in a cycle; see `bytes_sent_per_peer_per_round`.
 
-    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S are the shared elements, L those of
-    norms and routers, X those of experts. s and x are the bytes of each, p_s and p_x the rounds
-    between two exchanges.
+    P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S, L and X count the elements of shared
+    tensors, of norms and routers, and of experts. An element of S has s bytes, and one of X has x.
+    p_s and p_x are the rounds between two exchanges of a shared tensor and of an expert.
     """
     counted = parameters(run.model)
     exact = exact_elements(run.model)

@@ -132,7 +132,7 @@ def _slice_losses(
 ) -> Tensor:
     """Cross-entropy and z-loss of a slice, fp32 [2], each summed over its tokens.
 
-    Overwrites the logits, if wanted with the gradient of the sum divided by `mean_over`.
+    Overwrites the logits. If `wanted`, they become the gradient of the sum divided by `mean_over`.
     """
     label_n1 = labels_n[:, None]
     chosen_n = logits_nR.gather(1, label_n1)[:, 0].float()

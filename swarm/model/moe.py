@@ -30,7 +30,7 @@ class Routing(NamedTuple):
     """The decision of a router.
 
     Attributes:
-        logits_NE: fp32, without noise. Where processes share the tokens, of this process's tokens.
+        logits_NE: fp32, without noise. Where processes share the tokens, only this process's.
         probabilities_NE: the scores by which experts are chosen, summing to 1, likewise.
         weight_NK: weight of each chosen expert, 0 if it was dropped.
         expert_NK: the chosen experts, the best first.

@@ -68,7 +68,7 @@ def plan_rows(
         kept_NK: the pairs that get a row, at least one. None for all.
 
     Cost: one wait for the device, because the group sizes are needed as integers. Leaving pairs out
-    takes a second one.
+    takes a second wait.
     """
     group_P = group_NK.flatten()
     sorted_P = torch.argsort(group_P, stable=True)

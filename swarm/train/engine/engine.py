@@ -76,12 +76,13 @@ class EngineState:
     """The state with which an engine continues bit for bit. Frozen experts are not part of it.
 
     Attributes:
-        tensors: Hugging Face names after "master.", "exp_avg." or "exp_avg_sq.". Masters are fp32.
-            Moments have their stored format, in int8 with scales ("exp_avg_scale." and so on).
+        tensors: by Hugging Face name, with "master." or a moment's kind before it: "exp_avg." and
+            "exp_avg_sq." of AdamW, "momentum." of Muon. Masters are fp32. Moments have their stored
+            format, in int8 with scales ("exp_avg_scale." and so on).
         owned: experts that this peer trains.
-        updates: AdamW's common count.
+        updates: the optimizer's common count of updates.
         skipped: steps skipped so far.
-        skipped_in_a_row: of these, the ones since the last update.
+        skipped_in_a_row: steps skipped since the last update.
         scale: of the loss, in fp16.
     """
 
@@ -139,7 +140,7 @@ class Engine(Protocol):
         """
 
     def count_from(self, updates: int) -> None:
-        """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
+        """Sets the optimizer's count of updates; a joiner starts at the run's cumulative step."""
 
     def before_update(self, wait: Callable[[], None]) -> bool:
         """Registers a call that the stepping thread makes before a step changes the first value.
@@ -186,7 +187,7 @@ class Engine(Protocol):
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of tensors by Hugging Face name, fp32 on the CPU.
 
-        For owned ones, of the masters.
+        Those of owned experts are copies of the masters.
         """
 
     def write(self, named: Mapping[str, Tensor]) -> None:
@@ -203,12 +204,13 @@ class Engine(Protocol):
         """Whether `lend` makes no copy of frozen experts. They should then lie in a mapped file."""
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, for tensors that nobody changes during their lifetime."""
+        """As `write`, for tensors that nobody changes as long as they exist."""
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the moments of some trained tensors, fp32 on the CPU.
 
-        Their names are the requested Hugging Face names after "exp_avg." and "exp_avg_sq.".
+        Each is named by its kind ("exp_avg." and "exp_avg_sq.", or "momentum.") and the requested
+        Hugging Face name.
         """
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:

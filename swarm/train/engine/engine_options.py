@@ -46,20 +46,20 @@ class EngineOptions:
         device: "cpu" or "cuda".
         compute: type of all matrix products.
         frozen: storage of the experts that this peer does not own.
-        moments: storage of AdamW's moments.
+        moments: storage of the optimizer's moments.
         ep: workers over which the resident engine's experts are distributed (expert parallel). With
             1 each worker holds all experts.
-        tp: workers over which attention is cut by heads, and all else but experts by tokens: 1 or
-            `ep`. These workers share micro-batches.
+        tp: workers over which attention is cut by heads: 1 or `ep`. Everything else except experts
+            is cut by tokens over them. These workers share micro-batches.
         pp: workers over which the resident engine's layers are cut, as stages of a pipeline.
         shards: number of ranks of the same stage over which masters and moments of their common
             tensors are cut. With 1 each rank holds all of them. Tensors that fewer ranks have in
-            common are cut over these.
+            common are cut over these fewer ranks.
         schedule: of a pipeline. gpipe takes as long as 1f1b, which keeps fewer micro-batches for
             backward. interleaved waits less and keeps more.
         chunks: runs of layers of each rank of a pipeline. More than one only with "interleaved".
-        recompute: layers that backward computes again. The streaming engine always does so, and
-            keeps their routing.
+        recompute: layers that backward computes again. The streaming engine always recomputes
+            layers, and keeps their routing.
         kind: which engine.
         resident_layers: number of first layers whose weights the streaming engine keeps on the
             device. It streams the others through two places. None keeps all.
@@ -103,7 +103,7 @@ class EngineOptions:
 
     @property
     def alike(self) -> tuple[int, int]:
-        """The number of ranks over which the state of a shared tensor is cut, and of an expert."""
+        """Over how many ranks a shared tensor's state is cut, and over how many an expert's."""
         return self.shards, max(1, self.shards // self.ep)
 
     def together(self, run: RunConfig, workers: int) -> int:

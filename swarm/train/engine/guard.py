@@ -60,7 +60,7 @@ def _squared(piece: Tensor) -> Tensor:
 
 
 def norm_of(square: Tensor, scale: float) -> Tensor:
-    """The fp32 norms of gradients, from sums of squares of the gradients times a scale."""
+    """The fp32 norms of gradients, from sums of squares that were taken of scaled gradients."""
     return (square.sqrt() / scale).float()
 
 
@@ -149,7 +149,7 @@ class Guard:
     Attributes:
         scale: of the loss, for the next step.
         skipped: steps skipped so far.
-        skipped_in_a_row: of these, the ones since the last update.
+        skipped_in_a_row: steps skipped since the last update.
         spikes: steps whose gradient norm was far above the running mean.
         spiked: whether the last finite step was a spike.
     """

@@ -26,7 +26,7 @@ class Processor:
 class Machine:
     """The memory of a machine, and its assumed speed.
 
-    For several workers, those of each worker.
+    With several workers, the figures are those of each worker.
 
     Attributes:
         device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.

@@ -41,8 +41,9 @@ def return_free_memory() -> None:
 class LiveBytes(TorchDispatchMode):
     """As a context, counts the storages that operations of this thread make, and their peak.
 
-    Source: the idea of torch.distributed._tools.mem_tracker. It does not see memory within a single
-    operation. Nor does it see memory of other threads: pieces that the host updates, some 8 MB.
+    Memory within a single operation is not counted. Neither is memory of other threads, which
+    update pieces on the host and need some 8 MB. Source: the idea of
+    torch.distributed._tools.mem_tracker.
 
     Attributes:
         now: bytes alive.
@@ -189,8 +190,8 @@ class Arena:
 class HostMemory:
     """Allocates the host memory of an engine, for one process alone.
 
-    `SharedMemory` does so for several processes, which make all calls alike. All of them have each
-    allocated piece, and one of them writes values there.
+    `SharedMemory` allocates memory for several processes, which all make the same calls. All of
+    them see each allocated piece, and one of them writes values there.
 
     Attributes:
         rank: of this process among those that share the memory.
@@ -276,7 +277,7 @@ class SharedMemory(HostMemory):
         assert file is None, "frozen experts on disk have no common file"
         with self._piece(num_bytes) as (path, is_it):
             found = Arena.of(_mapped(path, num_bytes) if is_it else torch.empty(0), pinned=pinned)
-            # Now all ranks have opened it, and the first one may close it.
+            # Once all ranks have opened the piece, the first one may close it.
             if self.settle(failed=not is_it):
                 raise ConfigError(
                     "the workers share no memory, but stream from one host copy",

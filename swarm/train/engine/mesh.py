@@ -25,9 +25,9 @@ class Bus:
     """The link between the GPUs of one machine.
 
     Attributes:
-        name: of its kind.
+        name: of the kind of link.
         gpu_gb_s: each way, of one GPU.
-        mixed_gb_s: of all GPUs of a machine together, when each GPU sends to each other one.
+        mixed_gb_s: of all GPUs of a machine together, when each GPU sends to all others.
     """
 
     name: BusName
@@ -148,9 +148,9 @@ def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
 def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
     """The micro-batches that an interleaved pipeline takes in one pass of its schedule.
 
-    Torch's schedule takes micro-batches in equal rounds, so their number must divide by max(1, m //
-    p). For other numbers, the micro-batches beyond a multiple of the stages form a second pass, so
-    that gradients are added up in the same order.
+    Torch's schedule takes micro-batches in equal rounds, so max(1, m // p) must divide their
+    number. For other numbers, the micro-batches beyond a multiple of the stages form a second pass,
+    so that gradients are added up in the same order.
 
     Args:
         micro_batches: of the pipeline, m.
@@ -169,8 +169,8 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
         run: the model.
         num_owned: experts that the peer trains.
         stages: at least one.
-        chunks: runs of layers that each stage has: of two stages with two chunks the first has the
-            first and third quarter of the layers. At most one layer for each chunk of all stages.
+        chunks: runs of layers that each stage has. With two stages of two chunks, the first stage
+            has the first and third quarter of the layers. Each chunk has at least one layer.
     """
     layers = run.model.num_hidden_layers
     layer, head = layer_step_flops(run, num_owned), head_step_flops(run.model)
@@ -245,7 +245,7 @@ Sets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a peer.
+    """The ranks of a peer, in groups of equal size. A seat is the place of a rank in its group.
 
     Attributes:
         size: number of ranks.

@@ -1,7 +1,7 @@
 """Muon: the update of a matrix is its momentum, with all singular values brought near 1.
 
-Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and for the
-scale of the update, with which AdamW's learning rates carry over, Liu et al., arXiv 2502.16982.
+Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). The scale
+of the update is that of Liu et al., arXiv 2502.16982. It lets Muon use AdamW's learning rates.
 
 Shapes: R rows and C columns of a matrix.
 """
@@ -18,10 +18,10 @@ from swarm.errors import TrainingDiverged
 from swarm.experts import is_matrix
 
 MOMENTUM_DECAY = 0.95
-"""Of the running mean of gradients."""
+"""Decay of the momentum, which is a running mean of gradients."""
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial that a step applies to each singular value."""
+"""Of s, s^3 and s^5 in the polynomial that a step applies to each singular value s."""
 SMALLEST_NORM = 1e-7
 
 
@@ -31,7 +31,7 @@ def takes_muon(name: str, settings: OptimizerConfig) -> bool:
 
 
 def update_bytes(rows: int, columns: int, itemsize: int) -> int:
-    """Bytes that `update_matrix` takes besides what it is given.
+    """Bytes that `update_matrix` needs in addition to its arguments.
 
     Args:
         rows: R.
@@ -43,7 +43,7 @@ def update_bytes(rows: int, columns: int, itemsize: int) -> int:
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Operations of `orthogonalised`."""
+    """Floating-point operations of `orthogonalised` for a matrix of this shape."""
     short, long = sorted((rows, columns))
     return NEWTON_SCHULZ_STEPS * 2 * short * short * (2 * long + short)
 
@@ -57,10 +57,10 @@ def update_matrix(
     weight_decay: float,
     name: str,
 ) -> None:
-    """One update, in place; all of it is fp32 but the products on a GPU.
+    """One update, in place, in fp32; only the products on a GPU are in bf16.
 
     Raises:
-        TrainingDiverged: the momentum is not finite; the matrix is as before.
+        TrainingDiverged: the momentum is not finite. The matrix is unchanged then.
     """
     update_RC = direction(nesterov(gradient_RC, momentum_RC))
     require_finite(update_RC, name)
@@ -68,7 +68,7 @@ def update_matrix(
 
 
 def nesterov(gradient_RC: Tensor, momentum_RC: Tensor) -> Tensor:
-    """Adds a gradient to the momentum in place; returns the momentum one step ahead, fp32."""
+    """Adds a gradient to the momentum in place; returns Nesterov's look-ahead momentum, fp32."""
     advance(momentum_RC, gradient_RC)
     return gradient_RC.lerp(momentum_RC, MOMENTUM_DECAY)
 
@@ -79,14 +79,14 @@ def advance(momentum: Tensor, gradient: Tensor) -> None:
 
 
 def direction(momentum_RC: Tensor) -> Tensor:
-    """The momentum of a whole matrix, orthogonalised; overwrites it. Zeros stay zeros."""
+    """Orthogonalises the momentum of a whole matrix, and overwrites it. Zeros stay zeros."""
     norm = torch.linalg.vector_norm(momentum_RC)
     momentum_RC.div_(norm.clamp_(min=SMALLEST_NORM))
     return orthogonalised(momentum_RC.bfloat16() if momentum_RC.is_cuda else momentum_RC)
 
 
 def require_finite(update_RC: Tensor, name: str) -> None:
-    """Raises TrainingDiverged if a direction is not finite, as that of a finite momentum is."""
+    """Raises TrainingDiverged if a direction is not finite: its momentum was not finite either."""
     if not update_RC.sum().isfinite():
         raise TrainingDiverged(
             f"the momentum of {name} is not finite; nothing of this step was offered to the swarm",
@@ -97,17 +97,18 @@ def require_finite(update_RC: Tensor, name: str) -> None:
 def move(
     master_RC: Tensor, update_RC: Tensor, *, lr: float, weight_decay: float, longest_side: int
 ) -> None:
-    """Moves a matrix, or a part of one, by a direction; `longest_side` is of the whole matrix."""
+    """Moves a matrix, or a part of it, by a direction; `longest_side` is the whole matrix's."""
     master_RC.mul_(1 - lr * weight_decay)
     master_RC.sub_(update_RC, alpha=lr * MUON_SCALE * math.sqrt(longest_side))
 
 
 def orthogonalised(matrix_RC: Tensor) -> Tensor:
-    """The matrix with singular values s of at most 1 brought to about 1, those of 0 apart.
+    """Brings the singular values of a matrix, which are at most 1, to about 1; zeros stay zeros.
 
-    They end between 0.68 and 1.13 if s is at least 0.003.
+    A value of at least 0.003 ends between 0.68 and 1.13.
 
-    Cost: `newton_schulz_flops`; as much memory as two copies and two squares of the shorter side.
+    Cost: `newton_schulz_flops`, and memory for two copies of the matrix and two square matrices
+    whose side is the shorter side of the matrix.
     """
     is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
     x = matrix_RC.mT if is_tall else matrix_RC

@@ -1,4 +1,4 @@
-"""Fused AdamW, or Muon and AdamW, over the tensors of a peer, with moments that follow experts."""
+"""Fused AdamW, or Muon with AdamW, for a peer's tensors; experts keep their moments."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from swarm.train.engine.tensor_file import Form, forms_of
 PIECE = 2**21
 """Elements that a CPU thread updates at once.
 
-This takes some 5 ms, against 0.1 ms in which Python prepares a piece under its lock.
+The update of a piece takes some 5 ms. Python prepares it in 0.1 ms, under its global lock.
 """
 PIECE_GPU = 2**24
 OPTIMIZERS = {ADAMW_MOMENTS: "AdamW", MUON_MOMENTS: "Muon"}
-"""What has which moments."""
+"""The name of the optimizer that has these moments."""
 
 
 class OwnedOptimizer:
@@ -52,7 +52,7 @@ class OwnedOptimizer:
         self._parameters: dict[str, nn.Parameter] = {}
         self._moments: dict[str, Moments] = {}
         self._matrices: frozenset[str] = frozenset()
-        """Names of the parameters that have Muon's updates."""
+        """Names of the parameters that Muon updates."""
         self._owned: tuple[int, ...] = ()
         self.updates = 0
 
@@ -117,7 +117,7 @@ class OwnedOptimizer:
         """One update. All gradients must be there, and are freed afterwards.
 
         Raises:
-            TrainingDiverged: a moment of Muon is not finite; some tensors may be updated already.
+            TrainingDiverged: a matrix's momentum is not finite; some tensors may be updated then.
         """
         assert self._parameters, "nothing to train: call follow first"
         update = self.next_update(lr)
@@ -142,11 +142,11 @@ class OwnedOptimizer:
         return gradient
 
     def next_update(self, lr: float) -> Update:
-        """The next update."""
+        """Settings, learning rate and count of the next update."""
         return Update(self._settings, lr, self.updates + 1)
 
     def pieces(self) -> list[Piece]:
-        """All parameters in pieces that can be updated independently: Muon's are matrices."""
+        """All parameters in pieces that can be updated independently; Muon's are whole matrices."""
         pieces = []
         for name, parameter in self._parameters.items():
             rows, size = self._moments[name].flat().shape
@@ -180,7 +180,7 @@ class OwnedOptimizer:
         update_piece(master_x, gradient_x, moments, piece, update, direction_RC=direction_RC)
 
     def direction_of(self, piece: Piece, gradient_x: Tensor) -> Tensor:
-        """Where Muon moves a matrix by this gradient; see `optimizer_moments.direction_of`."""
+        """Muon's direction for a matrix by its gradient; see `optimizer_moments.direction_of`."""
         return direction_of(piece, gradient_x, self._moments[piece.name])
 
     def free_gradients(self) -> None:
@@ -193,7 +193,7 @@ class OwnedOptimizer:
         self.updates = updates
 
     def masters(self) -> dict[str, Tensor]:
-        """Views of all parameters by Hugging Face name, one for each owned expert's matrix."""
+        """Views of all parameters by Hugging Face name, one for each matrix of an owned expert."""
         return self.by_tensor(self._parameters)
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class OwnedOptimizer:
         return views
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the moments that this optimizer has, fp32 on the CPU, whatever their format.
+        """Copies of the moments of `names`, as far as they are here, in fp32 on the CPU.
 
         Returns:
             Named as in `state`: the kind of the moment and a dot before the tensor's name.
@@ -220,9 +220,9 @@ class OwnedOptimizer:
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites the moments that this optimizer has.
+        """Overwrites moments, as far as their tensors are here.
 
-        `values` has the form of `read_moments`.
+        `values` has the form of the result of `read_moments`.
         """
         for name, (moments, row, shape) in self._rows().items():
             kinds = moments.kinds
@@ -244,9 +244,10 @@ class OwnedOptimizer:
         return rows
 
     def state(self) -> Mapping[str, Tensor]:
-        """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names.
+        """Views of masters and moments, each named by its kind, a dot and the Hugging Face name.
 
-        Matrices of Muon have "momentum." in place of AdamW's two.
+        Kinds are "master", and "exp_avg" and "exp_avg_sq" of AdamW or "momentum" of Muon. In int8
+        each moment also has its scales.
         """
         state = {f"master.{name}": value for name, value in self.masters().items()}
         for name, (moments, row, shape) in self._rows().items():
@@ -282,9 +283,10 @@ class OwnedOptimizer:
 def require_stored(
     forms: Mapping[str, Form], name: str, shape: Sequence[int], kinds: Sequence[str]
 ) -> None:
-    """Raises CorruptState unless a private state of these forms has a tensor of this shape.
+    """Raises CorruptState unless a private state has a tensor in this shape, with its moments.
 
-    `kinds`: the moments that the optimizer in use has of the tensor.
+    `forms` are those of the private state. `kinds` are the moments that the optimizer in use has
+    of the tensor.
     """
     there = stored_kinds(forms, name)
     if there and there != tuple(kinds):
@@ -299,7 +301,7 @@ def require_stored(
 
 
 def stored_kinds(forms: Mapping[str, Form], name: str) -> tuple[str, ...]:
-    """The moments that a private state has of a tensor; none for another model's."""
+    """The moments that a private state has of a tensor; none for a tensor of another model."""
     each = (kinds for kinds in OPTIMIZERS if f"{kinds[0]}.{name}" in forms)
     return next(each, ())
 

@@ -65,8 +65,8 @@ class Moments:
 
     Attributes:
         form: their format.
-        parts: storage by name: "exp_avg" and "exp_avg_sq", or "momentum" [R, X]; in int8 also
-            their scales, as "exp_avg_scale" [R, blocks].
+        parts: storage [R, X] by name: "exp_avg" and "exp_avg_sq" of AdamW, or "momentum" of Muon.
+            In int8 also the scales of each moment, such as "exp_avg_scale" [R, blocks].
     """
 
     form: MomentsFormat
@@ -106,11 +106,11 @@ class Moments:
         return rows, size
 
     def flat(self) -> Moments:
-        """The same memory as one row, if neither scales nor matrices belong to rows.
+        """All rows as one row, in the same memory; int8 moments and Muon's stay in their rows.
 
-        Pieces of the row can then begin at any multiple of a vector register's width. Elsewhere the
-        fused kernel would round the last elements of a piece differently from those in the middle
-        of a parameter.
+        Pieces of the one row can begin at any multiple of a vector register's width. At other
+        places the fused kernel would round the last elements of a piece differently from those in
+        the middle of a parameter.
         """
         if self.form == "int8" or self.kinds == MUON_MOMENTS:
             return self
@@ -126,7 +126,7 @@ class Moments:
         self.store(row, slice(0, size), old.load(old_row, slice(0, size)), seed=0)
 
     def load(self, row: int, part: slice) -> tuple[Tensor, ...]:
-        """A piece of each moment in fp32 [x]: views in fp32, else copies."""
+        """A piece of each moment in fp32 [x]: views if the format is fp32, else copies."""
         if self.form != "int8":
             return tuple(self.parts[kind][row, part].float() for kind in self.kinds)
         found = []
@@ -145,15 +145,15 @@ class Moments:
         seed: int,
         among: tuple[int, int] | None = None,
     ) -> None:
-        """Puts a piece back, rounded.
+        """Stores a piece, rounded to the format.
 
         Args:
             row: of the piece.
             part: of the row.
             values: of the piece, each fp32 [x].
-            seed: draws the directions in bf16.
-            among: the start of the piece in a longer one, and the length of the longer one, for
-                which directions are drawn. None if the piece is not a part of another.
+            seed: of the directions in which bf16 is rounded, drawn at random.
+            among: for a part of a longer piece: its start in that piece, and the length of that
+                piece. Directions are drawn for all of the longer piece. None for a whole piece.
         """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
@@ -231,7 +231,7 @@ def update_piece(
 ) -> None:
     """AdamW or Muon on a piece of a row, for any format of moments.
 
-    AdamW uses about 8 bytes per element, Muon as `update_matrix`.
+    AdamW needs about 8 bytes of memory per element, and Muon the bytes of `muon.update_bytes`.
 
     Args:
         master_x: the piece of the parameter.
@@ -239,7 +239,7 @@ def update_piece(
         moments: of the parameter; see `Moments.flat`.
         piece: its place. `start` is a multiple of `BLOCK`.
         update: lr and count.
-        direction_RC: see `direction_of`; None: it is computed here.
+        direction_RC: of Muon, from `direction_of`. None if it is to be computed here.
 
     Raises:
         TrainingDiverged: see `update_matrix`.
@@ -281,7 +281,7 @@ def update_matrix_of(
 
 
 def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
-    """Where Muon moves a matrix, computed where its gradient is; changes nothing.
+    """Muon's direction for a matrix, computed on the gradient's device; changes nothing.
 
     Args:
         piece: the matrix.
@@ -297,7 +297,7 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
 
 
 def seed_of(piece: Piece, update: Update) -> int:
-    """Depends on place and count alone, so that a resumed peer draws the same numbers."""
+    """A seed that depends on place and count alone: a resumed peer draws the same numbers."""
     place = f"{update.count} {piece.name} {piece.row} {piece.start}"
     return zlib.crc32(place.encode())
 
@@ -330,9 +330,9 @@ def _in_blocks(values_x: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_x, (0, padding)).view(-1, BLOCK)
 
 
-# int8 codes lie on a curve, because moments of one block differ by orders of magnitude. A mean is
-# the sign times the square of its code. A square (an average of squared gradients) is the fourth
-# power. The square is always rounded up, because a square of 0 would make its update enormous.
+# int8 codes lie on a curve, because moments of one block differ by orders of magnitude. A mean of
+# gradients is its code squared, with the code's sign. A mean of squared gradients is its code to
+# the fourth power, and is always rounded up, because 0 would make the update enormous.
 # Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes); the curves
 # are our own, without a table.
 

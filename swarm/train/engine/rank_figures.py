@@ -12,7 +12,7 @@ from swarm.train.engine.mesh import bubble_of, flows_of
 STANDS_OUT = 1.1
 """A rank is named if it computes this many times as long as the others' median."""
 SHOWN = 0.005
-"""Share of a step from which an operation is mentioned."""
+"""The smallest share of a step's time with which an operation is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RankFigures:
         steps: number.
         seconds: from the command until the step is done.
         micro_batches: that it computed.
-        idle: slots without own work: micro-batches fewer than the rank with the most.
+        idle: slots without own work: the difference to the rank with the most micro-batches.
         stage: its number in the pipeline.
         stages: of the pipeline; 1 for none.
         chunks: runs of layers that each rank of a pipeline has.
@@ -137,7 +137,7 @@ def folded(ranks: Sequence[RankFigures]) -> WorkersStats | None:
 
 
 def _bubble(ranks: Sequence[RankFigures]) -> float | None:
-    """Stages that finish sooner wait for the last one outside of the schedule. This counts too."""
+    """Includes the time in which stages that finish sooner wait for the last stage."""
     pipeline_s = max(rank.pipeline_s for rank in ranks)
     if ranks[0].stages == 1 or not pipeline_s:
         return None
@@ -147,7 +147,7 @@ def _bubble(ranks: Sequence[RankFigures]) -> float | None:
 def _expected(ranks: Sequence[RankFigures]) -> float | None:
     """Computed for a rank with the most micro-batches.
 
-    Other ranks go through its slots without tokens, or wait.
+    Other ranks go through the same slots without tokens, or wait.
     """
     one = max(ranks, key=lambda rank: rank.micro_batches)
     if one.stages == 1 or not one.micro_batches:

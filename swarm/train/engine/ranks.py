@@ -267,7 +267,7 @@ class Ranks:
         return self.united(rows)
 
     def united(self, numbers: Tensor) -> Tensor:
-        """Fp64 numbers on the CPU. One rank knows each number, and the others have 0 there.
+        """Unites fp64 numbers on the CPU: one rank knows each number, and the others have 0 there.
 
         Raises:
             Disconnected: another rank has ended.
@@ -307,7 +307,7 @@ class Ranks:
         """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
 
         One rank adds up each element in fp32, in the order of the ranks, and rounds once. This
-        moves as many bytes as a ring. In the record these are two operations of a `kind`.
+        moves as many bytes as a ring. The record counts two operations of this `kind`.
 
         Raises:
             Disconnected: another rank has ended.

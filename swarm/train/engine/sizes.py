@@ -18,12 +18,12 @@ from swarm.train.engine.optimizer import PIECE, PIECE_GPU
 from swarm.train.engine.optimizer_moments import MOMENT_BYTES, MomentsFormat
 
 BUCKET = 2**22
-"""Gradient elements that workers add up at once: 16 MiB, and as much of the other workers'."""
+"""Gradient elements that workers add up at once: 16 MiB, and as much for those of the others."""
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
 """Bytes per element of a piece during its update, without gradients: moments in fp32, and the
 memory for rounding them."""
 DIRECTION_BYTES = 2
-"""Of a matrix of Muon's, from the device that computes it to the host."""
+"""Bytes per element of Muon's direction, which the device computes and sends to the host."""
 MASTER_BYTES = GRADIENT_BYTES = 4
 """Bytes of an fp32 master or gradient, per trained parameter."""
 
@@ -35,8 +35,8 @@ class Need:
     Attributes:
         device_state: weights, gradients and, in the resident engine, moments and buffers between
             stages, on the device.
-        activations: the peak on top of `device_state` on the device, in a step or, of a streaming
-            engine, while a held-out loss is computed.
+        activations: the device's peak on top of `device_state`, in a step. A streaming engine may
+            reach it while it computes a held-out loss.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in the engine's own mapped files, and the history for new workers.
         crowding: additional device memory of a rank whose experts get tokens of other ranks:
@@ -70,9 +70,10 @@ class Sizes:
         layer_owned: parameters of a layer's owned experts.
         table: embedding or head.
         trained: all trained parameters.
-        layer_heads: shared parameters of a layer that belong to this rank's heads, where heads are
-            cut.
-        layer_elsewhere: parameters of the heads of other ranks. They are counted nowhere else.
+        layer_heads: shared parameters of a layer that belong to this rank's attention heads, if
+            heads are divided over ranks; else 0.
+        layer_elsewhere: parameters of a layer that belong to other ranks' heads. No other count
+            includes them.
     """
 
     layer_shared: int
@@ -91,7 +92,7 @@ class Sizes:
 
 @lru_cache(maxsize=256)
 def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
-    """Counts the parameters of a peer by its number of owned experts, on one of `tp` ranks."""
+    """Counts the parameters of a peer with `num_owned` experts, on one of `tp` ranks."""
     first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
     counted = parameters(model)
     layers = model.num_hidden_layers
@@ -114,7 +115,7 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
 
 
 def moments_bytes(run: RunConfig, form: MomentsFormat, trained: int, matrices: int) -> float:
-    """Bytes of the moments of so many trained parameters, so many of them in matrices."""
+    """Bytes of the moments of `trained` parameters, including `matrices` elements of matrices."""
     ones = matrices if run.optimizer.kind == "muon" else 0
     return MOMENT_BYTES[form] * (2 * trained - ones)
 
@@ -126,7 +127,7 @@ def attention_matrices(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def update_bytes(run: RunConfig, options: EngineOptions) -> int:
-    """Bytes that the update of one piece takes on the device, besides gradients."""
+    """Bytes that the update of one piece needs on the device, gradients not included."""
     table = run.model.vocab_size * run.model.hidden_size
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, table)
     found = UPDATE_BYTES[options.moments] * piece
@@ -134,7 +135,7 @@ def update_bytes(run: RunConfig, options: EngineOptions) -> int:
 
 
 def matrix_update_bytes(run: RunConfig, options: EngineOptions, itemsize: int) -> int:
-    """Bytes of Muon's update of the largest matrix, in products of elements of this size."""
+    """Bytes of Muon's update of the largest matrix; `itemsize` is an element's in products."""
     if run.optimizer.kind != "muon":
         return 0
     shapes = [*attention_matrices(run.model), *matrix_shapes(run.model).values()]
@@ -153,12 +154,15 @@ def muon_matrices(run: RunConfig, num_owned: int) -> int:
 
 
 def muon_bus_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
-    """Bytes that cross the bus each way in a step, at most, for Muon on a device that streams."""
+    """The most bytes that Muon adds on the bus, each way, in a step of a streaming engine."""
     return max(MOMENT_BYTES[options.moments], DIRECTION_BYTES) * muon_matrices(run, num_owned)
 
 
 def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions) -> float:
-    """Operations of Muon's updates on one of the ranks of a whole model."""
+    """Floating-point operations of Muon's updates in a step, on one of the ranks of a whole model.
+
+    Ranks that stream count as one rank.
+    """
     if run.optimizer.kind != "muon":
         return 0.0
     flops = muon.newton_schulz_flops
@@ -171,14 +175,14 @@ def orthogonalising_flops(run: RunConfig, num_owned: int, options: EngineOptions
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
-    """Frozen experts of one layer, on the worker that has the most of them."""
+    """Bytes of one layer's frozen experts, on the worker that has the most of them."""
     frozen = -(-(run.model.num_experts - num_owned) // options.ep)
     shapes = matrix_shapes(run.model).values()
     return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
 
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
-    """The stages of a pipeline, by the peer's initial experts, so that layers never move."""
+    """The stages of a pipeline, cut for the peer's initial number of experts: layers never move."""
     return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 

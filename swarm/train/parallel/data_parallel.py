@@ -93,7 +93,7 @@ class RankEngine(ResidentEngine):
         """
         self._ranks, self._form = ranks, options.moments
         self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
-        # Ranks that share the experts, that have the same experts, and the same shared tensors.
+        # Sets of ranks: with shared experts, with the same experts, with the same shared tensors.
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
         self._same = ranks.part(mesh.streams)
         if options.ep > 1 and options.recompute == "layer":
@@ -110,7 +110,7 @@ class RankEngine(ResidentEngine):
     # ------------------------------------------------ who holds what
 
     def holds(self, name: str) -> bool:
-        """Whether this rank keeps a tensor; True for all names that are not of an expert."""
+        """Whether this rank keeps a tensor; True for all tensors that are not an expert's."""
         expert = expert_of(name)
         bank = self._bank
         return expert is None or bank is None or expert in bank.row_of
@@ -129,7 +129,7 @@ class RankEngine(ResidentEngine):
         return part
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank alone, of its pipeline, counts a tensor's values."""
+        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
         return self.holds(name)
 
     def _trained_names(self) -> list[str]:
@@ -144,7 +144,7 @@ class RankEngine(ResidentEngine):
         return self._model.shape(name)
 
     def moments_of(self, name: str) -> tuple[str, ...]:
-        """What the optimizer has of a tensor, here or on another rank; nothing of a frozen one."""
+        """Kinds of moments of a tensor, here or on another rank; none of a frozen tensor."""
         self.shape(name)
         if not is_trained(name, self.owned) or name in selection_biases(self._run.model):
             return ()
@@ -301,11 +301,11 @@ def dealt_means(
     """The mean of each micro-batch, where ranks share the micro-batches; equal on all ranks.
 
     Args:
-        ranks: that share them.
+        ranks: that share the micro-batches.
         means_of: computes the means of a rank's micro-batches.
         parts: all micro-batches.
-        told: gets a rank's own means and the number of all, and returns the means of all,
-            [count, 1]. None: `ranks` exchange them.
+        told: gets a rank's own means and the number of micro-batches, and returns the means of all
+            micro-batches, [count, 1]. None: `ranks` exchange the means.
 
     Raises:
         Disconnected: another rank has ended.

@@ -330,7 +330,7 @@ def _beside(rows_SD: Tensor, number_S: Tensor) -> Tensor:
 
 
 def _apart(rows_SX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows of so many elements, and the numbers at their ends."""
+    """Separates rows of `size` elements from the numbers at their ends; reverses `_beside`."""
     numbers = rows_SX[:, size:].contiguous().view(torch.float32)
     return rows_SX[:, :size], numbers[:, 0]
 

@@ -122,7 +122,7 @@ class Flow:
         parts: the micro-batches, at least one; equal on all ranks of a pipeline. None stands for a
             pass through the experts without tokens.
         shape: of the tokens of each micro-batch.
-        controls: for each in a training step; None in evaluation.
+        controls: of each micro-batch in a training step; None in evaluation.
         divisor: of each loss.
         scale: factor of each loss after the division.
     """
@@ -167,7 +167,8 @@ class Pipeline:
         """Adds up the gradients of all micro-batches, in order.
 
         Returns:
-            In the last stage the detached losses of each that has tokens; elsewhere nothing.
+            In the last stage the detached losses of each micro-batch with tokens; elsewhere
+            nothing.
 
         Raises:
             Disconnected: another rank has ended.
@@ -450,7 +451,7 @@ class StageEngine(RankEngine):
         return super().answers(name) and self._speaks_for(name)
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank alone, of its pipeline, counts a tensor's values."""
+        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
         return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
 
     def _biases(self) -> Sequence[str]:

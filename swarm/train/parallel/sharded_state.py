@@ -93,13 +93,13 @@ class Cut:
 
     @classmethod
     def of_matrices(cls, name: str, rows: int, shape: tuple[int, int], ways: int) -> Cut:
-        """Deals whole matrices out over so many ranks; one alone goes to a rank by its name."""
+        """Deals whole matrices out over the ranks; the name chooses the rank of a single matrix."""
         size, first = math.prod(shape), zlib.crc32(name.encode()) % ways
         whole = [rows * rank // ways if rows > 1 else int(rank > first) for rank in range(ways)]
         return cls(rows, size, (*(row * size for row in whole), rows * size), True, shape)
 
     def run(self, rank: int) -> slice:
-        """The elements of a rank, of the flattened parameter."""
+        """A rank's elements of the flattened parameter."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def in_row(self, rank: int, row: int) -> slice:
@@ -109,7 +109,7 @@ class Cut:
         return slice(start, max(start, min(run.stop - first, self.size)))
 
     def pieces(self, name: str, rank: int) -> Iterator[Piece]:
-        """A rank's run, split at rows that have pieces of their own; else as one piece."""
+        """A rank's run: with `by_row` split at the rows, else as one piece."""
         if not self.by_row:
             run = self.run(rank)
             if run.stop > run.start:
@@ -212,7 +212,7 @@ class ShardedOptimizer(OwnedOptimizer):
         """As `OwnedOptimizer`.
 
         Args:
-            settings: betas, epsilon and weight decay.
+            settings: of the optimizer.
             form: of the moments.
             compute: type of all matrix products.
             ranks_of: returns the ranks that hold the same parameter.
@@ -368,7 +368,7 @@ class ShardedOptimizer(OwnedOptimizer):
         self._spread(values)
 
     def _update_matrix(self, held: Held, gradient_x: Tensor, update: Update) -> None:
-        """Muon's update of a matrix, all of which this rank has."""
+        """Muon's update of a matrix that this rank holds whole."""
         whole = slice(0, len(held.master_x))
         (momentum_x,) = held.moments.load(0, whole)
         update_matrix_of(held.piece, held.master_x, gradient_x, momentum_x, update)
@@ -376,7 +376,7 @@ class ShardedOptimizer(OwnedOptimizer):
             held.moments.store(0, whole, (momentum_x,), seed=seed_of(held.piece, update))
 
     def _update_rounded(self, held: Held, gradient_x: Tensor, update: Update) -> None:
-        """Updates in the whole parameter's pieces, with the same random numbers."""
+        """Updates in the pieces of the whole parameter, with the random numbers of these pieces."""
         step = PIECE_GPU if gradient_x.is_cuda else PIECE
         for part, whole in self._cuts[held.piece.name].together(held.piece, step):
             here = slice(part.start - held.piece.start, part.stop - held.piece.start)

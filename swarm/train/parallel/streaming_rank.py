@@ -6,7 +6,7 @@ inputs of layers, and block of the micro-batches.
 
 After a layer's backward pass gradients are added up in the order of the ranks. Each rank adds up
 its share, sends it to the host and updates it (`streaming/host_model.py`). No rank fetches a unit
-before all have updated it. So a step has the bits of one process if each rank has one micro-batch.
+before all have updated it. A step has the bits of one process if each rank has one micro-batch.
 
 The first rank writes values and answers for all.
 """

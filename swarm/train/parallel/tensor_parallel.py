@@ -81,7 +81,7 @@ class AttentionHeads:
         return self.dimension(name) is not None
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a whole tensor. `shape` is this rank's, and the result if it is not cut."""
+        """The shape of a whole tensor, from `shape`, the shape of this rank's part."""
         return self._shapes[name] if self.cuts(name) else shape
 
     def whole(self, name: str, part: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class AttentionHeads:
 
 
 class HeadsOptimizer(OwnedOptimizer):
-    """As `OwnedOptimizer`, for tensors that are cut here. Callers see whole ones.
+    """As `OwnedOptimizer`, for tensors that are cut here. Callers see whole tensors.
 
     Int8 moments cannot be cut: their blocks would not be those of whole tensors.
     """
@@ -159,7 +159,7 @@ class HeadsOptimizer(OwnedOptimizer):
         *,
         direction_RC: Tensor | None = None,
     ) -> None:
-        """See `OwnedOptimizer`; an operation of the ranks for a matrix of Muon's that is cut."""
+        """See `OwnedOptimizer`; an operation of the ranks if Muon updates a matrix that is cut."""
         name, shape = piece.name, piece.matrix
         if shape is None or not self._heads.cuts(name):
             super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
@@ -559,7 +559,7 @@ class HeadsEngine(RankEngine):
     def _add_up(self) -> None:
         """Adds up heads and experts over ranks with the same ones, the rest over the stage.
 
-        The gradient of any other tensor is of this rank's tokens only.
+        The gradient of any other tensor comes from this rank's tokens only.
         """
         own: list[Tensor] = []
         of_tokens: list[Tensor] = []

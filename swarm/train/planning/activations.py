@@ -38,7 +38,7 @@ class Rows:
 
     @classmethod
     def even(cls, run: RunConfig, options: EngineOptions) -> Rows:
-        """Equal numbers for all experts. In bf16 on a CPU, each has half a group's padding."""
+        """Equal numbers for all experts; in bf16 on a CPU, each also has half a group's padding."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
         padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
@@ -130,7 +130,7 @@ class MicroBatchBytes:
         return self.kept() - self.checkpoint() - self.routing() + probabilities
 
     def scales(self) -> float:
-        """Scales of a token in attention: one of each norm, and one of each head's softmax."""
+        """Scales of a token in attention: one for each norm, and one for each head's softmax."""
         model, tp = self.model, self.options.tp
         heads = model.num_attention_heads / tp
         of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads / tp}
@@ -143,7 +143,8 @@ class MicroBatchBytes:
     def inputs(self) -> float:
         """Number of kept inputs of experts: one for each row that travels, else for each token.
 
-        In fp32, a token's input is the router's and counted there, unless another rank sent it.
+        In fp32, a token's input is also the router's input. It is counted there, unless another
+        rank sent the token.
         """
         if self.travels:
             return self.rows.received

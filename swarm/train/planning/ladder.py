@@ -57,7 +57,7 @@ class Rung:
 
 
 def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
-    """Sorts by format of moments, then by speed; of equally fast rungs those that cut least.
+    """Sorts by format of moments, then by speed; among equally fast rungs, the least cut is first.
 
     Streaming comes last: it is for models that fit in no other way.
     """
@@ -75,7 +75,7 @@ def least(ladder: Sequence[Rung]) -> Rung:
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """Rungs to step down to: each needs less device memory than all before, the chosen included.
+    """Rungs to step down to: each needs less device memory than `chosen` and all rungs before it.
 
     A streaming rung is included only if host memory suffices.
     """
@@ -88,7 +88,7 @@ def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
 
 
 def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """One rung for each other way to cut a model: fitting ones first, and the fastest of these.
+    """One rung for each other way to cut a model: rungs that fit come first, sorted by speed.
 
     Args:
         ladder: in the order of `by_speed`.
@@ -107,7 +107,7 @@ def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
 
 
 def why_not(chosen: Rung, others: Sequence[Rung], machine: Machine) -> str:
-    """The end of a sentence: the next best way, and one that would be faster.
+    """The end of a sentence, which names the next best way and a way that would be faster.
 
     Args:
         chosen: the engine that the plan takes.

@@ -111,10 +111,10 @@ def evaluation_bytes(
 ) -> float:
     """Bytes on top of `Need.device_state` during a held-out evaluation, in fp32 without a graph.
 
-    They hold the activations of one layer, a slice of logits, and one expert's converted matrices.
+    These are the activations of one layer, a slice of logits, and one expert's converted matrices.
     A streaming engine frees its device state for the evaluation. It then holds the fp32 masters of
     two layers and the head, and takes all micro-batches of a pass through a layer together. It may
-    need less than that state.
+    then need less than the freed state.
     """
     micro = MicroBatchBytes(run, replace(options, compute="fp32"))
     if options.kind is EngineKind.RESIDENT:

@@ -1,4 +1,4 @@
-"""The memory that a resident engine needs, or one of several ranks. Pure."""
+"""The memory that a resident engine needs, alone or as one of several ranks. Pure."""
 
 from __future__ import annotations
 
@@ -98,9 +98,10 @@ class Held:
         """Bytes of a pipeline's stage on top of its graphs.
 
         The last stage forms the gradients of the head and of its input with the loss, and keeps
-        them for micro-batches that wait for backward. It also keeps the rows of completed ones,
-        since the schedule keeps their losses. Every other stage has a gradient for the stage before
-        it. With several chunks, the schedule keeps everything it has sent until the step ends.
+        them for micro-batches that wait for backward. It also keeps the rows of completed
+        micro-batches, since the schedule keeps their losses. Every other stage has a gradient for
+        the stage before it. With several chunks, the schedule keeps everything it has sent until
+        the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
         chunks = self.stage.chunks
@@ -220,7 +221,7 @@ def resident_need(
         held: the part of the model that the rank holds.
         loads: the rows of its layers, for at least as many micro-batches as it keeps.
     """
-    # The worker with most experts: they are dealt out evenly, rounded up.
+    # The worker with the most experts: experts are dealt out evenly, rounded up.
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     trained = held.trained(run.model, sizes)
     frozen_layer = frozen_layer_bytes(run, num_owned, options)
@@ -238,7 +239,7 @@ def resident_need(
     peak += held.waiting(micro, sizes)
     # A bucket of gradients, the other workers' parts of it, and its sums.
     own = held.layers * (sizes.layer_owned + sizes.layer_heads) if options.ep > 1 else 0
-    alike = held.sharers // options.ep  # with the same experts
+    alike = held.sharers // options.ep  # workers with the same experts
     adding = max(
         GRADIENT_BYTES * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
         for number, workers in ((trained - own, held.sharers), (own, alike))

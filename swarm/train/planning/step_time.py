@@ -60,7 +60,7 @@ class StepTime:
         return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
-        """In words, the part that exceeds the other step's by most."""
+        """The part, in words, that exceeds the same part of the other step by most."""
         words = {
             "products": "layers are computed again",
             "waiting": "workers wait for each other",
@@ -146,7 +146,8 @@ def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Seconds to add up gradients.
 
-    Shared tensors are added up over all ranks of a stage, experts and heads over those of a seat.
+    Shared tensors are added up over all ranks of a stage. Experts and heads are added up over the
+    ranks of a seat.
     """
     fabric = machine.fabric
     mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
@@ -183,7 +184,7 @@ def _streaming(
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
     updates_s = share / (machine.updates_g_s * 1e9)
-    # The device orthogonalises what its ranks share: momentum comes, directions in bf16 go.
+    # The devices share Muon's matrices: momentum comes to a device, and directions in bf16 leave.
     orthogonal_s = orthogonalising_flops(run, num_owned, options) / (machine.tflops * 1e12)
     products_s += orthogonal_s / len(ranks)
     bus_s += muon_bus_bytes(run, num_owned, options) / len(ranks) / (machine.bus_gb_s * 1e9)

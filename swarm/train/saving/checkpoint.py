@@ -51,8 +51,8 @@ class PrivateState:
         base_tip: digest of the manifest that training started from.
         round: the round that it was offered for.
         steps: local steps that are offered,
-        tokens: their tokens, and
-        seconds: how long they took.
+        tokens: of these steps.
+        seconds: duration of these steps.
         data_position: samples of the peer's own text that it has trained on, including these steps.
         offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
@@ -180,7 +180,7 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
     When this returns the file survives a power cut. A kill at any moment leaves a whole file at
     `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
 
-    `begun` is an already begun saving of its tensors, which is tried once.
+    `begun` is a saving of its tensors that has begun already. It can be finished only once.
 
     Raises:
         StateError: the disk is full or cannot be written.
@@ -311,8 +311,8 @@ def resume_newest(path: Path) -> Loaded | None:
     It removes the temporary file of a killed saving. If the newest state is damaged, the previous
     one takes its place. Otherwise the next saving would replace the previous state by the damaged
     one, and a kill during that saving would leave no good state. A file that cannot be read now, or
-    not by this version, stays until the next saving, so that a start that can read it resumes from
-    it.
+    not by this version, stays until the next saving. Until then, a start that can read the file
+    resumes from it.
 
     Raises:
         CorruptState: all files that are there are damaged or unreadable.

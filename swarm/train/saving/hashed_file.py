@@ -189,7 +189,7 @@ def _close(written: Future[BinaryIO]) -> None:
 
 
 def _emptied(file: BinaryIO) -> None:
-    """Frees the room of a file for others that wait. Another file may have its name by now."""
+    """Frees a file's disk space for writers that wait. Another file may have its name by now."""
     descriptor = os.dup(file.fileno())
     try:
         with contextlib.suppress(OSError):

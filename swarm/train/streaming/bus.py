@@ -73,7 +73,7 @@ class Bus:
             torch.cuda.synchronize(self.device)
 
     def keep(self, tensor: Tensor) -> None:
-        """Keeps a tensor's device memory until running copies have ended; it may be dropped now."""
+        """Keeps a tensor's memory until running copies have ended, even if the caller drops it."""
         for lane in (self._in, self._out):
             if lane is not None:
                 tensor.record_stream(lane)

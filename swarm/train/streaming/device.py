@@ -26,7 +26,7 @@ from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.gradients import Accumulator, Buffers, GradientOffload
 
 READ_S = 120.0
-"""A disk that takes longer for a layer's frozen experts is broken."""
+"""Seconds: a disk that takes longer to read a layer's frozen experts counts as broken."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Place:
     Attributes:
         parameters: views of the trained part, by the parameters' names within the unit.
         layer: the decoder layer that computes with them; None for the head.
-        holds: unit and versions that are here or arriving.
+        holds: the unit that is here or arriving, with its versions: trained part, frozen part.
         free: reached once the device no longer uses the contents.
     """
 
@@ -275,7 +275,7 @@ class DeviceSide:
             self.buffers = None
 
     def make_room(self) -> None:
-        """As `release`, for the device alone: pinning the host's buffers again would take long."""
+        """As `release`, but keeps the host's buffers: pinning them again would take long."""
         places: Places | None = vars(self).get("_places")
         if places is not None:
             places.close()
@@ -334,7 +334,7 @@ class DeviceSide:
         self._accumulators = [
             self._accumulator(widest.num_bytes, len(widest.fields)) for _ in range(2)
         ]
-        # Untied weights share one accumulator: the head's gradients leave before the embedding's.
+        # An untied head shares the embedding's accumulator, since its gradients leave earlier.
         packings = [units["embedding"].packing, units["head"].packing]
         self.ends = self._accumulator(max(p.num_bytes for p in packings), 2)
         self.head_gradients = self.ends
@@ -386,7 +386,7 @@ class DeviceSide:
         self._places.release(place)
 
     def next_accumulator(self, layer: int, before: GradientOffload | None) -> Accumulator:
-        """The accumulator of a layer, which adds to the gradients of earlier passes."""
+        """The accumulator of a layer; `before` has the gradients of earlier passes, to be added."""
         accumulator = self._accumulators[layer % 2]
         accumulator.begin(self._store.units[f"layer.{layer}"], before)
         return accumulator

@@ -95,9 +95,9 @@ class HostOptimizer:
     """
 
     def __init__(self, num_threads: int, begin: Callable[[], None]) -> None:
-        """Starts the threads. The thread that waits for gradients calls `begin` before the first.
+        """Starts the threads. The one that waits for gradients calls `begin` before its first wait.
 
-        If `begin` fails, so does the update, and the next update calls it again.
+        If `begin` fails, so does that update, and the next update calls `begin` again.
         """
         self._jobs: list[_Job] = []
         self._begin, self._has_begun = begin, False
@@ -196,7 +196,7 @@ class Accumulator:
 
         Args:
             unit: whose gradients follow.
-            before: its sum over earlier passes, to which they are added.
+            before: the unit's sums over earlier passes, to which its gradients are added.
         """
         self.packing, self.views = unit.packing, unit.packing.views(self._buffer)
         self._runs = unit.runs()
@@ -229,7 +229,7 @@ class Accumulator:
             self._written.add(name)
 
     def add_up(self) -> None:
-        """Adds up, over the processes, the share of each.
+        """Adds up the gradients of all processes; each process gets the sums of its own share.
 
         Raises:
             Disconnected: another rank has ended.
@@ -270,7 +270,7 @@ class Buffers:
 
     Args:
         units: all units, in the order of the forward pass.
-        shared: how many buffers the layers share; 0 gives each its own.
+        shared: how many buffers the layers share; 0 gives each layer its own.
         memory: where gradients lie.
         pinned: for a GPU.
     """

@@ -58,7 +58,7 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
 
 class CommonOptimizer(OwnedOptimizer):
-    """As `OwnedOptimizer`, for processes that make the same calls; one writes the values."""
+    """An `OwnedOptimizer` of processes that make the same calls; one process loads the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
         """As `OwnedOptimizer`; moments are taken from `memory`."""
@@ -147,7 +147,7 @@ class HostUnit:
         self.pending: Future[bool] | None = None
         self._arenas: list[Arena] = []
         self._directions: dict[Piece, Tensor] = {}
-        """Where Muon moves matrices in the update to come; those not here it computes itself."""
+        """Muon's directions for the next update. The update itself computes the missing ones."""
 
     @property
     def layer(self) -> int | None:
@@ -240,10 +240,10 @@ class HostUnit:
 
         Args:
             gradients: of all parameters of the unit, on the device that computes.
-            scale: by which they are multiplied.
+            scale: the factor that the gradients still contain.
         """
         self.settle()
-        self._directions.clear()  # of a step that was skipped
+        self._directions.clear()  # the step of those that are left was skipped
         for piece in self.own_pieces():
             if piece.matrix is not None:
                 gradient_x = gradients[piece.name].view(-1)[piece.in_whole]
@@ -251,7 +251,7 @@ class HostUnit:
                 self._directions[piece] = self.optimizer.direction_of(piece, gradient_x).cpu()
 
     def decide(self, done: Future[bool]) -> None:
-        """Announces one more update of all processes; this one's is made when `done` completes."""
+        """Announces one more update by all processes; `done` completes with this one's share."""
         self.version += 1
         self._decided += 1
         self.pending = done
@@ -261,21 +261,21 @@ class HostUnit:
         self._finished_R[self._memory.rank] += 1
 
     def settle(self) -> None:
-        """Waits for the unfinished updates of all processes; raises the error of this one's."""
+        """Waits for unfinished updates of all processes; raises the error of this process's."""
         pending = self.pending
         if pending is not None:
             pending.result()
         self._memory.wait_until(self._finished_R, self._decided)
 
     def wait(self) -> None:
-        """As `settle`; an error is raised once."""
+        """As `settle`, but a second call does not raise the same error again."""
         try:
             self.settle()
         finally:
             self.pending = None
 
     def own(self, shared: Mapping[str, Shape], owned: Sequence[int], frozen: FrozenUnit) -> None:
-        """Trains the shared tensors and these experts; `frozen` has the values of new ones."""
+        """Trains the shared tensors and these experts; `frozen` has the values of new experts."""
         shapes = dict(shared)
         values = {name: self.masters[name].detach() for name in shared if name in self.masters}
         if self.layer is not None and owned:
@@ -300,11 +300,12 @@ class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
     On disk, lent experts stay in the files that they were lent from. The unit's own file has the
-    others. It is sparse: elements that were never written take no space, except one block.
+    other experts. The file is sparse: elements that were never written take no space, except one
+    block.
 
     Attributes:
         packing: of the stacks' parts.
-        buffer: the copy for the device; on disk only `fill` gives all of it.
+        buffer: the copy for the device. On disk it lacks lent experts, which only `fill` gives.
         version: rises with every change.
     """
 
@@ -328,7 +329,7 @@ class FrozenUnit:
         """Whether anything was written to the unit's own file."""
 
     def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
-        """Holds all experts except the owned ones; `masters` has the newly frozen ones."""
+        """Holds all experts except the owned ones; `masters` has values of newly frozen ones."""
         experts = [e for e in range(self._run.model.num_experts) if e not in owned]
         if self._arena is not None and experts == list(self._row_of):
             return
@@ -564,7 +565,7 @@ class HostStore:
             self.units[unit_of(part.name)].write(part, values)
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, but uses tensors for frozen experts on disk in place, if of their type."""
+        """As `write`, but does not copy tensors of frozen experts on disk if their type fits."""
         self._check(named)
         copied = {}
         for name, tensor in named.items():

@@ -1,4 +1,4 @@
-"""The streaming engine: a whole batch passes layer by layer, each layer's weights pass once."""
+"""The streaming engine: fetches a layer's weights for all micro-batches of a pass together."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class StreamingEngine:
     # ------------------------------------------------ a step
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; with "unit" values change while lower layers still read theirs."""
+        """See `Engine`; False with clip "unit": units change while lower layers still compute."""
         if not self._options.is_read_beside(self._run):
             return False
         self._drain()

@@ -100,7 +100,7 @@ class Pass:
     """Forward and backward over one batch.
 
     Attributes:
-        micro_batches: their tokens, on the device that they came from, and masks.
+        micro_batches: tokens, on the device where the caller has them, and masks.
         losses: of each micro-batch, detached.
     """
 
@@ -164,7 +164,7 @@ class Pass:
         return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
-        """The gradients at the last layer's output, by micro-batch; adds up those of the head."""
+        """The gradients at the last layer's output, by micro-batch; adds up the head's own too."""
         self._device.begin_head(self._before)
         return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
 

@@ -349,10 +349,10 @@ def admit(wire: Wire, key: bytes) -> Message:
 
 
 def introduce(wire: Wire, key: bytes, hello: Message) -> None:
-    """Proves to a controller that this node holds the key, checks the same, and sends `hello`.
+    """Exchanges proofs of the key with a controller, and sends it `hello`.
 
     Raises:
-        Refused: one side does not hold it, or has another version.
+        Refused: one side does not hold the key, or has another version.
         Closed: the controller does not answer.
         BadMessage: its answer is no proof.
     """

@@ -33,10 +33,11 @@ from swarm.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
-"""The most connections that are asked for the key at once. One more connection ends the oldest one
-of the host with the most. This hurts no node, because a node with the key answers at once."""
+"""The most connections that are asked for the key at once. One more connection ends the oldest
+connection of the host that has most of them. This hurts no node with the key, which answers at
+once."""
 GIVES_WAY_S = 1.0
-"""By then a connection that was ended for another one has left."""
+"""Seconds within which a connection has left that was ended for another one."""
 MAX_WAITING = 256
 """The most nodes that wait to be called. One more node replaces the oldest."""
 LOOK_S = 1.0
@@ -270,7 +271,7 @@ class Nodes:
                 end.close()
 
     def _makes_room(self) -> bool:
-        """Reserves a place for a connection that is asked for the key, if need be the oldest's."""
+        """Reserves a place for a connection that is asked for the key; may end the oldest one."""
         if self._strangers.acquire(blocking=False):
             return True
         with self._changed:

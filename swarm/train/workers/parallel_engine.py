@@ -107,7 +107,7 @@ class ParallelEngine:
     def intact(self) -> bool:
         """See `Engine`.
 
-        After a worker's end in a step, the workers are restored to before the step.
+        After a worker's end in a step, the workers are restored to their state before the step.
         """
         return True
 

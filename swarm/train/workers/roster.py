@@ -106,7 +106,7 @@ def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
     Args:
         there: workers that are there, including its own.
         wanted: the numbers that it wants.
-        is_late: whether the waiting time is over, so that fewer workers must do.
+        is_late: whether the waiting time is over, so that fewer workers must suffice.
     """
     most = wanted.here + wanted.elsewhere
     if there >= most:
@@ -121,7 +121,7 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
     Args:
         nodes: the nodes that are there, in order of arrival.
         wanted: the numbers of workers.
-        is_late: whether the waiting time is over, so that fewer workers must do.
+        is_late: whether the waiting time is over, so that fewer workers must suffice.
 
     Returns:
         A range for each node, empty for an unneeded node. None if there are too few workers.

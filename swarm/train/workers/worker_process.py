@@ -285,7 +285,7 @@ class Worker:
 
     def _write(self, _: exchange.Message, given: Given) -> exchange.Message:
         for name in given:
-            # Looked up by those that hold it.
+            # Only the ranks that hold the tensor look it up.
             self._engine.write(command_history.Found({name: given.__getitem__}))
         return {}
 

@@ -17,7 +17,7 @@ from swarm.train.workers.exchange import Message, dtype_named
 from swarm.train.workers.workforce import TRIES, Workforce
 
 POLL_S = 0.02
-"""Seconds between two questions about progress. Other questions get their turn between."""
+"""Seconds between two questions about progress. Other questions can come in between."""
 
 
 class WorkersTensors(PartedTensors):

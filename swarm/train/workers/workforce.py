@@ -34,7 +34,7 @@ STEPS = ("step", "begin_step", "stands", "finish_step")
 KEPT = 64
 """The longest of this many last computations of a kind sets the deadline of the next."""
 STANDS_EVERY_S = 0.02
-"""Seconds between two looks at a begun step. Questions get their turn between."""
+"""Seconds between two looks at a begun step. Questions can come in between."""
 
 
 @dataclass(frozen=True)
