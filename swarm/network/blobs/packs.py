@@ -278,7 +278,7 @@ class PackSet:
     """Packs and places; a place changes under `lock`, and slow work runs outside of it.
 
     An allocation counts as a writer of its pack until its content has a place, or it is abandoned.
-    The place comes and the writer goes in one locked section, so a pack without either is garbage.
+    The place comes and the writer goes in one locked section, so a pack with neither is garbage.
 
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
@@ -491,9 +491,9 @@ class PackSet:
     def _move(
         self, placed: dict[str, Place], copies: dict[str, Place], durable: Collection[str]
     ) -> None:
-        """Makes the copies the places of these blobs, once durable blobs have durable copies.
+        """Moves these blobs to their copies, once durable blobs have durable copies.
 
-        Until then nothing refers to the copies and the old places stay, so neither a failure nor a
+        Until then nothing refers to the copies, and the old places stay. So neither a failure nor a
         crash between any two steps loses a blob.
         """
         try:

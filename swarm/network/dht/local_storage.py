@@ -327,8 +327,8 @@ def _largest(used: Mapping[Name, int]) -> Name | None:
 class NoCache(DHTLocalStorage):
     """Replaces hivemind's cache, which any writer could fill.
 
-    A holder answers from its cache if an entry there lives longer than those in its storage: one
-    cached record would hide all others of a key.
+    A holder answers from its cache if an entry there lives longer than those in its storage. So one
+    cached record would hide all other records of a key.
     """
 
     def store(self, *_record: object, **_more: object) -> bool:

@@ -76,7 +76,10 @@ class FairQueue:
 
     @asynccontextmanager
     async def among_strangers(self, peer: str) -> AsyncIterator[None]:
-        """Holds the turn of a stranger's network; after `YIELD_S` the stranger proceeds without."""
+        """Holds the turn of a stranger's network; members need none.
+
+        A stranger that has waited for `YIELD_S` continues without the turn.
+        """
         if self._is_member(peer):
             yield
             return
@@ -142,13 +145,13 @@ SMALL_BYTES = 64 * 1024
 FIRST_ASK_S = 10.0
 """A stream without a first ask is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
-"""A stream without another ask is ended after this long, since its last answer may still cross a
-slow link. A stream whose reader takes less than `PART_BYTES` in this time is ended too; less does
+"""A stream without another ask is ended only after this long, since its last answer may still cross
+a slow link. A stream whose reader takes less than `PART_BYTES` in this time is ended too: less does
 not count as progress there."""
 ANSWER_S = 1800.0
 """Limit of one answer, however fast it is. A stream may last as long as its answers progress."""
 ASKS_AT_ONCE = 32
-"""Asks that have already arrived are answered without a turn of the loop, up to this many."""
+"""Number of asks, all of which have arrived, that are answered before the loop gets a turn."""
 TURNED_AWAY = 64
 """Limit of streams that are getting the refusal "no room" at once; each takes up to 5 s."""
 _REFUSED_S = 5.0

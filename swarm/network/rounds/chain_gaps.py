@@ -1,4 +1,4 @@
-"""Fills gaps in this peer's chain of heads from members, and sends members the heads they lack.
+"""Fetches missing heads of this peer's chain from members, and sends members the heads they lack.
 
 A peer whose chain file was damaged lacks links. It asks members for the links in the background,
 one random member at a time, until it has all. No other work waits for this. See

@@ -104,7 +104,7 @@ class CommitProofs:
         manifests: Sequence[tuple[Digest, int]],
         costs: Costs,
     ) -> None:
-        """Fetches manifests that are proved from several holders, since one uplink is slow."""
+        """Fetches proved manifests from several holders, since one uplink is slow."""
         certificate = path[-1].certificate
         signers = sorted(certificate.signatures) if certificate else []
         sources = tuple(dict.fromkeys([source, *signers]))[:MAX_SOURCES]
@@ -311,8 +311,8 @@ async def open_message(
 ) -> tuple[messages.Header, messages.Message]:
     """Decodes a message, once its blobs and the blobs that those name are fetched.
 
-    The sender is asked first. Next come the peers that hold the blob according to the message, and
-    those whose messages have `shown` it: one uplink should not carry a manifest to everybody. The
+    The sender is asked first, then peers that hold the blob according to the message or whose
+    messages have `shown` it. One uplink should not have to carry a manifest to everybody. The
     offers of a large roster are requested from their makers first, since 256 peers would get 2 GB
     in all from the convener alone. If a proposal names relays, its blobs are requested only from
     these for `RELAYED_S`, except by the relays themselves (blob relays).

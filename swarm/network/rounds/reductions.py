@@ -54,7 +54,7 @@ class LeftOver:
         return self._remainders.of(effect.unit) if effect.base else None
 
     def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
-        """Notes a mean of deltas that was made after this tip."""
+        """Notes a mean of deltas that was made for the round after this tip."""
         if mean.left is None or mean.result.delta is None:
             return
         self._remainders.found(tip.digest, unit, mean.result.delta, mean.left)

@@ -67,7 +67,7 @@ RUN_QUESTION = b"run"
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
-"""How long only the answers of directly asked peers are awaited."""
+"""How long the search waits only for the answers of the peers that it asked directly."""
 OPEN_S = 20.0
 """Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
@@ -322,7 +322,7 @@ async def _open_each(
 async def _open_first(
     node: Node, downloads: Downloads, candidates: Sequence[Announced]
 ) -> Opened | None:
-    """The first candidate that proves true; each gets a moment before the next one is tried."""
+    """The first candidate that proves true; each gets some time before the next one is tried."""
     waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
     try:
         while waiting or running:

@@ -112,7 +112,7 @@ class LinkHealth:
 
     @property
     def settled_s(self) -> float:
-        """Rates seen before this time are not confirmed by tests; -inf if all count."""
+        """Rates seen before this time no longer count, as no test confirms them; -inf if all do."""
         if len(self._tests.newest) < 2:
             return -math.inf
         return min(self._tests.newest[-2].at_s, self._clock() - SETTLED_S)
@@ -141,12 +141,12 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """Lets this receiver's next reading agree with its earlier one, as no other peer has any."""
+        """Lets the next reading of a receiver without others agree with its earlier one."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 
     def forget_full(self) -> None:
-        """Forgets readings of which two have agreed: next time two new readings have to agree."""
+        """Forgets all readings once two have agreed: next time two new ones have to agree."""
         self._full.clear()
 
     @property

@@ -144,7 +144,7 @@ class ServedStreams:
             stream._held = None
 
     def _makes_room(self, stream: ServedStream, account: str) -> bool:
-        """Ends a stream whose peer has stalled for long, of the account that is exhausted."""
+        """Ends a stream that has waited long for its peer, of those on the exhausted account."""
         now_s, network = self._clock(), self._ledger.network_of(stream.source)
         stalled = [
             one

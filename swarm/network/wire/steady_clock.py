@@ -2,8 +2,8 @@
 
 Records expire by wall time everywhere, and hivemind reads the wall clock each time. After a jump of
 minutes, a peer would treat all records of others as expired, or others would treat its own so. But
-a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and clocks of peers
-may differ by 3 s only. So this clock runs slightly faster or slower until it has the right time.
+a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and peers' clocks may
+differ by 3 s at most. So this clock runs slightly faster or slower until it has the right time.
 The right time is the wall clock's while that moves only in small steps, and otherwise the time of
 the other members.
 """

@@ -239,7 +239,7 @@ class TcpDialer:
     # ------------------------------------------------ ways
 
     async def _looked_for(self, way: _Way, peer_id: str) -> None:
-        """Returns once the route is known; a caller that gives up may find it at the next call.
+        """Returns once the route is known; the search continues if the caller gives up.
 
         Raises:
             NoRoute: there is none for now.

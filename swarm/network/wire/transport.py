@@ -45,7 +45,7 @@ class Route:
     """The current route to a peer.
 
     Attributes:
-        straight: whether to try without a relay first.
+        straight: whether the first try is without a relay.
         relays: peers to ask then, one after another.
         reason: for this choice.
     """

@@ -179,7 +179,7 @@ class UploadRate:
         self._rates, self._all = Recent(KEPT), Recent(KEPT)
         """Rates of windows that count, and of all windows."""
         self._last, self._others_s = "", -inf
-        """The last receiver, and when any other one last received."""
+        """The last receiver, and when any other receiver last got bytes."""
 
     @property
     def mbit(self) -> float | None:
