@@ -402,5 +402,5 @@ class RoundDriver:
     }
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
-        """Called when a peer asks for a blob; a stranger gets a lease on its manifest [GC]."""
+        """A peer asks for a blob; for a stranger all blobs of the same manifest are leased [GC]."""
         disk_work.lease_to_stranger(self.store, self.machine.record, peer, digest, time.monotonic())
