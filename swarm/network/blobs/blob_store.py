@@ -53,7 +53,7 @@ class Pins:
         self._leases: dict[str, _Lease] = {}
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Keeps blobs until they are unpinned as often."""
+        """Keeps each blob until it is unpinned as often as it was pinned."""
         self._pins.update(list(digests))  # `update` would read a mapping as counts
 
     def unpin(self, digests: Iterable[str]) -> None:
@@ -230,7 +230,7 @@ class BlobFile:
 
 
 class BlobStore:
-    """Thread-safe: the trainer puts and reads, the network thread serves and receives.
+    """Thread-safe, since the trainer puts and reads while the network thread serves and receives.
 
     Attributes:
         on_lost: called in any thread, with digest and reason, when a stored blob proved damaged and
@@ -281,7 +281,7 @@ class BlobStore:
                 self._packs.settle(digest, place)
 
     def draft(self, num_bytes: int, on_finish: Callable[[str], None] | None = None) -> Draft:
-        """Room for a value of this peer's own whose digest is not yet known.
+        """Room for a value that this peer makes, so that its digest is not yet known.
 
         Args:
             num_bytes: its exact size.
@@ -345,7 +345,7 @@ class BlobStore:
         return place.num_bytes if place else None
 
     def bytes_here(self, digest: str, num_bytes: int) -> int:
-        """Checked bytes of a blob of this size that are here, with pieces of an arriving one."""
+        """Number of checked bytes here of a blob of this size, which may still be arriving."""
         with self._lock:
             partial = self._partials.get((digest, num_bytes))
         if self.has(digest):
@@ -379,7 +379,7 @@ class BlobStore:
             raise StateError(f"blob {digest} is not in the store")
 
     def file_of(self, digest: str) -> BlobFile | None:
-        """The place of the blob on disk; None if it is not here, or in memory."""
+        """The place of the blob on disk; None if the blob is not here, or is only in memory."""
         place = self._places.get(digest)
         if place is None or not isinstance(place.pack, FilePack):
             return None

@@ -3,8 +3,8 @@
 A read-only disk is retried too. Lack of memory is retried, but not for long: any other part may
 fail next.
 
-A waiting peer sends nothing in the rounds, as if it were paused. The others continue. The peer has
-promised nothing that it has not made durable.
+A peer that waits sends nothing in the rounds, as if it were paused. Other peers continue. The
+waiting peer has promised nothing that it has not made durable.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def patiently(
     Args:
         write: may fail for lack of disk, descriptors or memory, and must be repeatable then.
         what: for the log.
-        sleep: waits; may raise to end it.
+        sleep: waits; may raise to end the retries.
 
     Raises:
         StateError: the error does not pass by itself, or not within half an hour.

@@ -32,7 +32,7 @@ WRITEBACK_BYTES = 16 * 2**20
 """After this many written bytes the disk starts to write them back."""
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Only Linux has it, and Python does not offer it."""
+"""Only Linux has this call, and Python does not offer it."""
 if _sync_file_range:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -192,7 +192,7 @@ class FilePack:
             raise _state_error(self.path, error) from error
 
     def delete(self) -> None:
-        """Deletes the index first: contents without an index hold nothing."""
+        """Deletes the index first: a pack without an index counts as empty."""
         try:
             index_path(self.path).unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _state_error(path: Path, error: OSError) -> StateError:
 PACK_BYTES = 2**30
 """A pack larger than this takes no further blob."""
 TURN_S = 0.001
-"""Pause between two packs that are rewritten, for threads that wait for a lock, which has no
+"""Pause after each rewritten pack, in which waiting threads can take a lock: locks have no
 queue."""
 
 
@@ -260,7 +260,7 @@ class Place:
         return self.pack.read(self.offset, start, max(0, min(length, self.num_bytes - start)))
 
     def index(self, see: Callable[[int, memoryview], None] | None = None) -> bytes:
-        """Concatenated digests of the pieces read there; `see` gets start and piece."""
+        """Concatenated digests of the content's pieces; `see` gets each piece's start and bytes."""
         index = bytearray()
         for start in range(0, self.num_bytes, PIECE_BYTES):
             piece = self.read(start, PIECE_BYTES)
@@ -275,10 +275,10 @@ class _Ended(Exception):
 
 
 class PackSet:
-    """Packs and places; changes of a place take `lock`, and slow work runs outside of it.
+    """Packs and places; a place changes under `lock`, and slow work runs outside of it.
 
-    An allocation counts as a writer of its pack until its content has a place, or it is abandoned;
-    both happen in one locked section. So a pack without writers and places is garbage.
+    An allocation counts as a writer of its pack until its content has a place, or it is abandoned.
+    The place comes and the writer goes in one locked section, so a pack with neither is garbage.
 
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
@@ -362,12 +362,12 @@ class PackSet:
             raise StateError(f"{path}: {error.strerror}") from error
 
     def settle(self, digest: str, place: Place) -> None:
-        """Makes the written content this blob, unless the blob already has a place."""
+        """Makes this the blob's place once its content is written, unless the blob has a place."""
         self.places.setdefault(digest, place)
         self.abandon(place)
 
     def abandon(self, place: Place) -> None:
-        """Ends an allocation that is no longer filled; places without references are garbage."""
+        """Ends an allocation that is no longer filled; room that no blob refers to is garbage."""
         place.pack.num_writers -= 1
 
     def release(self, place: Place) -> None:
@@ -454,7 +454,7 @@ class PackSet:
     def _most_garbage(self, tried: Collection[Pack]) -> tuple[Pack | None, dict[str, Place]]:
         """The least filled pack, and its blobs; None if all are at least half full.
 
-        It is closed, and no blobs are being made durable now, so no blobs are added from here on.
+        The pack is closed, and no blobs are being made durable, so no blobs are added from here on.
         """
         with self.durability, self.lock:
             live_bytes: dict[int, int] = {}
@@ -491,9 +491,9 @@ class PackSet:
     def _move(
         self, placed: dict[str, Place], copies: dict[str, Place], durable: Collection[str]
     ) -> None:
-        """Makes the copies the places of these blobs, once durable blobs have durable copies.
+        """Moves these blobs to their copies, once durable blobs have durable copies.
 
-        Until then nothing refers to the copies and the old places stay, so neither a failure nor a
+        Until then nothing refers to the copies, and the old places stay. So neither a failure nor a
         crash between any two steps loses a blob.
         """
         try:

@@ -9,7 +9,7 @@ hivemind decodes three kinds of foreign bytes, each behind a check:
 - whole dictionaries, in `rpc_store` and in answers to `rpc_find`, before any signature is
   verified: `BoundedSerializer`, which `guard_hivemind` installs as the serializer of `DHTProtocol`;
 - values, when a search ends: `SignedRecords.validate` accepts only values that `is_bytes`;
-- subkeys: `SignedRecords.validate` has compared them, as bytes, with the one of their owner.
+- subkeys: `SignedRecords.validate` has compared them, as bytes, with the subkey of their owner.
 
 Messages of protobuf need no check: those of the DHT do not nest, and its parser stops at depth 100.
 """
@@ -27,7 +27,7 @@ from swarm.errors import BadRecord
 MAX_DEPTH = 16
 """A dictionary of records has four levels; 16 nested extension types take 640 kB of stack."""
 MAX_ELEMENTS = 4200
-"""A record has four, and a dictionary has the records of a key; a holder sends 1,024 at most."""
+"""A record has four elements, and the dictionary of a key has 1,024 records at most."""
 _TUPLE, _DICTIONARY = 0x40, 0x50
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 # First byte -> bytes of the length that follows it.
@@ -171,7 +171,7 @@ class BoundedSerializer(MSGPackSerializer):
 def guard_hivemind() -> None:
     """Makes every DHT node of this process decode within limits, from its first message on.
 
-    A node that has entered gets a `BoundedSerializer` of its own, which counts.
+    A node that has entered gets a `BoundedSerializer` of its own, which counts refusals.
     """
     DHTProtocol.serializer = BoundedSerializer(_uncounted)
 

@@ -31,7 +31,7 @@ from swarm.protocol.records.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 
 class CountedP2P:
-    """A daemon whose calls and answers count as the DHT's; otherwise the daemon itself."""
+    """Wraps a daemon: bytes of its calls and answers count as the DHT's; all else is unchanged."""
 
     def __init__(self, p2p: P2P, traffic: Traffic) -> None:
         self._p2p, self._traffic = p2p, traffic
@@ -69,7 +69,7 @@ class CountedP2P:
 Handler = Callable[[DHTProtocol, dht_pb2.StoreRequest, P2PContext], Awaitable[Any]]
 
 _OF_DICTIONARY, _OF_ENTRY = 5, 4
-"""Msgpack values of a dictionary without entries, and of each entry."""
+"""Number of msgpack values in a dictionary without entries, and in each entry."""
 
 
 def cost_of(request: dht_pb2.StoreRequest, most: int) -> tuple[int, int]:
@@ -124,12 +124,12 @@ def guard_stores() -> None:
 
 MAX_VALUE_BYTES = 20_000
 MAX_RECORDS_PER_KEY = local_storage.MAX_OF_KEY
-"""Of all holders together."""
+"""Limit of the records of a key that all holders together send."""
 ROOM_BYTES = 256
 """Size of a record in a holder without its value: the owner's key, the signature and so on."""
 _CALL_S = 15.0
 _LOW_BITS = 2**32 - 1
-"""Of the 160 of an id. Two nodes that differ in these bits alone are next to impossible."""
+"""The low 32 of an id's 160 bits. Two nodes whose ids differ only there are next to impossible."""
 _CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
 """Matches hivemind's refusal of a peer whose clock differs."""
 
@@ -224,7 +224,7 @@ class Dht:
 
 
 def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hivemind's search for the nodes that store; searches for a place next to the key.
+    """Hivemind's search for the nodes that are to store, changed to look for a place near the key.
 
     A node that is asked for a key itself also sends all records of the key: hundreds of kB from
     its holders, at each heartbeat. The same nodes are nearest to a place that differs in low bits

@@ -1,7 +1,7 @@
 """The part of the DHT that this peer stores for others: bounded, and shared fairly by owners.
 
-hivemind's storage keeps every signed record for as long as its writer says. All records of a key
-are sent in one message, and all records at once to a newly met node: more than 4 MiB reach nobody.
+hivemind's storage keeps every signed record for as long as its writer says. It sends all records of
+a key in one message, and all records at once to a newly met node: above 4 MiB they reach nobody.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from swarm.network.wire.ledger import Cost, Ledger
 from swarm.network.wire.steady_clock import dht_clock
 
 MAX_HELD_BYTES = 3 * 2**20
-"""Of all keys together, so that any answer, and the whole storage, fits hivemind's 4 MiB."""
+"""Limit of all keys together, so that any answer, and the whole storage, fits hivemind's 4 MiB."""
 MAX_STRANGERS_BYTES = MAX_HELD_BYTES // 4
-"""The part of it for owners that are not members of this peer's run."""
+"""The part of `MAX_HELD_BYTES` for owners that are not members of this peer's run."""
 MAX_OWNER_BYTES = 64 * 1024
-"""Of one owner under all keys: more than its largest records of all kinds together."""
+"""Limit of one owner under all keys: more than its largest records of all kinds together."""
 MAX_LIFE_S = 930.0
 """The life of our longest record, with a margin for clocks that differ. It is below the readers'
 limit, since a reader that refuses one record drops all others that its holder sent with it."""
 OVERHEAD_BYTES = 64
 """Size of a record in a message without its subkey and value."""
 LEAST_BYTES = 2048
-"""Least size for which a record is charged, here and to its senders. Even an empty record costs its
-holders and readers a signature, and honest records have 1 to 20 kB."""
+"""Smaller records are charged as if they had this size, here and to their senders. Even an empty
+record costs its holders and readers a signature, and honest records have 1 to 20 kB."""
 MAX_HELD_RECORDS = MAX_HELD_BYTES // LEAST_BYTES
 """A member may send as many records in one call, since it sends its whole storage to a node that
 it meets."""
 STRANGERS_RECORDS = 256
-"""Limit for one call of a stranger, whose full account would take any single call."""
+"""Limit for one call of a stranger: an account that is full covers a single call of any size."""
 SWEEP_S = 1.0
 
 MAX_OF_KEY = 1024
 """Records in one answer: the asking peer checks the signature of each, from five holders."""
 
 OWN = "own"
-"""Network of this peer's own records."""
+"""Stands for the network of this peer's own records."""
 
 Place = tuple[DHTID, bytes]
 Origin = tuple[str, str]
@@ -89,10 +89,11 @@ class _Sums:
 class LocalStorage(DHTLocalStorage):
     """Replaces hivemind's storage.
 
-    Records of members have precedence. Among strangers, the network that stored most gives way to
-    those that stored less. Within a network, and among members, the owner that has most gives way.
-    Between equals, earlier records stay. So displacing or shutting out a stranger with small
-    records takes as many networks as there is room for, or as many identities of its own network.
+    Records of members have precedence. Among strangers, the network that stored most loses records
+    to networks that stored less. Within a network, and among members, the owner that has most loses
+    records. Between equals, earlier records stay. So displacing or shutting out a stranger with
+    small records takes as many networks as there is room for, or as many identities of its own
+    network.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LocalStorage(DHTLocalStorage):
         self._keys: dict[DHTID, dict[bytes, Held]] = {}
         self._places: dict[Origin, dict[Place, Held]] = {}
         self._used: Counter[str] = Counter()
-        """By owner."""
+        """Bytes of each owner's records."""
         self._members, self._sums = ledger.members, {True: _Sums(), False: _Sums()}
         """Sums of members (True) and of strangers (False), by the memberships in `_members`."""
         self._network = OWN
@@ -136,7 +137,7 @@ class LocalStorage(DHTLocalStorage):
 
     @contextmanager
     def stored_by(self, sender: str, num_bytes: int, num_records: int = 1) -> Iterator[bool]:
-        """Whether a sender may store this many bytes; until the end, stored records count as its.
+        """Whether a sender may store so much; records stored in this context count as the sender's.
 
         hivemind stores the records of one call without awaiting anything in between.
         """
@@ -233,7 +234,7 @@ class LocalStorage(DHTLocalStorage):
                 self._sums[self._is_member(owner)].add(held, 1)
 
     def _make_room(self, owner: str, growth: int) -> bool:
-        """Drops records in favor of `growth` bytes of an owner; False if none has to give way."""
+        """Drops records for `growth` more bytes of an owner; False if none has to give way."""
         while self._is_full(owner, growth):
             victim = self._victim(owner, growth)
             if victim is None:
@@ -326,8 +327,8 @@ def _largest(used: Mapping[Name, int]) -> Name | None:
 class NoCache(DHTLocalStorage):
     """Replaces hivemind's cache, which any writer could fill.
 
-    A holder answers from its cache if an entry there lives longer than those in its storage: one
-    cached record would hide all others of a key.
+    A holder answers from its cache if an entry there lives longer than those in its storage. So one
+    cached record would hide all other records of a key.
     """
 
     def store(self, *_record: object, **_more: object) -> bool:

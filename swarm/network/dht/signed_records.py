@@ -13,7 +13,7 @@ from swarm.network.wire.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, pe
 from swarm.network.wire.steady_clock import dht_clock
 
 MAX_SIGNED_BYTES = 20 * 1024
-"""With signature: the largest of our records, with a margin."""
+"""Limit of a record with its signature: the largest of our records, with a margin."""
 MAX_TTL_S = 3600.0
 """A reader's limit. Holders keep only records with far shorter lives, see `local_storage.py`."""
 _PACKED = MSGPackSerializer.dumps(bytes(KEY_BYTES))[:-KEY_BYTES]

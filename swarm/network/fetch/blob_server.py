@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 YIELD_S = 6.0
-"""Longest wait of a stranger for its next 64 KiB, since the served member may take nothing at all.
-It is below the limits for no progress and for a stuck fetch."""
+"""Longest wait of a stranger for its next 64 KiB, since the member that it waits for may read
+nothing at all. It is below the limits for no progress and for a stuck fetch."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
 LOOK_S = 0.03
-"""Interval at which a waiting stream checks for room: shorter than one part takes."""
+"""Interval at which a waiting stream looks for room on the link; one part takes longer."""
 MOST_BYTES = 2**20
-"""Limit of a stranger's credit and debt, so that one burst does not count for long."""
+"""Limit of the strangers' common credit and debt, so that one burst does not count for long."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class FairQueue:
 
         Args:
             is_member: whether a peer id is a member of the run.
-            network_of: the network of a stranger; by default each stranger is one.
+            network_of: the network of a stranger; by default each stranger counts as a network.
         """
         self._is_member, self._network_of = is_member, network_of
         self._networks: dict[str, _Network] = {}
@@ -62,7 +62,7 @@ class FairQueue:
 
     @contextmanager
     def serving(self, peer: str, *, may_wait: bool = False) -> Iterator[None]:
-        """While an answer is sent to a peer. With `may_wait`, others do not wait for it."""
+        """Lasts while a peer gets an answer; others wait for that of a member unless `may_wait`."""
         if may_wait or not self._is_member(peer):
             yield
             return
@@ -76,7 +76,10 @@ class FairQueue:
 
     @asynccontextmanager
     async def among_strangers(self, peer: str) -> AsyncIterator[None]:
-        """Holds the turn of a stranger's network, or none after `YIELD_S`; members need none."""
+        """Holds the turn of a stranger's network; members need none.
+
+        A stranger that has waited for `YIELD_S` continues without the turn.
+        """
         if self._is_member(peer):
             yield
             return
@@ -110,7 +113,8 @@ class FairQueue:
             peer: receives the answer.
             num_bytes: of the part.
             may_wait: whether the part yields to others even if the peer is a member.
-            has_room: whether the others leave part of the link unused, as when their own are full.
+            has_room: whether the others leave part of this peer's link unused, for example because
+                their own links are full.
         """
         if not may_wait and self._is_member(peer):
             self._allow(num_bytes * PER_MEMBER_BYTE)
@@ -141,15 +145,15 @@ SMALL_BYTES = 64 * 1024
 FIRST_ASK_S = 10.0
 """A stream without a first ask is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
-"""A stream without another ask is ended after this long: its last answer may still cross a slow
-link. So is one whose reader takes less than `PART_BYTES` in this time, the least that counts as
-progress there."""
+"""A stream without another ask is ended only after this long, since its last answer may still cross
+a slow link. A stream whose reader takes less than `PART_BYTES` in this time is ended too: less does
+not count as progress there."""
 ANSWER_S = 1800.0
-"""Limit of one answer at any rate. A stream may last as long as its answers progress."""
+"""Limit of one answer, however fast it is. A stream may last as long as its answers progress."""
 ASKS_AT_ONCE = 32
-"""Asks that have already arrived are answered without a turn of the loop, up to this many."""
+"""Number of asks, all of which have arrived, that are answered before the loop gets a turn."""
 TURNED_AWAY = 64
-"""Streams at once that get the refusal "no room"; each takes up to 5 s."""
+"""Limit of streams that are getting the refusal "no room" at once; each takes up to 5 s."""
 _REFUSED_S = 5.0
 
 
@@ -174,7 +178,7 @@ class BlobServer:
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
             is_moments: whether a blob is offered moments, whose bytes are counted separately.
-            may_wait: whether a blob yields to others that members ask for.
+            may_wait: whether a blob yields to other blobs that members ask for.
         """
         self._is_control = is_control or (lambda _: False)
         self._is_moments = is_moments or (lambda _: False)
@@ -305,7 +309,7 @@ async def _send_content(
     turn: Callable[[int], Awaitable[None]],
     most: int,
 ) -> AsyncIterator[int]:
-    """Sends a range of a blob, each part in its turn; yields the bytes of each.
+    """Sends a range of a blob, each part in its turn; yields the number of bytes of each part.
 
     Raises:
         ConnectionError: the blob was removed or truncated meanwhile. The head has been sent, so
@@ -334,7 +338,7 @@ async def _send_file(
     try:
         async with asyncio.timeout(IDLE_S):
             sent = await send(writer.transport, pack, offset, num_bytes, fallback=False)
-    except asyncio.SendfileNotAvailableError:  # this file system's, or the stream has just ended
+    except asyncio.SendfileNotAvailableError:  # the file system lacks it, or the stream ended
         await _send(file.pack.read(offset, 0, num_bytes), writer)
         return
     if sent < num_bytes:
@@ -365,7 +369,7 @@ async def _send(data: bytes | memoryview, writer: asyncio.StreamWriter) -> None:
 async def _refuse(
     status: Status, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Sends a refusal, then waits for the other side to close: else the head may be lost."""
+    """Sends a refusal, then waits for the other side to close: otherwise the head may be lost."""
     await _send(Head(status).encode(), writer)
     async with asyncio.timeout(_REFUSED_S):
         while await reader.read(PART_BYTES):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 JOINED_AT_ONCE = 8
-"""Blobs queued at once, which takes some 20 ms for units of a 7B that 256 peers have."""
+"""Blobs queued in one turn of the loop: some 20 ms for units of a 7B model that 256 peers have."""
 ASSIGNED_AT_ONCE = 128
 """Pieces assigned at once, which takes some 30 ms with 256 peers."""
 YIELD_EVERY = 32
-"""Small blobs that have arrived are read in a row; after this many, others get a turn."""
+"""Small blobs that have arrived are read without a pause; after this many, other tasks run."""
 
 
 PROTOCOL = "swarm.fetch/1"
@@ -33,7 +33,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """Asks for `length` bytes of a blob from `offset`, cut at its end, and perhaps its index."""
+    """Asks for `length` bytes of a blob from `offset`, at most to its end, and maybe its index."""
 
     digest: str
     offset: int
@@ -53,7 +53,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Head:
-    """Begins an answer: size of the whole blob, and bytes of the index that follows."""
+    """Begins an answer: has the size of the whole blob, and that of the index that follows."""
 
     status: int
     num_bytes: int = 0

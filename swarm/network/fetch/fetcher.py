@@ -45,7 +45,7 @@ class Want:
         digest: its name.
         num_bytes: its size.
         sources: peers that may have it, in order of preference.
-        at_most: whether `num_bytes` is only the largest acceptable size; of 4 MiB at most.
+        at_most: whether `num_bytes` is only the largest acceptable size, which is 4 MiB at most.
     """
 
     digest: str
@@ -167,7 +167,7 @@ class Downloads:
         if caller not in download.callers:
             download.callers.append(caller)
         others = [peer for peer in want.sources if peer != self._node.peer_id]
-        others.sort(key=self._node.is_far)  # their bytes use a third peer's link too
+        others.sort(key=self._node.is_far)  # bytes of far peers use a third peer's link too
         download.sources += [peer for peer in others if peer not in download.sources]
         self._want_pieces(download)
 
@@ -217,7 +217,7 @@ class Downloads:
             self.store.unpin([download.digest])
 
     def _pump_soon(self) -> None:
-        """Assigns pieces once for all arrivals in one turn of the loop."""
+        """Schedules one assignment of pieces for all arrivals in this turn of the loop."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -316,7 +316,7 @@ class Downloads:
         self._pump_soon()
 
     def _fault(self, peer: str, asked: Iterable[Piece], error: BaseException) -> None:
-        """Handles our own exception with one source: the others must bring its pieces."""
+        """Handles this peer's exception with one source: other sources must bring the pieces."""
         logger.error("a stream of %s failed by a fault of this peer", peer, exc_info=error)
         self._source_failed(peer, asked, Failure.SILENT, "own_fault")
 
@@ -424,7 +424,7 @@ class Downloads:
         checks: Sequence[Check | None],
         known: Verdicts,
     ) -> Verdicts:
-        """Adds the verdicts of these checks; keeps content that a first check accepts."""
+        """Adds the verdicts of these checks; keeps the content once any check accepts it."""
         verdicts = dict(known)
         for check in dict.fromkeys(checks):
             verdicts[check] = download.fault(check, last_piece)

@@ -20,7 +20,7 @@ from swarm.protocol.exchange.sourcing import Failure
 from swarm.protocol.values.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 
 FIRST_ANSWER_S = 5.0
-"""Limit for opening a stream, and for the first answer of a peer that answers on no other."""
+"""Limit for opening a stream, and for the first answer if the peer answers on no other stream."""
 INLINE_BYTES = 256 * 1024
 """Larger pieces are received, verified and written by a thread in one call, not in the loop."""
 BATCH = 64
@@ -119,7 +119,7 @@ class Flow:
         """Requests and receives.
 
         Raises:
-            FlowFailed: the fault is of the oldest piece in `asked`, if there is one.
+            FlowFailed: its fault concerns the oldest piece in `asked`, if there is one.
             TimeoutError: nothing arrived within `progress_s`.
             OSError: the stream ended early.
         """
@@ -146,8 +146,8 @@ class Flow:
             ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
             self._unsent += ask.encode()
         if self._unsent:
-            # Requests are tiny: if the socket is full anyway, the rest goes with the next. The
-            # receiver finds that the stream has ended; all other callers continue.
+            # Requests are tiny: if the socket is full all the same, the rest is sent with the next
+            # request. An ended stream is noticed by the code that receives; other callers continue.
             with suppress(OSError):
                 # The flag is needed because a thread may have made the socket blocking.
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
@@ -251,8 +251,8 @@ class Flow:
     ) -> Verdicts:
         """Receives and takes a large piece in a thread.
 
-        In one call, since a change of thread costs about as much as hashing 100 kB, and received
-        bytes are still in the caches. When cancelled, returns once the thread is done.
+        One call does both, since a change of thread costs about as much as hashing 100 kB, and
+        received bytes are still in the caches. When cancelled, returns once the thread is done.
         """
         arrived, stop = 0, threading.Event()
 

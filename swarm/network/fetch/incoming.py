@@ -62,8 +62,8 @@ class Incoming:
         partial: the pieces of a blob of several pieces.
         sources: peers that may have it, in order of preference.
         callers: calls that wait for it.
-        last_check: of the caller that left last: a piece that was requested is checked even if no
-            caller waits for it.
+        last_check: the check of the caller that left last; it is used for requested pieces that no
+            caller waits for any more.
         pieces: still missing.
     """
 
@@ -122,7 +122,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Piece:
-    """The unit of one request; the key of all sourcing."""
+    """The part of a blob that one request asks for; a key in the tables of sources."""
 
     blob: Incoming
     number: int
@@ -136,7 +136,7 @@ class Piece:
         return f"{self.blob.digest}[{self.number}]"
 
     def verify(self, content: memoryview) -> None:
-        """Raises BadBlob for wrong bytes; keeps right ones if the blob has several pieces."""
+        """Raises BadBlob for wrong bytes; keeps correct bytes if the blob has several pieces."""
         blob = self.blob
         if blob.partial:
             blob.partial.write_piece(self.number, content)

@@ -62,7 +62,7 @@ Result = TypeVar("Result")
 
 
 class Node:
-    """A running node; see `start`. Its coroutines run in its loop, from outside through `run`.
+    """A running node; see `start`. Its coroutines run in its loop; other threads use `run`.
 
     Attributes:
         peer_id: base58, derived from the identity file.
@@ -115,7 +115,7 @@ class Node:
         self._stopping = False
         self._given_up = False
         self._forgotten = forgotten
-        """Holds an identity that is stored nowhere else."""
+        """Folder of a temporary identity, which is stored nowhere else."""
         self._substrate: Substrate | None = None
 
     @classmethod
@@ -209,7 +209,7 @@ class Node:
         return self._thread.run(coroutine, timeout_s)
 
     def end(self, what: str, stopping: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Stops an activity in the node's loop; a longer stop ends with the thread."""
+        """Stops an activity in the node's loop; a stop that takes longer ends with the thread."""
         try:
             self.run(stopping, timeout_s)
         except TimeoutError:
@@ -256,11 +256,11 @@ class Node:
         self._ways.give_back(peer_id, protocol, connection)
 
     async def seen_at(self, peer_id: str) -> str:
-        """Transport address that a connected peer has here; "" if it is not connected."""
+        """Transport address at which this peer sees a connected peer; "" if not connected."""
         return await seen_at(self._living_p2p(), peer_id)
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Notes wrong bytes. True: the link may be at fault, and libp2p is used from then on."""
+        """Notes wrong bytes; True if the link may be at fault: libp2p is used from then on."""
         return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:

@@ -40,7 +40,7 @@ DIALLING_S = _DIAL_S + 1.0
 ANSWER_S = 10.0
 _STREAM_S = 30.0
 BESIDE = 0.02
-"""A test measures the line alone only if other bytes are at most this share of its own bytes."""
+"""A test counts as undisturbed if other bytes on the line are at most this share of its bytes."""
 _PART_BYTES = 64 * 1024
 _ASK = struct.Struct(">BI")
 _BANNER = b"/multistream/1.0.0\n"
@@ -299,8 +299,8 @@ async def measure_uplink(
 ) -> tuple[float, float | None]:
     """The rate away from this peer as of `measure_mbit`, and the rate of a full uplink.
 
-    The second is None if the uplink was not the limit, or if other transfers were sent meanwhile.
-    It is also None if the kernel gives no figures: over libp2p, and on other systems than Linux.
+    The second rate is None if the uplink was not the limit, or if other data was sent meanwhile. It
+    is also None if the kernel gives no figures: over libp2p, and on other systems than Linux.
 
     Raises:
         Unreachable: as `measure_mbit`.

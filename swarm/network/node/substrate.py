@@ -32,7 +32,7 @@ from swarm.network.wire.upload_rate import LineBytes
 logger = logging.getLogger(__name__)
 
 ENTRANCES = 16
-"""Limit of reachable addresses through which a start enters, of all that were probed."""
+"""Limit of addresses through which a start enters the DHT: only probed, reachable ones count."""
 _PROBE_S = 3.0
 TRIES = 3
 """Attempts to enter through reachable addresses: a peer listens there, so one may succeed."""
@@ -191,7 +191,7 @@ async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
 def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
     """The addresses to announce now: those of the port that this peer listens on.
 
-    A machine without any for a while, for example with its network down, keeps its old ones.
+    A machine that has no such address for a while, as when its network is down, keeps its old ones.
     """
     if not before or set(now) == set(before):
         return tuple(before)

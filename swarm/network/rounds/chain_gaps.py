@@ -1,7 +1,8 @@
-"""Gaps in a peer's chain of heads: fills its own from members, and answers theirs.
+"""Fetches missing heads of this peer's chain from members, and sends members the heads they lack.
 
-A peer whose chain file was damaged lacks links. It asks members for them in the background, one
-random member at a time, until it has all. Nothing waits for it. See `swarm.protocol.chain.gaps`.
+A peer whose chain file was damaged lacks links. It asks members for the links in the background,
+one random member at a time, until it has all. No other work waits for this. See
+`swarm.protocol.chain.gaps`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ASK_DEADLINE_S = 30.0
 
 
 class ChainGaps:
-    """Finds gaps, asks and answers for one peer; everything runs in the node's loop."""
+    """Finds one peer's gaps, asks members for heads and answers members, in the node's loop."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ChainGaps:
         """Waits for questions.
 
         Args:
-            node: sends the questions; its ledger limits the cost of others.
+            node: sends the questions; its ledger limits what other peers may cost this one.
             machine: owns the chain, and alone changes it.
             outbound: encodes the tip.
             deliver: takes links that were found, for the machine.
@@ -81,13 +82,13 @@ class ChainGaps:
         return self._outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     async def answer(self, source: PeerId, payload: bytes) -> bytes:
-        """The requested heads that this peer has, for a member; empty for any other question.
+        """The requested heads that this peer has; empty unless a member asked for heads.
 
         Strangers get none: a page has up to 1 MB, and a COMMIT proves the tip to them.
 
         Raises:
             BadMessage: the question does not fit the schema.
-            TooCostly: its sender has cost too much already.
+            TooCostly: the question's sender has cost too much already.
         """
         ledger, now_s = self._node.ledger, time.monotonic()
         if not (payload.startswith(self._prefix) and ledger.is_member(source)):

@@ -84,7 +84,7 @@ class Tidying:
             self._is_idle.clear()
 
     async def stop(self) -> None:
-        """Ends after the current piece; returns after that, or when a slow disk exceeds `END_S`."""
+        """Ends after the current piece; returns then, or after `END_S` if the disk is slow."""
         self._is_asked = False
         self._ended.set()
         try:
@@ -115,7 +115,7 @@ class Tidying:
 def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
     """Makes a manifest and every blob that it names durable.
 
-    Its deltas are included if they are here: a peer that fetched values instead has none.
+    The manifest's deltas are included if they are here: a peer that fetched values has no deltas.
 
     Raises:
         MissingBlobs: some are not in the store.

@@ -1,4 +1,4 @@
-"""Control messages of other peers: each is judged, completed, decoded, verified and delivered.
+"""Receives control messages: judges each, fetches its blobs, decodes, verifies and delivers it.
 
 The proof of a stranger's COMMIT is judged first; the manifest is fetched only if the proof holds
 [L1].
@@ -57,12 +57,12 @@ class CommitProofs:
     async def open(
         self, source: PeerId, payload: bytes, claim: Claim, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """The COMMIT with all signatures checked, or a HELLO if it proves nothing new here.
+        """The COMMIT with all signatures checked, or a HELLO if the COMMIT proves nothing new.
 
-        The HELLO keeps the header, which may say that the sender is ahead and can be asked.
+        The header comes with the HELLO: it may show that the sender is ahead and can be asked.
 
         Raises:
-            HostileInput: the proof does not hold, or its sender has cost too much.
+            HostileInput: the proof does not hold, or the sender has cost too much.
         """
         (body, body_bytes), (proof, proof_bytes), *more = claim.attachments
         parent = more[0][0] if more else None
@@ -104,7 +104,7 @@ class CommitProofs:
         manifests: Sequence[tuple[Digest, int]],
         costs: Costs,
     ) -> None:
-        """Fetches known manifests from several holders: one uplink is slow."""
+        """Fetches proved manifests from several holders, since one uplink is slow."""
         certificate = path[-1].certificate
         signers = sorted(certificate.signatures) if certificate else []
         sources = tuple(dict.fromkeys([source, *signers]))[:MAX_SOURCES]
@@ -121,7 +121,7 @@ class CommitProofs:
 
     @contextmanager
     def _pinned(self, digests: Sequence[Digest]) -> Iterator[None]:
-        """Keeps these blobs in memory during the block, with copies of the peer's own."""
+        """Keeps these blobs in memory during the block; copies those that the peer already has."""
         store = self._aside.store
         store.pin(digests)
         try:
@@ -136,18 +136,18 @@ class CommitProofs:
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""With more blobs than this, a message's blobs are first requested from other peers. Evidence of
-more peers than this is checked in another thread."""
+"""If a message lacks more blobs than this, other peers are asked for them before its sender.
+Evidence of more peers than this is checked in another thread."""
 RELAYED_S = 10.0
-"""A proposal's blobs are requested from its relays alone for this long, then from its convener
-too."""
+"""For this long, a proposal's blobs are requested from its relays alone; after that, from its
+convener too."""
 MAX_SHOWN = 256
-"""Limit of blobs for which the peers that showed them are remembered."""
+"""Limit of blobs in `Shown`, which remembers the peers whose messages named each blob."""
 MAX_SHOWN_BY = 16
 
 
 class Shown:
-    """Peers that sent messages with a blob, and so can be asked for it."""
+    """For each blob, the peers whose messages named it: they can be asked for it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Has seen no message; `clock` is in seconds."""
@@ -171,12 +171,12 @@ class Shown:
         return self._clock() - self._first_s.get(digest, self._clock())
 
     def by(self, digest: Digest) -> tuple[PeerId, ...]:
-        """The peers that showed a blob, the first one first."""
+        """The peers whose messages named a blob, in order of their first such message."""
         return tuple(self._peers.get(digest, ()))
 
 
 class Inbound:
-    """Receives control messages and delivers those in order as events."""
+    """Receives control messages and delivers the valid ones as events."""
 
     def __init__(
         self,
@@ -194,11 +194,11 @@ class Inbound:
         Args:
             transfers: fetches blobs named by members, and separately those named by strangers.
             ledger: knows the members, and limits the cost of each sender.
-            run: its id, which signatures bind.
-            deliver: takes each message that is in order.
-            foothold: the state that this peer trusts, from which strangers may prove more.
-            judge: computes ahead, in another thread if it is long, what the machine will need of a
-                message.
+            run: the id of the run, which is part of all that is signed.
+            deliver: takes each valid message.
+            foothold: the state that this peer trusts, from which strangers may prove newer states.
+            judge: computes in advance what the machine will need of a message, in another thread
+                if the message has many signatures.
             me: this peer, which others may use as a relay.
         """
         self._downloads = transfers.attached
@@ -240,7 +240,7 @@ class Inbound:
             self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
-            level = logging.WARNING if is_member else logging.DEBUG  # a stranger must not fill it
+            level = logging.WARNING if is_member else logging.DEBUG  # strangers must not fill logs
             logger.log(level, "from=%s refused=%s: %s", source[-6:], error.reason, error)
         except TimeoutError:
             self.refused["late_attachments"] += 1
@@ -272,10 +272,10 @@ class Inbound:
     async def _open_of_stranger(
         self, source: PeerId, payload: bytes, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """Opens a stranger's message, if it may send that; its blobs never enter the peer's store.
+        """Opens a message that a stranger may send; its blobs never enter the peer's store.
 
         Raises:
-            HostileInput: it may not, it costs too much, or it proves nothing.
+            HostileInput: a stranger may not send it, it costs too much, or its proof is wrong.
         """
         claim = await _require_claim(payload, Standing.STRANGER, costs)
         if claim.kind == "commit":
@@ -309,17 +309,17 @@ async def open_message(
     costs: Costs | None = None,
     me: PeerId = "",
 ) -> tuple[messages.Header, messages.Message]:
-    """Fetches the blobs that a message names, then those that these name, and decodes it.
+    """Decodes a message, once its blobs and the blobs that those name are fetched.
 
-    The sender is asked first, then peers that hold the blob by this message or have `shown` it. One
-    uplink should not have to carry a manifest to everybody. The offers of a large roster are
-    requested from their makers, since 256 peers would get 2 GB in all from the convener alone. For
-    `RELAYED_S`, a proposal that names relays is requested only from them, except by the relays
-    themselves (blob relays).
+    The sender is asked first, then peers that hold the blob according to the message or whose
+    messages have `shown` it. One uplink should not have to carry a manifest to everybody. The
+    offers of a large roster are requested from their makers first, since 256 peers would get 2 GB
+    in all from the convener alone. If a proposal names relays, its blobs are requested only from
+    these for `RELAYED_S`, except by the relays themselves (blob relays).
 
     Raises:
-        BadMessage: it does not fit the schema.
-        TooCostly: its sender has caused too many fetches already; without `costs` there is no
+        BadMessage: the message does not fit the schema.
+        TooCostly: the sender has caused too many fetches already; without `costs` there is no
             limit.
     """
     costs = costs or Costs(source, Ledger())
@@ -337,7 +337,7 @@ async def open_message(
             if bare.relays and me not in bare.relays:
                 wants = [_relayed(want, in_turn(bare.relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
-        # Not copied: 255 peers that wait for their turn may show one manifest.
+        # Not copied: 255 messages that wait for their turn may name one manifest.
         blobs.update({digest: store.get(digest) or b"" for digest, _ in wanted})
 
     await bring(bare.attachments)

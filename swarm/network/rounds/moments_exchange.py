@@ -40,7 +40,7 @@ class MomentsClient:
         self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
 
     async def fetch(self, moments: handover.Moments, giver: PeerId) -> bool:
-        """Fetches a blob, checked and pinned once; returns whether it is here."""
+        """Fetches and checks a blob of moments and pins it once; returns whether it is here."""
         layout = handover.layout_of_size(self._layout, moments.expert, moments.num_bytes)
         if layout is None:
             self._node.traffic.refuse("moments_size")
@@ -57,7 +57,7 @@ class MomentsClient:
         return False
 
     async def _download(self, moments: handover.Moments, layout: UnitLayout, giver: PeerId) -> bool:
-        """Fetches a blob; gives up when it is refused, late, or has failed three times."""
+        """Fetches a blob; gives up when the blob is refused or late, or three attempts failed."""
         loop = asyncio.get_running_loop()
         is_hopeless = asyncio.Event()
         failures = 0
@@ -104,7 +104,7 @@ class MomentsClient:
 
         Args:
             peer: an earlier owner.
-            settled: its blobs that are here by now, or no longer needed.
+            settled: blobs of that owner that are here by now, or no longer needed.
         """
         payload = self.prefix + handover.encode_question(settled)
         try:
@@ -166,9 +166,9 @@ class MomentsExchange:
     def give(
         self, expert: int, number: int, content: Content, peers: Sequence[PeerId]
     ) -> handover.Moments:
-        """Offers this peer's moments of an expert, as of a round, to these peers.
+        """Offers this peer's moments of an expert, as of round `number`, to these peers.
 
-        Only a piece of them is in memory at a time.
+        Only a piece of the moments is in memory at a time.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -188,7 +188,7 @@ class MomentsExchange:
 
     @property
     def given(self) -> Collection[int]:
-        """Experts whose moments all their new owners have."""
+        """Experts whose moments have reached all new owners."""
         with self._lock:
             return frozenset(self._giving.taken)
 
@@ -198,10 +198,11 @@ class MomentsExchange:
             return self._giving.holds(digest)
 
     def take_up(self, experts: Iterable[int], previous: Manifest, manifest: Manifest) -> None:
-        """Searches for the moments of experts that are this peer's from `manifest` on.
+        """Searches for the moments of experts that this peer owns from `manifest` on.
 
-        An `Arrival` comes for each expert that stays this peer's. The longest wait is `PATIENCE_S`
-        without a gift from earlier owners, plus one `transfer_limit_s` for each blob that comes.
+        An `Arrival` comes for each expert that this peer still owns then. The longest wait is
+        `PATIENCE_S` in which no earlier owner offers moments, plus one `transfer_limit_s` for each
+        blob that comes.
         """
         self._node.loop.call_soon_threadsafe(self._take_up, tuple(experts), previous, manifest)
 
@@ -217,10 +218,10 @@ class MomentsExchange:
     # ------------------------------------------------ giving
 
     async def answer(self, source: PeerId, payload: bytes) -> bytes | None:
-        """The answer to a question of another peer; None if it is no question about moments.
+        """The answer to another peer's question; None if the question is not about moments.
 
         Raises:
-            BadMessage: it is one, and does not fit the schema.
+            BadMessage: the question is about moments, but does not fit the schema.
         """
         if not payload.startswith(self._client.prefix):
             return None
@@ -246,7 +247,7 @@ class MomentsExchange:
             self._is_looking = True
 
     async def _look(self) -> None:
-        """Repeats its questions while any search is open."""
+        """Asks the earlier owners again and again while any search is open."""
         while self._taking.is_looking:
             answers = await self._client.ask_all(self._taking.whom_to_ask())
             for choice in self._taking.choose(answers, time.monotonic()):

@@ -1,4 +1,4 @@
-"""Outgoing messages: the blobs that they name are put where their receivers can fetch them."""
+"""Encodes outgoing messages, and stores the blobs that they name for their receivers to fetch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HELD_S = 30.0
 """How long the blobs of a message are kept for its receivers, which drop the message after 20 s.
 Otherwise the next collection would remove, say, a certificate, which is in no manifest."""
 KEPT = 256
-"""Limit of known blobs of messages, and of kept ones."""
+"""Limit of remembered blobs of messages, and of blobs kept for receivers."""
 REPEATED = 4
-"""Messages whose bytes are kept: a convener sends the same one or two to all members."""
+"""Number of messages whose bytes are kept, since a convener sends one or two to all members."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Outbound:
         self._sent: deque[Digest] = deque(maxlen=KEPT)
         """Offers, manifests and certificates."""
         self._held: OrderedDict[Digest, float] = OrderedDict()
-        """The latest of them, with the time of their last message; the oldest is first."""
+        """The pinned blobs, each with the time of the last message that named it; oldest first."""
         self._encoded: deque[_Encoded] = deque(maxlen=REPEATED)
         self._experts = frozenset[Digest]()
 
@@ -49,7 +49,7 @@ class Outbound:
         self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
 
     def may_wait(self, digest: Digest) -> bool:
-        """Whether a blob is an expert that this peer offers: other blobs, for means, go first."""
+        """Whether a blob is an expert that this peer offers: blobs for means are sent first."""
         return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:
@@ -63,7 +63,7 @@ class Outbound:
         """
         self._release()
         for known in self._encoded:
-            # The very same object, so that nothing has to be compared.
+            # Compared by identity, since a comparison of contents would take long.
             if known.header is header and known.message is message and self._has(known.digests):
                 self._hold(known.digests)
                 return known.payload

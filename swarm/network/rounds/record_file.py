@@ -1,6 +1,6 @@
 """The protocol's record on disk: one small file, replaced atomically, and its chain of heads.
 
-The chain has one link a line, appended before the record that ends with it.
+The chain file has one link a line. A link is appended before the record whose tip it leads to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kept:
 
     Attributes:
         links: all intact links, in the order of writing.
-        torn: digests of links behind a damaged line.
+        torn: digests of the heads whose line directly follows a damaged one.
         has_beginning: whether the first line is intact.
         has_end: whether the last line is intact.
     """
@@ -58,7 +58,7 @@ class ChainFile:
     _replacing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def append(self, links: Sequence[Link]) -> None:
-        """Makes links durable, after those in the file."""
+        """Appends links to the file, durably."""
         if links:
             with self._writing:
                 lines = b"".join(map(_line, links))
@@ -67,15 +67,15 @@ class ChainFile:
     def rewrite(self, links: Callable[[], Sequence[Link]]) -> None:
         """Replaces the links in the file, durably.
 
-        Links that are appended during the write stay behind the new ones. An append waits only
+        Links that are appended during the write are kept, after the new ones. An append waits only
         while the file is replaced.
 
         Args:
-            links: called once, while nothing is appended; it must account for all links in the
-                file.
+            links: returns the new links; called once, while nothing is appended. The result must
+                account for all links in the file.
 
         Raises:
-            OSError: the disk refused to write. Links that cannot be read are replaced.
+            OSError: the disk refused to write. A file that cannot be read is replaced all the same.
         """
         with self._replacing:
             reforms, new = self.read(holding=REFORM), durable.beside(self.path)
@@ -117,14 +117,14 @@ class ChainFile:
                 continue
             if is_torn:
                 has_beginning = has_beginning and bool(links)
-                link = replace(link, alike=False)  # like a link that is not here
+                link = replace(link, alike=False)  # the line before it is lost
                 torn.add(link.head.digest)
             links.append(link)
             is_torn = False
         return Kept(tuple(links), frozenset(torn), has_beginning and bool(links), not is_torn)
 
     def _read(self, holding: bytes) -> Iterator[Link | None]:
-        """The links; None for a damaged line, or for the rest if it cannot be read."""
+        """The links; None for a damaged line, or for the rest of a file that cannot be read on."""
         if not self.path.exists():
             return
         try:
@@ -161,12 +161,12 @@ _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def with_digest(body: bytes) -> bytes:
-    """The bytes of a file that can tell whether it was torn or changed."""
+    """The bytes of a file that begins with the digest of its body, to show damage later."""
     return blake3(body).hexdigest().encode() + b"\n" + body
 
 
 def without_digest(content: bytes) -> bytes | None:
-    """The body of such a file; None if it was torn or changed."""
+    """The body of a file made by `with_digest`; None if the file was torn or changed."""
     digest, _, body = content.partition(b"\n")
     return body if blake3(body).hexdigest().encode() == digest else None
 
@@ -196,8 +196,9 @@ class RecordFile:
         self.chain.append(links)
         content = with_digest(encode_record(record))
         if self._is_lost():
-            # The damaged record must not become the predecessor, and the older one must not stay:
-            # its peer may have voted since at more heights than it would abstain from [P5].
+            # The damaged record must not become the previous one. The older record must not stay
+            # either: after it, the peer may have voted at more heights than it would abstain from
+            # [P5].
             durable.write_file(self.previous, content)
             durable.write_file(self.path, content)
         else:
@@ -261,9 +262,9 @@ class RecordFile:
         return chain
 
     def read_earlier(self) -> Record | None:
-        """The record before the newest, if the newest's state is lost; None if there is none.
+        """The record before the newest, for a peer whose newest state is lost; None without one.
 
-        Its votes are forgotten: they were for values that are lost.
+        The votes in the record are forgotten: they were for values that are lost.
         """
         try:
             record = _read(self.previous)

@@ -1,7 +1,7 @@
 """Computations of a peer for a round: means of values, means of deltas, and values from deltas.
 
-Means of deltas leave a remainder, a blob in the store while it is valid (how long:
-`swarm.protocol.exchange.deltas`). Remainders are not durable.
+A mean of deltas leaves a remainder, a blob that stays in the store while it is valid (for how long:
+see `swarm.protocol.exchange.deltas`). Remainders are not durable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]
-"""The merged experts of a due tip, computed on demand from its agreed values."""
+"""The merged experts of a tip whose merge is due, computed on demand from its agreed values."""
 OpenValue = Callable[[int], Draft]
 """Opens a draft of this many bytes."""
 
@@ -32,7 +32,7 @@ class Mean:
     """The result of a `Reduce`.
 
     Attributes:
-        result: for the round machine; its blobs stay pinned in the store until the machine knows.
+        result: for the round machine; its blobs stay pinned until the machine knows of them.
         left: the remainder of a mean of deltas, a blob that is pinned until it is released.
     """
 
@@ -41,7 +41,7 @@ class Mean:
 
 
 class LeftOver:
-    """Remainders of means of deltas made here, kept for the next ones; in the node's loop."""
+    """Remainders of this peer's means of deltas, kept for later means; used in the node's loop."""
 
     def __init__(self, store: BlobStore, tip: Manifest, rules: Rules) -> None:
         """See `Remainders`; the remainder of a unit due once a cycle is valid for some cycles."""
@@ -50,11 +50,11 @@ class LeftOver:
         self._pinned = set[Digest]()
 
     def of(self, effect: Reduce) -> Digest | None:
-        """The remainder to add to a mean."""
+        """The remainder to add to this mean, if there is a valid one."""
         return self._remainders.of(effect.unit) if effect.base else None
 
     def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
-        """Notes a mean of deltas that was made after this tip."""
+        """Notes a mean of deltas that was made for the round after this tip."""
         if mean.left is None or mean.result.delta is None:
             return
         self._remainders.found(tip.digest, unit, mean.result.delta, mean.left)
@@ -70,7 +70,7 @@ class LeftOver:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Pins valid remainders only; each came with one pin."""
+        """Unpins remainders that are no longer valid; each came with one pin."""
         good = {left for _, left in self._remainders.items()}
         self._store.unpin(self._pinned - good)
         self._pinned &= good
@@ -91,7 +91,8 @@ class Reductions:
         Args:
             store: of the peer.
             layout: of the run.
-            open_value: opens a draft for a value; the round machine gets an event at its end.
+            open_value: opens a draft for a value; the round machine gets an event when the draft
+                is finished.
             is_stored: reports a blob that is pinned for the machine.
         """
         self.store, self.layout = store, layout

@@ -50,7 +50,7 @@ class RoundObserver:
         """Rounds begin now, on this round machine with this record file."""
 
     def before_event(self, event: events.Event) -> None:
-        """The machine handles an event next; in the node's loop."""
+        """Called in the node's loop just before the machine handles an event."""
 
     async def carry_out(self, effect: events.Effect, act: CarryOut) -> None:
         """Carries out an effect by calling `act`, in the node's loop; may wait first.
@@ -60,7 +60,7 @@ class RoundObserver:
         await act(effect)
 
     def before_offer(self) -> None:
-        """The private state is durable, and nothing was offered; in the trainer's thread."""
+        """The private state is durable, and its offer is not sent yet; in the trainer's thread."""
 
     def before_leave(self) -> None:
         """This peer was asked to leave, and no other peer knows yet; in the trainer's thread."""
@@ -72,7 +72,7 @@ UNWATCHED = RoundObserver()
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (events.Topic.TAKEOVER, events.Topic.FORK, events.Topic.ADMISSION)
-"""Rare topics that explain a long round to people."""
+"""Rare topics that explain a long round to people, and so are logged at a higher level."""
 
 
 class RoundDriver:
@@ -151,7 +151,7 @@ class RoundDriver:
         self._send_in(events.Unobtainable(digest, self.node.peer_id, why))
 
     def open_value(self, num_bytes: int) -> Draft:
-        """Opens a draft for a value in pieces; its end is reported to the machine."""
+        """Opens a draft for a value in pieces; the machine is informed when it is finished."""
         return self.store.draft(num_bytes, self._has)
 
     def _has(self, digest: Digest) -> None:
@@ -221,7 +221,7 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        """Starts the actor and its ticks, unsupervised: a failure may leave work half done."""
+        """Starts the actor and its ticks; a failure, which may leave work half done, ends both."""
         try:
             self._actor.spawn(self._run())
             self._actor.spawn(self._tick())
@@ -244,9 +244,8 @@ class RoundDriver:
             event = await self._inbox.get()
             self.observer.before_event(event)
             effects = self.machine.handle(event, passed_s())
-            if isinstance(
-                event, events.Stored
-            ):  # from now on the machine decides when it is dropped
+            if isinstance(event, events.Stored):
+                # From now on the machine decides when the blob is dropped.
                 self.store.unpin([event.digest])
             await self._carry_out(effects)
 
@@ -403,5 +402,5 @@ class RoundDriver:
     }
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
-        """A peer asks for a blob; for strangers all blobs of its manifest are leased [GC]."""
+        """A peer asks for a blob; for a stranger all blobs of the same manifest are leased [GC]."""
         disk_work.lease_to_stranger(self.store, self.machine.record, peer, digest, time.monotonic())

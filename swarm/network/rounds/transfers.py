@@ -30,10 +30,10 @@ class Transfers:
 
     Attributes:
         downloads: fetch into the peer's own store.
-        experts: fetches experts there, on separate streams: on shared ones, values for means would
-            wait behind experts, which may yield to them.
-        attached: fetches blobs named by messages there, on separate streams, so that these do not
-            wait for values requested before.
+        experts: fetches experts into the same store, on separate streams: on shared streams, values
+            for means would wait behind experts, which are less urgent.
+        attached: fetches blobs that messages name into the same store, on separate streams, so that
+            these blobs do not wait for values requested earlier.
         aside: fetches into memory, for messages of strangers.
         pace: the measured speed of fetches.
     """
@@ -97,7 +97,7 @@ class Transfers:
         self, effect: Fetch, units: dict[Digest, BlobWanted], pinned: set[Digest]
     ) -> None:
         def stored(digest: Digest) -> None:
-            if digest in pinned:  # not if a failed attempt has reported it
+            if digest in pinned:  # false if an earlier, failed attempt has reported it
                 pinned.discard(digest)  # the event now holds the pin
                 self._deliver(Stored(digest))
 
@@ -137,7 +137,7 @@ class Transfers:
             await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
-        """Leaves out updates that are already here, for another reason, and are refused.
+        """Leaves out updates that came here for another reason and fail their check.
 
         Policy: update bounds.
         """

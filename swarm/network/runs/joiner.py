@@ -39,7 +39,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 logger = logging.getLogger(__name__)
 
 STUCK_S = 10.0
-"""After this long without progress, a state may have been collected everywhere."""
+"""After this long without progress, a state's blobs may have been collected everywhere."""
 LONGEST_REST_S = 60.0
 """Longest pause between two attempts: each asks a peer for a proof, which may cost it seconds."""
 
@@ -91,7 +91,7 @@ async def fetch_newest_state(
     Args:
         node: its peers are asked.
         store: gets the blobs.
-        downloads: fetches into it.
+        downloads: fetches into this store.
         layout: sizes that the values must have.
         run: as announced.
         shown: with the tip to begin with.
@@ -145,7 +145,7 @@ async def _newer_than(tip: Manifest, asking: Awaitable[Shown]) -> Shown | None:
 
 
 def _attempts_for(store: BlobStore, tip: Manifest, now_s: float) -> FetchAttempts:
-    """The attempts to fetch a tip, before the first; fetching may take days."""
+    """The count of attempts to fetch a tip, before the first one; a fetch may take days."""
     return FetchAttempts.begun(
         now_s, _bytes_here(store, tip), whole_s=math.inf, longest_rest_s=LONGEST_REST_S
     )
@@ -284,7 +284,7 @@ def _rotated(sources: Sequence[PeerId], by: int) -> tuple[PeerId, ...]:
 
 
 class PeerDiscovery:
-    """Reads presence keys for one peer: first all, then one after the other from a random one."""
+    """Reads presence keys for one peer: first all, then one by one, beginning at a random key."""
 
     def __init__(self, node: Node, run: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads nothing yet.

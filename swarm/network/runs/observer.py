@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 GRACE_S = 1.0
 """An observer waits less for a newer tip than a joiner, because an observer looks again."""
 RENEW_S = records.EVENT_TTL_S / 3
-"""Interval of repeating scores; they outlive two failed attempts."""
+"""Interval at which scores are published again; they outlive two failed attempts."""
 
 
 @dataclass(frozen=True)

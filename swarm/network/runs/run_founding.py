@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 FOUNDER_SILENT_S = 60.0
 """A gathering run whose founder is not announced for this long will not begin."""
 SAY_AGAIN_S = 60.0
-"""Interval at which an uncounted peer logs that."""
+"""Interval at which a peer logs that the founder does not count it."""
 NOT_COUNTED = (
     "the run gathers {} peers and counts only those with its founder's invitation, which this peer "
     "lacks: start this peer with the founder's whole line, --invitation included, or wait until "
     "the run has begun"
 )
-"""Logged by a peer without the invitation, and in its record."""
+"""A peer without the invitation logs this and puts it into its record."""
 
 
 def founding_manifest(
@@ -54,7 +54,7 @@ def founding_manifest(
         layout: units of the run.
         initial: digest and size of every unit's initial value.
         present: capacity of each member.
-        rooms: experts that fit the machine of each member; all of them where none is given.
+        rooms: number of experts that fit each member's machine; all fit where no number is given.
     """
     members = {
         peer: manifest.Member(0, present[peer], room=rooms.get(peer, manifest.ALL_EXPERTS))
@@ -150,7 +150,7 @@ async def await_founding(
     gathering: RunRecord,
     mine: Callable[[], PeerRecord],
 ) -> Announced:
-    """Waits in a gathering run until its founder announces manifest 0, and returns that.
+    """Waits in a gathering run for the founder's announcement of manifest 0, and returns it.
 
     A founder that was killed and restarted gathers under another name, and this peer follows it.
     A peer that the founder does not count says why in its record, and in its log once a minute.

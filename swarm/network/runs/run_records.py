@@ -26,8 +26,8 @@ Answer = TypeVar("Answer")
 async def heard(call: Awaitable[Answer], otherwise: Answer) -> Answer:
     """The DHT's answer, or a default if it does not answer or the daemon is dead.
 
-    It is for callers that ask again, or can do without an answer. Liars, or nodes that do not
-    answer, may be the nearest to a key, and must not end anything.
+    It is for callers that ask again, or can do without an answer. The nodes nearest to a key may
+    lie or not answer, which must not end anything.
 
     Args:
         call: such as `publish` or `fetch_records`.
@@ -44,7 +44,7 @@ async def publish(node: Node, key: str, record: records.DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the previous one; see `Node.store`.
 
     Raises:
-        BadRecord: every reader would refuse it, and only log that on its own machine.
+        BadRecord: every reader would refuse the record, and its writer would not learn of that.
         NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
@@ -102,7 +102,7 @@ def _decoded(kind: type[records.AnyRecord], value: bytes, peer: str) -> records.
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HELD_OUT_BYTES = 8 * 1_000_000
-"""The largest text as tokens of 4 bytes; some normalizers make it longer."""
+"""The largest held-out text, as tokens of 4 bytes; some normalizers make a text longer."""
 MAX_TOKENIZER_BYTES = 64 * 2**20
 """The largest tokenizer in wide use, that of Gemma 3, has 33 MB."""
 

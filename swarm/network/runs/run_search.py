@@ -55,7 +55,8 @@ def is_forestalled(
         fingerprint: of the run that it prepares.
         preparing: peers at its given addresses that prepare a run too, with its fingerprint.
         announced: fingerprints of the runs that peers there are in.
-        is_beside: whether the run may coexist with others, so that only equal ones count.
+        is_beside: whether the run may coexist with others, so that only runs with its fingerprint
+            count.
     """
     there = {of for peer, of in preparing.items() if peer < me}.union(announced)
     return fingerprint in there if is_beside else bool(there)
@@ -66,7 +67,7 @@ RUN_QUESTION = b"run"
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
-"""How long only the answers of directly asked peers are awaited."""
+"""How long the search waits only for the answers of the peers that it asked directly."""
 OPEN_S = 20.0
 """Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
@@ -91,7 +92,8 @@ class Opened:
     """A run whose announcement proved true.
 
     Attributes:
-        announced: bound by the run id and manifest 0; while it gathers, only the founder's word.
+        announced: bound by the run id and manifest 0; only the founder's word while the run
+            gathers peers.
         run: its configuration.
         founding: manifest 0; None while its founder gathers peers.
     """
@@ -130,7 +132,7 @@ async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
 
 
 async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answers:
-    """The answers of these peers once any of them has one; empty if none has in time.
+    """The answers of these peers once any of them names a run; empty if none does so in time.
 
     Args:
         node: keeps connecting to its given addresses.
@@ -169,7 +171,7 @@ async def announced_runs(node: Node) -> list[Announced]:
 
 
 def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
-    """Equal announcements together, without those whose record alone proves them false."""
+    """Groups equal announcements, and drops those whose record alone proves them false."""
     publishers: dict[RunRecord, list[PeerId]] = {}
     for peer, record in sorted(records.items()):
         try:
@@ -220,13 +222,13 @@ async def find_run(
         downloads: fetches manifest 0 and the configuration.
         fingerprint: of the wanted configuration, if one is known.
         wanted: run id that was asked for, or that this peer was in.
-        preferred: the run to take if several have one configuration.
+        preferred: the run to take if several have the same configuration.
         deadline_s: how long to search; a run that is found by then is still opened.
         look_on: called after the deadline; returns how many more seconds to search.
 
     Raises:
-        RunMismatch: several runs are announced and none was named, or only others than the named
-            one.
+        RunMismatch: several runs are announced and none was named, or one was named and only others
+            are announced.
         NobodyReachable: a peer at a given address is in the run, and its run cannot be opened.
     """
     begin_s = time.monotonic()
@@ -320,7 +322,7 @@ async def _open_each(
 async def _open_first(
     node: Node, downloads: Downloads, candidates: Sequence[Announced]
 ) -> Opened | None:
-    """The first candidate that proves true; each gets a moment before the next one is tried."""
+    """The first candidate that proves true; each gets some time before the next one is tried."""
     waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
     try:
         while waiting or running:
@@ -359,7 +361,7 @@ async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: flo
     """Fetches the blobs that an announcement names, and checks them against it.
 
     Args:
-        announced: its run id must bind it, unless it gathers.
+        announced: an announcement that its run id binds, unless the run still gathers peers.
         downloads: fetches from its publishers.
         timeout_s: for each of manifest 0 and the configuration, which are fetched together.
 

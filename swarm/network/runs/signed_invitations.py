@@ -37,11 +37,11 @@ def invite(
         identity: the inviter's.
         run: id of the run.
         uses: how many peers may join with it.
-        last_round: of the manifests in which it may admit somebody.
-        invites: how many peers each of them may invite.
+        last_round: the last round whose manifest may admit a peer with it.
+        invites: how many peers each peer that joins with it may invite.
         guest: the one peer that it is for, known by its key; None for any peer that gets it.
         secret: private key of the invitation in hex digits; None for a new one.
-        weight: the trust in each of them, as a number of ordinary members' work.
+        weight: the trust in each peer that joins with it, as a number of ordinary members' work.
     """
     if guest:
         secret, key = "", guest

@@ -53,8 +53,8 @@ class Trust:
 
     Attributes:
         begin: head from which others must prove their tip.
-        chain: of a peer that has a tip of its own. Others may have dropped its head, and prove
-            their tip from its position (chain pruning).
+        chain: of a peer that has a tip of its own. Others may have dropped that tip's head, and
+            then prove their tip from its position (chain pruning).
         is_new: whether the peer has no tip of its own, see `swarm.protocol.chain.trust`.
     """
 
@@ -140,7 +140,7 @@ async def newest_tip(
 async def first_and_soon(
     questions: Sequence[Awaitable[Answer]], is_good: Callable[[Answer], bool], grace_s: float
 ) -> list[Answer]:
-    """The answers until some time after the first good one; the others are cancelled.
+    """The answers up to `grace_s` after the first good one; the other questions are cancelled.
 
     Args:
         questions: all asked at once.
@@ -199,7 +199,7 @@ async def _ask_tip(
 def _proved_tip(
     header: Header, message: Message, peer: PeerId, run: RunRecord, trust: Trust
 ) -> Shown:
-    """The tip that a COMMIT proves. Signatures are verified only if it could be a tip with them."""
+    """The tip that a COMMIT proves; signatures are verified if all else about it is right."""
     _checked_tip(message, run, trust)
     return _checked_tip(verified(header, message, peer, run.run), run, trust)
 

@@ -19,7 +19,7 @@ RECENT_S = 14 * 86_400.0
 """A peer that answered within this time is tried as often as one that has just left. So a peer that
 was off for a week returns, although all others seem to have been silent for as long."""
 ALONE_EVERY_S = 2.0
-"""Interval while the routing table is empty: peers that were all killed start one by one."""
+"""Interval of tries with an empty routing table: peers that were all killed start one by one."""
 MISSING_EVERY_S = 30.0
 CONNECTED_EVERY_S = 60.0
 LONGEST_S = 600.0
@@ -40,7 +40,7 @@ class Entry:
         address: to try.
         answered_at: see `Remembered`.
         is_given: whether a person named it, so that it is never forgotten.
-        failures: tries since a peer last answered.
+        failures: failed tries since a peer last answered.
         tried_s: time of the last try, by a clock of this process; None if there was none.
     """
 
@@ -101,7 +101,7 @@ def introductions(
 
 
 def _every_s(entry: Entry, is_missing: bool, is_alone: bool, wall: float) -> float:
-    """Interval between tries; they never end, since the other half may return at any time."""
+    """Interval between tries, which never end: a cut-off half may return at any time."""
     if is_alone:
         return ALONE_EVERY_S
     if not is_missing:
@@ -128,11 +128,11 @@ class AddressBook:
         self._entries: dict[Address, Entry] = {}
 
     def add(self, texts: Iterable[str], *, are_given: bool = False) -> None:
-        """Adds addresses, without malformed ones and one's own; the worst are dropped for room."""
+        """Adds addresses, except malformed ones and this peer's own; drops the worst for room."""
         self.recall((Remembered(text) for text in texts), are_given=are_given)
 
     def recall(self, remembered: Iterable[Remembered], *, are_given: bool = False) -> None:
-        """Adds addresses with what is known of them from before."""
+        """Adds addresses, each with the time of its last answer."""
         for text, answered_at in remembered:
             try:
                 address = Address.parse(text)

@@ -52,7 +52,7 @@ def peer_of(peer_id: str) -> PeerID:
 
 
 async def seen_at(p2p: P2P, peer_id: str) -> str:
-    """Transport address that a connected peer has here; "" if it is not connected."""
+    """Transport address at which this peer sees a connected peer; "" if not connected."""
     peers = await p2p.list_peers()
     found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
     return next(found, "")
@@ -91,7 +91,7 @@ class Control:
         answer: Callable[[str, bytes], Any],
         cost: Cost = Cost.MESSAGES,
     ) -> None:
-        """Lets `answer(source, payload)` answer the calls of this name, at most 1 MB each.
+        """Lets `answer(source, payload)` answer the calls of this name, with at most 1 MB each.
 
         A call that its sender cannot pay for is refused before it is read.
         """
@@ -119,7 +119,7 @@ class Control:
         self.ledger.take(source, cost, 1, time.monotonic())
 
     def locate(self, p2p: P2P, source: str) -> None:
-        """Starts a lookup of connected peers' networks, if this peer's is not known."""
+        """Starts a lookup of all connected peers' networks if the source's network is not known."""
         now_s = time.monotonic()
         if self.ledger.is_located(source):
             return

@@ -142,7 +142,7 @@ def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ..
 
 
 def hosts_of(network: NetworkSection) -> tuple[str, ...]:
-    """The hosts of the listening addresses that are numbers, not names."""
+    """The hosts in the listening addresses, without those given by name."""
     parts = [text.split("/") for text in network.host_maddrs]
     return tuple(host for _, protocol, host, *_ in parts if protocol in ("ip4", "ip6"))
 
@@ -328,9 +328,9 @@ async def _create(line: LineBytes, **options: Any) -> P2P:
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
     """hivemind's unanswered calls, limited to those that still wait for an answer.
 
-    If an answer arrives in the same turn of the loop as its call's timeout, it would raise in the
-    task that reads all answers. This node would never receive an answer again (measured, after a
-    pause of the process).
+    Otherwise an answer that arrives in the same turn of the loop as its call's timeout would raise
+    in the task that reads all answers. This node would never receive an answer again (measured,
+    after a pause of the process).
     """
 
     def __contains__(self, call_id: object) -> bool:

@@ -40,7 +40,7 @@ _LOW_ORDER = frozenset(
         55188659117513257062467267217118295137698188065244968500265048394206261417927,
     }
 )
-"""The y of the eight points of low order: under such a key anybody can sign anything."""
+"""The y coordinates of the eight points of low order: anybody can sign under such a key."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from swarm.errors import TooCostly
 from swarm.protocol.values.manifest import PeerId
 
 STRANGERS_SHARE = 1 / 4
-"""Of everything that is shared; the rest is reserved for members of the current tip."""
+"""The strangers' part of each shared limit; the rest is reserved for members of the current tip."""
 PREFIX_SHARE = 1 / 2
 """The part of the strangers' share for one /24 of IPv4 or /48 of IPv6, the smallest networks that
 are assigned as a whole. It is a half, since many honest peers may be behind one address."""
@@ -35,7 +35,7 @@ class Cost(StrEnum):
     SECONDS = "seconds"  # processor time for parsing and decoding
     PENDING = "pending"  # messages in progress
     STREAMS = "streams"  # streams being served
-    ASKS = "asks"  # requests on them, whether or not the blob is here
+    ASKS = "asks"  # requests on served streams, whether or not the blob is here
     OPENING = "opening"  # streams relayed to this peer without an envelope so far
     ADMITTING = "admitting"  # direct connections of peers not yet known
     FORWARDS = "forwards"  # messages being relayed for others
@@ -48,13 +48,13 @@ class Cost(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """An amount, and how much of it returns per second; 0: only when it is given back."""
+    """An amount, and how much of it returns per second; with 0, it returns only if given back."""
 
     most: float
     per_s: float = 0.0
 
     def part(self, share: float) -> Rate:
-        """A share of both."""
+        """A share of the amount and of its return per second."""
         return Rate(self.most * share, self.per_s * share)
 
 
@@ -72,7 +72,7 @@ LIMITS: Mapping[Cost, Limit] = {
     # 1,024 members that each answer a poll of 1.5 s send 683 a second to a convener. A stranger
     # that joins sends a READY and some HELLOs in 3 s, and a burst of questions before.
     Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
-    # A relay carries the messages of many, and each is charged to its origin when it is opened.
+    # A relay carries messages of many peers; each message is charged to its origin when opened.
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
     # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
@@ -95,8 +95,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
-    # More at once would only measure each other. An honest peer makes one, and the previous one may
-    # not have ended here. Peers that gather for a run in one network are strangers to each other.
+    # More at once would only measure each other. An honest peer makes one measurement at a time,
+    # and its previous one may not have ended here. Peers that gather for a run in one network are
+    # strangers to each other.
     Cost.MEASURING: Limit(Rate(16), Rate(4), Rate(2)),
     # One measurement moves 8 MiB, one per direction. A starting peer asks three peers to dial it.
     Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
@@ -108,7 +109,8 @@ LIMITS: Mapping[Cost, Limit] = {
 }
 
 Account = tuple[Cost, str, str]
-"""Cost; owner: `member`, `trainees`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
+"""The cost, the kind of owner (`member`, `trainees`, `members`, `stranger`, `prefix` or
+`strangers`), and the owner's name."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ class Ledger:
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
         """Takes an amount out of all of a peer's accounts, or out of none.
 
-        More than an account can ever hold is taken from a full one, which is then in debt: an
-        honest peer must not wait forever.
+        A full account gives even more than it can hold, and is then in debt: an honest peer must
+        not wait forever.
 
         Args:
             peer: to charge.
@@ -250,7 +252,7 @@ class Ledger:
         if self.is_member(peer):
             together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
             return ((cost, "member", peer), *together, (cost, "members", ""))
-        # Strangers of unknown network share one: before they are located, or through a relay.
+        # Strangers whose network is not known share one: if not yet located, or behind a relay.
         network = (cost, "prefix", self.network_of(peer))
         return ((cost, "stranger", peer), network, (cost, "strangers", ""))
 
@@ -274,7 +276,7 @@ class Ledger:
         self._forget(now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Drops accounts that are full again, and the oldest, but none with an amount taken out."""
+        """Drops accounts that are full again, then the oldest, but none that waits for a return."""
         if len(self._balances) <= MAX_KNOWN:
             return
         kept = MAX_KNOWN * 3 // 4  # many at once, since it looks at all of them
@@ -334,7 +336,7 @@ class Costs:
 
         Args:
             source: the peer to charge.
-            ledger: its account.
+            ledger: has the accounts of this peer.
             turn: a lock shared by messages, so that other threads work on one message at a time. If
                 many peers show equal content, the first message computes it and is charged for it;
                 the next ones find it known.

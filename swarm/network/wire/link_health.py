@@ -1,6 +1,6 @@
 """Health of the links to other peers: which do not answer, and how long answers take.
 
-Nothing is sent for it: it observes the control messages that are sent anyway.
+Nothing is sent for this: it is seen from the control messages that are sent anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swarm.protocol.records.records import MAX_UNREACHED, Silence
 from swarm.protocol.timing.pace import DAY_S, Dated, Recent
 
 LOST_IN_A_ROW = 2
-"""A single message may be lost on any link."""
+"""A link is cut after so many lost messages in a row; a single one may be lost on any link."""
 SILENT_S = 6.0
 """If a message waits for this long, and nothing arrived from its receiver since it was sent, the
 link is cut. An answer on a working link takes less than the 5 s that are left for it."""
@@ -29,8 +29,8 @@ FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for this long no longer counts."""
 KEPT = 16
 MAX_LINES = 4096
-"""Limit without those with a message in progress; about 1 kB each. Strangers make at most 256 new
-ones a second, and members are sent to every few seconds, so members' entries stay."""
+"""Limit of peers, not counting those with a message in progress; about 1 kB each. At most 256 new
+strangers come in a second, and members get messages every few seconds, so members' entries stay."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ ALIKE = 1.5
 SETTLED_S = 3600.0
 """Rates seen before the last two tests, and longer ago than this, no longer count."""
 MAX_FULL = 16
-"""Limit of receivers towards which the uplink was recently full."""
+"""Limit of the receivers for which a rate of the full uplink is kept."""
 BEFORE = "before"
 """Stands for the earlier reading of a receiver that was measured twice."""
 
@@ -92,7 +92,7 @@ class LinkHealth:
 
     @property
     def tested_mbit(self) -> float | None:
-        """The same; before the first test, the rate from an earlier start of this peer."""
+        """`up_mbit`; before the first test, the rate from an earlier start of this peer."""
         return self.up_mbit or next(iter(self._recalled.of_late(self._clock())), None)
 
     @property
@@ -112,7 +112,7 @@ class LinkHealth:
 
     @property
     def settled_s(self) -> float:
-        """Rates seen before this time are not confirmed by tests; -inf if all count."""
+        """Rates seen before this time no longer count, as no test confirms them; -inf if all do."""
         if len(self._tests.newest) < 2:
             return -math.inf
         return min(self._tests.newest[-2].at_s, self._clock() - SETTLED_S)
@@ -141,12 +141,12 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """Without other receivers, lets its earlier reading agree with its next one."""
+        """Lets the next reading of a receiver without others agree with its earlier one."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 
     def forget_full(self) -> None:
-        """Two readings have agreed; the next time, two new ones have to."""
+        """Forgets all readings once two have agreed: next time two new ones have to agree."""
         self._full.clear()
 
     @property

@@ -2,9 +2,9 @@
 
 libp2p's own circuit relay takes minutes to provide a slot (measured: none after 40 s), so any
 willing peer that listens relays here. Messages are signed, so a relay cannot change them. Each
-counts once, so a relay can only delay one by seconds or drop it (`relayed_messages.py`). Blobs are
-named by their digests. A stream begins with a signed envelope. It is charged to the peer that asked
-for it, at the relay and at the destination, and never to the relay.
+message counts once, so a relay can only delay it by seconds or drop it (`relayed_messages.py`).
+Blobs are named by their digests. A stream begins with a signed envelope. The stream is charged to
+the peer that asked for it, at the relay and at the destination, and never to the relay.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Relay:
         ):
             raise BadMessage("envelope_letter", "the envelope holds no message")
         stamp, content = relayed_messages.split(opened.payload)
-        self._letters.take(opened.source, stamp, dht_clock()())  # a repeat costs it nothing
+        self._letters.take(opened.source, stamp, dht_clock()())  # its sender pays for no repeat
         self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
             opened.source, content, is_request=opened.kind is relayed_messages.EnvelopeKind.REQUEST
@@ -295,7 +295,7 @@ class Relay:
         writer: asyncio.StreamWriter,
         connection: socket.socket,
     ) -> None:
-        """Runs until the asking side closes: the tail is lost if the serving side closes first."""
+        """Runs until the asking side closes: the tail may be lost if the relay closes first."""
         loop, up, down = asyncio.get_running_loop(), self.traffic.up, self.traffic.down
         most = up.part_bytes(down.part_bytes(_PART_BYTES))
         async with asyncio.timeout(FIRST_BYTES_S) as idle:

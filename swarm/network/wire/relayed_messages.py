@@ -118,9 +118,10 @@ class Window:
     def takes(self, stamp: Stamp, now_ms: int) -> bool:
         """Whether a fresh envelope is new; it then counts as seen.
 
-        An envelope whose number is too far behind the newest is refused, as are all of an older
-        start. Once all seen envelopes are too old to count, their numbers are dropped. So a peer
-        that has set its clock back between two starts is accepted again.
+        An envelope whose number is too far behind the newest is refused, as are all envelopes from
+        before the sender's latest start. Once all seen envelopes are too old to count, their
+        numbers are dropped. So a peer that has set its clock back between two starts is accepted
+        again.
         """
         if self.sealed_ms < now_ms - FRESH_MS:
             self.newest = self.seen = 0
@@ -138,7 +139,7 @@ class Window:
 class RelayedMessages:
     """Envelopes that one peer has sealed and received; times are by the DHT's clock.
 
-    Nothing of it outlives the process: after a restart an envelope counts again while it is fresh.
+    All this ends with the process: after a restart an envelope counts again while it is fresh.
     """
 
     def __init__(self) -> None:

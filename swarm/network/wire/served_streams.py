@@ -2,8 +2,8 @@
 
 A stream is charged to its peer's account only while it is answered. Between two requests it is
 *idle* and free. In each group (members, trainees, strangers), as many streams may be idle as may be
-served. One more ends the longest idle stream of the network that has most of them. A stream whose
-peer takes nothing of its answer also gives way, after a while, to one with a request.
+served. One idle stream more ends the longest idle one of the network that has most. A stream whose
+peer takes nothing of its answer also gives way, after a while, to a stream with a request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ServedStream:
             raise ConnectionError("it made room for another stream")
 
     def end(self) -> None:
-        """Ends the stream; its server gets an error from it."""
+        """Ends the stream; the code that serves it gets an error."""
         self._made_room = True
         connection = self._writer.get_extra_info("socket")
         with suppress(OSError):
@@ -67,7 +67,7 @@ class ServedStreams:
 
         Args:
             ledger: the node's; knows the members, and limits the streams of each peer.
-            cost: the kind of cost that they are charged as.
+            cost: the kind of cost as which a stream is charged.
             stalled_s: how long an answered stream may wait for its peer.
             clock: in seconds, never goes back.
         """
@@ -144,7 +144,7 @@ class ServedStreams:
             stream._held = None
 
     def _makes_room(self, stream: ServedStream, account: str) -> bool:
-        """Ends a stream whose peer has stalled for long, of the account that is exhausted."""
+        """Ends a stream that has waited long for its peer, of those on the exhausted account."""
         now_s, network = self._clock(), self._ledger.network_of(stream.source)
         stalled = [
             one

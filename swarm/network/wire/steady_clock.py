@@ -2,9 +2,10 @@
 
 Records expire by wall time everywhere, and hivemind reads the wall clock each time. After a jump of
 minutes, a peer would treat all records of others as expired, or others would treat its own so. But
-a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and 3 s are allowed.
-So this clock runs slightly faster or slower until it has the right time. That is the wall clock's,
-while the wall clock moves only in small steps, and otherwise the time of the other members.
+a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and peers' clocks may
+differ by 3 s at most. So this clock runs slightly faster or slower until it has the right time.
+The right time is the wall clock's while that moves only in small steps, and otherwise the time of
+the other members.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SLEW = 500e-6
 FAST_SLEW = 0.1
 """The same after a jump of the wall clock, if another member has the wall clock's new time."""
 HIVEMIND = (timed_storage, protocol, routing, node)
-"""Its modules that read the time; each holds the function as `get_dht_time`."""
+"""hivemind's modules that read the time; each holds the function as `get_dht_time`."""
 
 _lock = threading.Lock()
 
@@ -69,9 +70,9 @@ class Comparison:
 def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
     """The correction that follows from the other members' times; pure.
 
-    If one of them has this clock's time, it stays. Otherwise, after a jump of the wall clock, the
-    wall clock counts if one member has its time. Otherwise the others count if they agree. Of two
-    peers, each moves half the way, or they would swap their times.
+    If one member has this clock's time, this clock stays. Otherwise, after a jump of the wall
+    clock, the wall clock counts if one member has its time. Otherwise the others count if they
+    agree. In a run of two peers, each moves half the way, or they would swap their times.
 
     Args:
         told: seconds by which the clock of each member that answered is ahead of this one.

@@ -33,8 +33,8 @@ KEPT_S = 20.0
 """Limit for an idle stream: the other side ends it after a minute."""
 MOST_OF_A_PEER = 2
 MOST = 32
-"""Limit of the pool. If each of N peers fetches from all, each has on average as many idle streams
-of others, and those are limited (`served_streams.py`)."""
+"""Limit of the pool. If each of N peers fetches from all, each also has as many idle streams that
+others opened, on average, and those are limited (`served_streams.py`)."""
 
 
 class _Kept(NamedTuple):
@@ -106,7 +106,7 @@ def _is_open(connection: socket.socket) -> bool:
 OPEN_S = 4.0
 """Limit for opening a stream; after it libp2p is used, whose connection is open already."""
 DIAL_S = 2.5
-"""The part of it for dialing, three round trips; the rest is for being called back."""
+"""The part of `OPEN_S` for dialing, three round trips; the rest is for being called back."""
 UNACKED_S = 3.0
 """If a request is not even acknowledged for this long, though sent several times, the link is cut.
 A stream of libp2p shows that after `FIRST_ANSWER_S`, by the missing answer."""
@@ -115,9 +115,9 @@ LOOK_S = 15.0
 five round trips to connect, and on full links each takes half a second or more."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
-"""Pause before a direct route is searched again after a failure, doubled each time."""
+"""Longest pause between searches for a direct route; the pause doubles after each failure."""
 MAX_WAYS = 1024
-"""The least recently used routes are dropped: a new search takes a round trip."""
+"""Limit of known routes; the least recently used are dropped: a new search takes a round trip."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
@@ -133,11 +133,11 @@ class _Way:
 
     host: str = ""
     port: int = 0
-    """Of its listener; 0: the peer is asked to call back."""
+    """Port of the peer's listener; 0 if the peer is asked to call back."""
     is_known: bool = False
     search: asyncio.Task[None] | None = None
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     not_before_s: float = 0.0
     """When to search for a route, if none is known."""
 
@@ -179,7 +179,7 @@ class TcpDialer:
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
 
-        With no time to wait, the search for an unknown route runs in the background.
+        If `timeout_s` leaves no time to wait, an unknown route is searched in the background.
 
         Raises:
             NoRoute: there is no direct route, or none within `OPEN_S`.
@@ -226,7 +226,7 @@ class TcpDialer:
         return True
 
     def doubt(self, peer_id: str) -> None:
-        """Uses a route that may be cut only after the peer has named its port again."""
+        """Notes that a route may be cut: it is not used until the peer has named its port again."""
         self.kept.drop(peer_id)
         if way := self._ways.get(peer_id):
             way.is_known = False
@@ -239,7 +239,7 @@ class TcpDialer:
     # ------------------------------------------------ ways
 
     async def _looked_for(self, way: _Way, peer_id: str) -> None:
-        """Returns once the route is known; a caller that gives up may find it at the next call.
+        """Returns once the route is known; the search continues if the caller gives up.
 
         Raises:
             NoRoute: there is none for now.

@@ -32,7 +32,7 @@ MAX_LETTER_BYTES = 512
 
 @dataclass(frozen=True)
 class Introduced:
-    """A dialing peer that has proved its identity; `confirm` proves this peer's to it.
+    """A dialing peer that has proved its identity; `confirm` proves this peer's identity to it.
 
     Attributes:
         peer_id: of the dialing peer.
@@ -166,7 +166,7 @@ class TcpListener:
 
     @contextmanager
     def expecting(self, token: str, peer_id: str) -> Iterator[asyncio.Future[socket.socket]]:
-        """Waits for a connection that this peer has asked another for."""
+        """Waits for a connection that this peer has asked another peer to open."""
         expected = asyncio.get_running_loop().create_future()
         self._expected[token] = peer_id, expected
         try:
@@ -255,7 +255,7 @@ class TcpListener:
 def port_beside(network: NetworkSection) -> int:
     """The port after libp2p's first configured one, so that people can open both beforehand.
 
-    0 for any port: libp2p has no configured port.
+    Returns 0, which stands for any port, if libp2p has no configured port.
     """
     ports = [int(text.rpartition("/")[2]) for text in network.host_maddrs]
     first = next((port for port in ports if port), 0)

@@ -21,13 +21,13 @@ second drops larger bursts, and TCP is then slower than the cap for seconds.
 """
 ROOM_S = 0.1
 PART_S = 0.05
-"""Seconds of the cap that move at a time, for the same reason."""
+"""Seconds of the cap that move at a time; few, since routers drop large bursts."""
 LARGEST_PART_BYTES = 64 * 1024
 """Largest part of a capped transfer, which the other side counts as progress. So no stream waits
 for the parts of all others for longer than its deadline allows."""
 SMALLEST_PART_BYTES = 4096
 PROGRESS_BYTES_PER_S = LARGEST_PART_BYTES / 7.5
-"""For each stream, twice the progress that a receiver demands; more streams would starve."""
+"""Rate for each stream, twice what a receiver demands as progress; more streams would starve."""
 
 
 class Bucket:
@@ -61,7 +61,7 @@ class Bucket:
 
 
 class Throttle:
-    """One direction of this machine's link; from any thread.
+    """Caps one direction of this machine's link; its methods may run in any thread.
 
     Attributes:
         mbit: the cap in Mbit/s; None for none, so that nobody waits.
@@ -85,7 +85,7 @@ class Throttle:
     def has_room(self) -> bool:
         """Whether a cap has stayed partly unused for longer than the pause between two parts.
 
-        False too without a cap, since nobody knows then.
+        False too without a cap, since the link's rate is not known then.
         """
         with self._lock:
             return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S

@@ -45,7 +45,7 @@ class Route:
     """The current route to a peer.
 
     Attributes:
-        straight: whether to try without a relay first.
+        straight: whether the first try is without a relay.
         relays: peers to ask then, one after another.
         reason: for this choice.
     """
@@ -84,8 +84,8 @@ class Routes:
             peer: to reach.
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
-            is_stream: whether it is a stream. libp2p opens one without asking the other side, so
-                a cut line shows only later. Relays therefore come first for a mute peer.
+            is_stream: whether to open a stream. libp2p opens streams without asking the other side,
+                so a cut line shows only later. Relays therefore come first for a mute peer.
         """
         known = self._peers.get(peer) or _Known()
         rested = [r for r in relays if r != peer and known.rests.get(r, (now_s, 0))[0] <= now_s]
@@ -148,7 +148,7 @@ class Routes:
 
 
 def _turn(peer: str, relay: str) -> bytes:
-    """A different order for each peer, so that relays share the load."""
+    """A sort key that orders the relays differently for each peer, so that they share the load."""
     return blake3(f"{peer}/{relay}".encode()).digest()
 
 
@@ -260,7 +260,7 @@ class Transport:
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """See `Node.open_stream`; after a silence, it does not wait for a direct route."""
+        """See `Node.open_stream`; if the peer was silent, does not wait for a direct route."""
         if self.direct:
             began_s = time.monotonic()
             is_doubtful = self._routes.is_doubtful(peer_id, began_s)
@@ -280,7 +280,7 @@ class Transport:
 
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
         """See `Node.give_back`."""
-        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's are free to open
+        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's streams are free to open
             self.direct.kept.keep(peer_id, protocol, connection)
         else:
             connection.close()

@@ -36,8 +36,8 @@ class TcpInfo(NamedTuple):
         unsent: bytes that wait in this machine.
         least_rtt_us: the shortest recent round trip.
         busy_us: time with bytes in flight, or waiting to be sent.
-        by_receiver_us: the part of it in which the other side had no room.
-        by_buffer_us: the part of it in which this machine's buffer had no room.
+        by_receiver_us: the part of `busy_us` in which the other side had no room.
+        by_buffer_us: the part of `busy_us` in which this machine's buffer had no room.
         delivered: packets that the other side has, including those after a missing one.
     """
 
@@ -179,7 +179,7 @@ class UploadRate:
         self._rates, self._all = Recent(KEPT), Recent(KEPT)
         """Rates of windows that count, and of all windows."""
         self._last, self._others_s = "", -inf
-        """The last receiver, and when any other one last received."""
+        """The last receiver, and when any other receiver last got bytes."""
 
     @property
     def mbit(self) -> float | None:
@@ -187,11 +187,11 @@ class UploadRate:
         return self.mbit_since(-inf)
 
     def mbit_since(self, since_s: float) -> float | None:
-        """The same, by windows after a moment only."""
+        """The same, from windows after this time only."""
         return self._rates.high(self._clock(), since_s)
 
     def shown_since(self, since_s: float) -> float | None:
-        """Rate to all receivers since a moment, in Mbit/s; None with fewer than `SHOWN_BY` windows.
+        """Rate to all receivers since a time, in Mbit/s; None with fewer than `SHOWN_BY` windows.
 
         The link may carry more: this is a reason to measure it.
         """
@@ -250,7 +250,7 @@ class UploadRate:
             self._begin(now, waiting)
 
     def _are_all_there_are(self, now_s: float) -> bool:
-        """Whether a window has several receivers, or the only recent one."""
+        """Whether a window has several receivers, or the only one that got bytes recently."""
         if len(self._receivers) > 1:
             self._others_s = now_s
             return True
@@ -265,7 +265,8 @@ class UploadRate:
 
 LINE_SAMPLE_S = 0.05
 BOUND = 0.9
-"""Least share of the time in which the link is the limit. If the CPU is, nothing is in flight."""
+"""Least share of the time in which the link is the limit. If the CPU is the limit, no bytes are in
+flight."""
 STEADY = 1.25
 """A rate that rises by more from one quarter of the time to the next is TCP's slow start."""
 QUEUED_S = 0.02
