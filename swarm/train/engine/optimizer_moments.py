@@ -290,10 +290,10 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
     """
     assert piece.matrix is not None, piece
     there = gradient_x.device
-    parts = {kind: part[piece.row, None].to(there) for kind, part in moments.parts.items()}
-    (momentum_x,) = Moments(moments.form, parts).load(0, piece.in_row)
-    ahead_x = muon.nesterov(gradient_x, momentum_x.clone() if there.type == "cpu" else momentum_x)
-    return muon.direction(ahead_x.view(piece.matrix))
+    row = {kind: part[piece.row, None] for kind, part in moments.parts.items()}
+    copied = {kind: part.to(there, copy=True) for kind, part in row.items()}
+    (momentum_x,) = Moments(moments.form, copied).load(0, piece.in_row)
+    return muon.direction(muon.nesterov(gradient_x, momentum_x).view(piece.matrix))
 
 
 def seed_of(piece: Piece, update: Update) -> int:
