@@ -63,7 +63,7 @@ class DeltaInvariants:
         self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
     def left(self, peer: PeerId) -> None:
-        """A peer has left its generation: others have to serve what it voted for there."""
+        """A peer has left its generation: others have to serve the values it voted for."""
         self._voted.pop(peer, None)
 
     def kept(self, peer: PeerId, disk: Disk) -> None:
