@@ -25,11 +25,11 @@ class Trap:
     """Where a peer is to be caught.
 
     Attributes:
-        name: of the file; traps are tried in its order.
+        name: of the file; traps are tried in the order of their names.
         phase: see `fault_plan.FaultPhase`.
-        round: the round being worked on is at least this.
+        round: first round in which the trap catches a peer.
         peer: number of the peer; None for any.
-        role: of the peer at that moment; None for any.
+        role: of the peer when it comes to the phase; None for any.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Trap:
     role: str | None = None
 
     def catches(self, *, phase: str, number: int, peer: int, roles: Collection[str]) -> bool:
-        """Whether a peer that works on this round is meant."""
+        """Whether the trap is meant for a peer that works on this round."""
         return (
             phase == self.phase
             and number >= self.round

@@ -51,9 +51,9 @@ FaultPhase = Literal[
 Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
 """The role of a peer at that moment; `bootstrap` is the peer that founded the run."""
 Victim = section.NonNegative | Role | Literal["random", "any"]
-"""A number, the peer that has a role, one at random, or the first that comes to the phase."""
+"""A number, the peer that has a role, one at random, or the first peer that comes to the phase."""
 Seconds = section.PositiveReal | tuple[section.PositiveReal, section.PositiveReal]
-"""A duration, or two between which one is drawn."""
+"""A duration, or two bounds between which a duration is drawn."""
 
 ROLES: tuple[str, ...] = get_args(Role)
 

@@ -19,9 +19,9 @@ from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import ConfigError, SwarmError
 
 RETRY_S = 1.0
-"""Interval of retries: of a restart while its peer still leaves, of a fault with too many away."""
+"""Interval of retries of a restart (its peer still leaves) or a fault (too many peers are away)."""
 OLD_ADDRESS_SHARE = 0.25
-"""So many restarts are given the founder's first address, even if the founder is dead."""
+"""Share of the restarts that get the founder's address, even if the founder is dead."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class FaultActions:
     Attributes:
         swarm: whose peers the faults meet.
         folder: carries commands to the peers.
-        draw: of durations, other ends and addresses.
+        draw: draws durations, second peers of cuts, and addresses.
         happened: faults carried out so far.
         away: peer that is away -> when it was brought back, seconds since 1970; None before.
         gone: peers that left, were asked to, or are dead for good.
@@ -205,7 +205,7 @@ class FaultActions:
         self.swarm.restart(peer, ["--initial-peers", self._address()])
 
     def _address(self) -> str:
-        """Of a living peer or, now and then, the founder's, even if the founder is dead."""
+        """A living peer's address or, now and then, the founder's, even if the founder is dead."""
         there = [p for p in self.swarm.peers if p.alive and p.index not in self.gone]
         known = [p.last_address for p in there if p.last_address]
         first = self.swarm.peers[0].last_address
@@ -303,7 +303,7 @@ class FaultRunner:
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:
                 self._by_round.append(number)
-            # Each fault has a generator of its own: one more line in a plan moves no other.
+            # Each fault has a generator of its own, so one more fault in a plan moves no other.
             draw = random.Random(f"{self.plan.seed}/{number}")
             for after_s in fault_plan.moments(fault.at, draw, run_s):
                 self.actions.at(now_s + after_s, partial(self._meet, fault))
@@ -360,7 +360,7 @@ class FaultRunner:
             if self.plan.in_order and (is_away or busy >= self._most_down):
                 return
             if fault.at.phase:
-                # Set at once, even if its round is far away: peers count better than this does.
+                # The trap is set at once: peers know better than this runner when a round begins.
                 self._by_round.remove(number)
                 self._arm(number, fault)
             elif (fault.at.round or 0) <= began:
@@ -391,7 +391,7 @@ class FaultRunner:
             peer.resume()
 
     def _meet(self, fault: fault_plan.Fault) -> None:
-        """A fault without a trap is due. A random one waits while too many peers are away."""
+        """A fault without a trap is due. A random fault waits while too many are away."""
         wanted = getattr(fault, "peer", None)
         if self._is_stopped:
             return

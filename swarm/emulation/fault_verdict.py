@@ -13,7 +13,7 @@ from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import applied
 
 Histories = Sequence[Sequence[Event]]
-"""Of the peers, by their number; empty for a peer that was never in the run."""
+"""Events of each peer, by its number; none for a peer that was never in the run."""
 AWAY = ("kill", "pause", "cut", "partition")
 """Kinds of faults after which a peer has to come back."""
 
@@ -45,7 +45,7 @@ class Round:
     Attributes:
         number: of the round.
         ended_s: seconds since 1970 at which the first peer applied it.
-        seconds: since the round before; a merge between the two is included.
+        seconds: since the end of the previous round; a merge between the two is included.
         tokens: that the round counted.
         contributors: ids of the peers whose work is in the round.
     """
@@ -58,7 +58,7 @@ class Round:
 
 
 def rounds_of(histories: Histories) -> list[Round]:
-    """The training rounds that peers applied, by their first appearance; the first has no start."""
+    """The training rounds that peers applied, without the first, which has no start."""
     first: dict[int, Event] = {}
     for events in histories:
         for event in applied(events, "quorum"):
@@ -79,7 +79,7 @@ def rounds_of(histories: Histories) -> list[Round]:
 
 
 def ids_of(histories: Histories) -> dict[int, str]:
-    """Number of a peer -> its id, of those that ever started."""
+    """Number of each peer that ever started -> its id."""
     found = {}
     for index, events in enumerate(histories):
         if started := next((e for e in events if e["event"] == "started"), None):
@@ -117,7 +117,7 @@ def fault_reports(
     """Each fault and its cost, for a verdict.
 
     `seconds_lost` is how much longer the rounds of `rounds_hit` were than the median of the quiet
-    ones. Where faults overlap, each is charged with all of it.
+    ones. Where faults overlap, each is charged with the whole loss.
 
     Times are counted from `started_s`, in seconds since 1970.
     """
@@ -171,7 +171,7 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
 
 
 def _of_round(events: Sequence[Event], found: Round) -> list[Event]:
-    """Its manifest and perhaps its merge: a peer that comes back may find both at once."""
+    """The round's manifest and perhaps its merge: a peer that comes back may find both at once."""
     return [event for event in applied(events) if event["round"] == found.number]
 
 
@@ -180,7 +180,7 @@ def living_s(
 ) -> float:
     """Seconds of a span in which a peer could have trained.
 
-    It lives from each `started` of its history to the next kill, or to its end. Pauses are left
+    A peer lives from each `started` of its history to the next kill, or to its end. Pauses are left
     out, and so is the time in which a process loads its libraries. A peer that is cut off, late, or
     without the newest model counts as living.
     """

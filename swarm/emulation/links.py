@@ -20,7 +20,7 @@ MOST_QUEUED_S = 0.25
 class Bursts:
     """Losses in bursts: the chain of Gilbert and Elliott, as netem's `loss gemodel p r 1-h 1-k`.
 
-    Before each packet the line may change its state. The state before that decides on the loss.
+    Before each packet the line may change its state. The earlier state decides on the loss.
 
     Attributes:
         p_pct: chance that a good line turns bad at a packet, percent.
@@ -65,7 +65,7 @@ class Link:
 
 
 def one_way_s(source: Link, target: Link) -> float:
-    """Delay between two peers: half a round trip, to which each link adds a half."""
+    """Delay between two peers: half of the mean of their links' round trips."""
     return (source.rtt_ms + target.rtt_ms) / 4000
 
 
@@ -140,7 +140,7 @@ class Losses:
     """Which packets of one peer are lost on their way."""
 
     def __init__(self, link: Link, draw: random.Random) -> None:
-        """The line is good; `draw` gives all randomness."""
+        """Begins with a good line; `draw` gives all randomness."""
         self._link, self._draw = link, draw
         self._is_bad = False
 
@@ -172,7 +172,7 @@ class Shaper:
     """Packets on their way between peers; knows nothing of sockets or clocks.
 
     A packet takes the receiver's line only when it has left the sender's: while it queues there,
-    the packets of others pass. Moments are seconds. No call's moment is before the last call's.
+    the packets of others pass. Moments are seconds, and no call has an earlier one than the last.
 
     Attributes:
         cuts: which peers do not reach which others.

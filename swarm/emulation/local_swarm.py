@@ -27,13 +27,13 @@ class LocalSwarm:
         run_file: configuration of the run.
         num_peers: peers at the founding.
         options: further arguments of every peer.
-        own_options: those of one alone, by its index.
+        own_options: arguments of one peer alone, by its index.
         founder_options: further arguments of the founder, such as `--set`.
         environment: added to that of every peer.
         program: module that every peer runs.
         links: the emulated network they are in; None for this machine's own.
         peers: those started so far.
-        started_s: of the founding, by the monotonic clock.
+        started_s: time of the founding, by the monotonic clock.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ class LocalSwarm:
         """
         end_s = time.monotonic() + timeout_s
         while True:
-            # Before the condition, which may be the end of a peer.
+            # Asked before the condition, which may wait for a peer's end.
             failed = [(peer, code) for peer in self.peers if (code := peer.own_end)]
             if done(self):
                 return

@@ -70,7 +70,7 @@ class NamespaceLinks:
         """There are no namespaces yet.
 
         Args:
-            link: of all peers, or several that peers have in turn.
+            link: the link of all peers, or several that peers get in turn.
             seed: of lost packets.
             mtu_bytes: of the largest packets; None decides by the rates.
             congestion: TCP's congestion control, as cubic or bbr; None: this machine's.
@@ -83,7 +83,7 @@ class NamespaceLinks:
         self._devices: dict[int, int] = {}
         """Peer -> file descriptor of its TUN device."""
         self._peers: dict[int, int] = {}
-        """The other way round."""
+        """File descriptor of a TUN device -> its peer."""
         self._hidden: set[int] = set()
         self._lock = threading.Lock()
         self._poll = select.epoll()
@@ -277,7 +277,7 @@ def _remove_leftovers() -> None:
 
 CHUNK_BYTES = 16 * 1024
 MOST_CHUNKS = 256
-"""Of one direction of a connection on a line, and as many in flight."""
+"""At most so many chunks per direction of a connection queue on a line, and are in flight."""
 CUT_POLL_S = 0.1
 STOP_S = 5.0
 HOST = "127.0.0.1"
@@ -387,7 +387,7 @@ class ProxyLinks:
     ) -> None:
         """Carries one direction: each chunk goes up, down and over the distance, in this order.
 
-        Others pass meanwhile: a chunk takes the line down only once it has left the line up.
+        Other chunks pass meanwhile: a chunk takes the line down only after it left the line up.
         """
         climbing, flying = Chunks(MOST_CHUNKS), Chunks(MOST_CHUNKS)
         async with asyncio.TaskGroup() as parts:
@@ -400,7 +400,7 @@ class ProxyLinks:
     ) -> None:
         up, down = self._shape.access_of(source).up, self._shape.access_of(target).down
         while chunk := await reader.read(CHUNK_BYTES):
-            while down.is_full(time.monotonic()):  # as TCP, which then sends no more
+            while down.is_full(time.monotonic()):  # like TCP, send no more now
                 await asyncio.sleep(CUT_POLL_S)
             while (left_s := up.leaves_at(time.monotonic(), len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
@@ -414,7 +414,7 @@ class ProxyLinks:
             left_s, chunk = await climbing.get()
             await _sleep_until(left_s)
             await self._while_cut(source, target)
-            # It may be late because the machine is busy, but not because a cut or a reader held it.
+            # Lateness of a busy machine does not count; that of a cut or a slow reader does.
             left_s = max(left_s, time.monotonic() - CUT_POLL_S)
             while (through_s := down.leaves_at(left_s, len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
@@ -478,7 +478,7 @@ def open_links(names: Sequence[str], say: Callable[[str], None], seed: int = 0) 
     """Opens the network of these names: namespaces where possible, else proxies.
 
     Args:
-        names: of links, see `LINKS`; the peers have them in turn.
+        names: of links, see `LINKS`; the peers get the links in turn.
         say: called with the reason if the network is made of proxies.
         seed: of lost packets.
     """

@@ -21,15 +21,15 @@ from typing import Any
 from swarm.emulation.longevity.month import DAY_S, World
 
 GROWTH = 1.25
-"""A bounded size in the last quarter is at most so many times that in the second."""
+"""A bounded size in the last quarter is at most so many times its size in the second."""
 SLACK = 24
 """Entries by which a container may grow all the same, as the work under way differs."""
 SLACK_BYTES = 256 * 1024
-"""Likewise of memory."""
+"""Bytes by which memory may grow all the same."""
 SLACK_BLOCKS = 20_000
-"""Likewise of Python's objects."""
+"""Allocated blocks of Python by which the process may grow all the same."""
 SLACK_FILE_BYTES = 16 * 1024
-"""Likewise of files of one kind."""
+"""Bytes by which files of one kind may grow all the same."""
 SAMPLES = 48
 FAILED = "%s failed; it begins again in %g s"
 """The text that `swarm.background` logs of supervised work."""
@@ -43,7 +43,7 @@ class Allowed:
     Attributes:
         pattern: part of the name of a size.
         per_day: growth that a day may bring.
-        why: the growth is intended.
+        why: reason why the growth is intended.
         most: the largest final size; inf for growth without end.
     """
 
@@ -60,7 +60,7 @@ class Rate:
     name: str
     count: Callable[[], float]
     every_s: float
-    """The longest that one time may take on average, outages left out."""
+    """The longest mean time from one occurrence to the next, without outages."""
     seen: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -88,12 +88,12 @@ class Audit:
     quiet: list[tuple[float, float]] = field(default_factory=list)
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     failures: int = 0
-    """Of supervised work, as the scenario causes them."""
+    """Failures of supervised work that the scenario causes."""
     facts: list[str] = field(default_factory=list)
     """Faults that the scenario itself has found."""
 
     def rate(self, name: str, every_s: float, count: Callable[[], float]) -> None:
-        """Demands that a count rises by one within `every_s`, on average of each sample."""
+        """Demands that a count rises by one within `every_s`, on average between two samples."""
         self.rates.append(Rate(name, count, every_s))
 
     def demand(self, holds: bool, what: str) -> None:
@@ -198,7 +198,7 @@ def _between(seen: Sequence[tuple[float, float]]) -> list[tuple[float, float, fl
 
 
 def files(folder: Path) -> Iterator[tuple[str, float]]:
-    """Bytes of the files in a folder, by name; digits in names are one kind."""
+    """Bytes of the files in a folder, by name with each digit as #."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             name = "".join("#" if c.isdigit() else c for c in str(path.relative_to(folder)))

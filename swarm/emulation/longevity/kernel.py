@@ -182,7 +182,7 @@ class Threads:
             events._set_running_loop(running)
 
     def park(self, timeout_s: float | None) -> Parked:
-        """A wait of the running thread, which another one or a time-out ends."""
+        """A wait of the running thread, which another thread or a time-out ends."""
         if not self.is_inside:
             raise AssertionError("a callback of the event loop would block the whole peer")
         self._waiting.add(getcurrent())

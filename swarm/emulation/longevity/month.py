@@ -40,7 +40,7 @@ from swarm.network.wire.streams import Handlers
 
 DAY_S = 86_400.0
 HEAL_LOOK_EVERY_S = 30.0
-"""In place of 2 s: the decisions of a look have intervals of their own, of 30 s and more."""
+"""In place of 2 s: whatever a look decides happens at most every 30 s anyway."""
 
 
 class Said(logging.Handler):
@@ -59,7 +59,7 @@ class Said(logging.Handler):
         self.recent: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Counts it."""
+        """Counts a message."""
         key = (record.levelno, str(record.msg))
         if key in self.counts or len(self.counts) < self.MOST:
             self.counts[key] += 1

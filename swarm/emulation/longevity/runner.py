@@ -37,9 +37,9 @@ class Mutant:
     """Code with a fault that it once had, or must never have.
 
     Attributes:
-        fault: the wrong behaviour.
-        scenario: the one that shows the fault.
-        shown_by: a part of the audit's text in this case.
+        fault: the wrong behavior.
+        scenario: name of the scenario that shows the fault.
+        shown_by: part of the audit's text about the fault.
         patches: owner, name and value of each name that is replaced.
     """
 
@@ -243,7 +243,7 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((round_log, "up_mbit", _zero_if_unknown),),
     ),
 }  # fmt: skip
-"""The first nine restore earlier faults of the peer; each other one stands for a kind of fault."""
+"""The first nine restore earlier faults of the peer. Each other one stands for a kind of fault."""
 
 
 @dataclass(frozen=True)

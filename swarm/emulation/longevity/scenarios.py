@@ -257,7 +257,7 @@ def _judge_line(audit: Audit, subject: Subject, true_mbit: float) -> None:
 
 
 def _moved_bytes(subject: Subject) -> int:
-    """Bytes that the line really carried, both ways."""
+    """Bytes that the line really carried in both directions."""
     return subject.machine.line.moved_bytes + subject.machine.received_bytes
 
 
@@ -266,7 +266,7 @@ BOUNDS = (
     (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (tcp_dialer, "MAX_WAYS"),
     (transport, "MAX_PEERS"),
 )  # fmt: skip
-"""Of data about other peers, by module and name."""
+"""Bounds on data about other peers: module, and name of the constant."""
 
 
 def strangers(world: World, scale: Scale) -> Audit:

@@ -38,7 +38,7 @@ class Line:
 
     Attributes:
         up_mbit: its rate at a moment (seconds since the month began).
-        latency_s: one way, to any machine.
+        latency_s: one-way delay to any machine.
         outages: times of cuts, (from, to) in the same seconds, in order.
     """
 
@@ -358,7 +358,7 @@ class VirtualSocket:
 
 
 def counted(line: LineBytes, raw: VirtualSocket) -> VirtualSocket:
-    """In place of `upload_rate.CountedSocket`: the same socket, whose end its line is to know."""
+    """In place of `upload_rate.CountedSocket`: the same socket, which reports its end to `line`."""
     raw.counted_on = line
     return raw
 

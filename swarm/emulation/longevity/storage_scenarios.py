@@ -39,7 +39,7 @@ from swarm.train.engine.engine import EngineState
 from swarm.train.saving.checkpoint import PrivateState, load_private, save_private
 
 RESTART_EVERY, EXPORT_EVERY = 40, 50
-"""Rounds."""
+"""In rounds."""
 
 
 def store(world: World, scale: Scale) -> Audit:
@@ -308,7 +308,7 @@ def reading(world: World, scale: Scale) -> Audit:
 VOTERS = 32
 CHANGES_A_DAY = 10
 LINK_BYTES = 4_500
-"""Of a link of 32 voters in memory: its head, and a certificate of 17 signatures."""
+"""Size in memory of a link of 32 voters: its head, and a certificate of 17 signatures."""
 
 
 def chain(world: World, scale: Scale) -> Audit:

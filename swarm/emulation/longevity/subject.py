@@ -80,7 +80,7 @@ class Task:
         return cls(run, layout_of(run))
 
     def value(self, unit: str, number: int) -> bytes:
-        """A finite value of a unit; a different one for each number."""
+        """A finite value of a unit, which differs for each number."""
         size = self.layout.by_unit[unit].num_bytes
         content = np.zeros(size // 4, dtype="<f4")
         content[0] = number

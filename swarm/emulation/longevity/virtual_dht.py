@@ -33,7 +33,7 @@ DIAL_S = 5.0
 """After so long libp2p gives up on a host that does not answer."""
 ROUTING_TABLE = 20
 CALL_BYTES = 200
-"""Of a call in addition to its payload."""
+"""Bytes of a call in addition to its payload."""
 _pids = count(1)
 _processes: dict[int, VirtualP2P] = {}
 
@@ -59,7 +59,7 @@ class Net:
     """Number of times that each record was stored, by key and subkey."""
 
     async def dht_answers(self, machine: Machine) -> None:
-        """Takes a round trip, which ends only after an outage."""
+        """Waits for a round trip to the DHT, in an outage until that is over."""
         loop = running_world()
         wait_s = machine.line.usable_from(loop.now_s) - loop.now_s
         for begin_s, end_s in self.dht_outages:
@@ -167,7 +167,7 @@ class VirtualP2P:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that this process has carried over the line."""
+        """Bytes that this daemon has carried over the line."""
         return self.machine.daemon_bytes - self._before
 
     async def _passes(self, num_bytes: int, machine: Machine, to: Machine) -> None:

@@ -1,9 +1,9 @@
 """The ports through which a peer sees its machine, and how modules get the virtual ones.
 
-Until a peer takes its ports at construction, a module names `time`, `threading`, `socket` or `os`
-itself. `bound` replaces these names in every module of the peer. It also replaces the same
-functions where they are defaults of arguments or of dataclass fields. `reached_past` lists the
-modules that need this; the list shrinks as ports arrive.
+Not all modules of a peer take their ports at construction: many name `time`, `threading`, `socket`
+or `os` themselves. `bound` replaces these names in every module of the peer, and the same functions
+as defaults of arguments or of dataclass fields. `reached_past` lists the modules that need this.
+The list shrinks as modules take ports.
 """
 
 from __future__ import annotations

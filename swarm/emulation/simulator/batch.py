@@ -17,7 +17,7 @@ from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 CHUNK = 10
 """Schedules that a process takes at a time."""
 GARBAGE = 100_000
-"""Objects between garbage collections; at the usual 700 these take a fifth of a process's time."""
+"""Objects between garbage collections; one at every 700 would cost a fifth of the time."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def run_job(job: Job) -> Outcome:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
-    """Yields the outcomes in the order of the jobs; no further job begins once it is closed."""
+    """Yields the outcomes in the order of the jobs. Once it is closed, no further job begins."""
     if processes <= 1:
         with collecting_rarely():
             yield from map(run_job, jobs)

@@ -33,19 +33,19 @@ class Progress:
         Args:
             spared: peers that must have rounds; empty: nothing is judged.
             founding: manifest 0.
-            limit_s: longest time between two rounds of more than half of them. It is also the
-                longest time for which one of them may lack a tip that more than half have.
-            excused_s: seconds between two moments that do not count.
+            limit_s: longest time between two rounds of more than half of the spared peers. It is
+                also how long a spared peer may lack a tip that more than half of them have.
+            excused_s: how many of the seconds between two moments do not count.
         """
         self._limit_s, self._excused_s = limit_s, excused_s
         self._tips = dict.fromkeys(spared, founding)
         self._rounds = dict.fromkeys(spared, founding.code)
         """Code of each peer's newest tip that brought it a round."""
         self._level = founding.code
-        """The code that more than half of them have reached by rounds."""
+        """The code that more than half of the spared peers have reached by rounds."""
         self._risen_s = 0.0
         self._behind_s: dict[PeerId, float] = {}
-        """Since when a peer lacks the level."""
+        """Peer -> since when its tip is below the level."""
         self._due_s = limit_s if spared else inf
 
     def applied(self, peer: PeerId, tip: Manifest, now_s: float) -> None:
@@ -155,9 +155,9 @@ class _Judge:
         return [node.disk.record.tip for node in self.world.alive()]
 
     def _tips_with_a_future(self) -> list[Manifest]:
-        """The tips, without those above the best one from which a peer may still continue.
+        """All tips up to the best one from which a peer may still continue.
 
-        A peer with any other tip would have a better chain to follow [F1].
+        A peer with a lower tip than the best one has a better chain to follow [F1].
         """
         led = [self._may_go_on(node) for node in self.world.alive()]
         best = max((tip.code for tip in led if tip), default=None)
@@ -207,7 +207,7 @@ def run_schedule(
     """Runs the schedule that a class and a seed define.
 
     Args:
-        fault_class: letter in `ALL_CLASSES`; only a name when `mix` is given.
+        fault_class: letter in `ALL_CLASSES`; a mere label when `mix` is given.
         seed: which schedule of the class.
         tested: the code under test, mutated or not.
         mix: faults of another class.

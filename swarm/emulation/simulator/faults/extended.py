@@ -29,7 +29,7 @@ class ExtendedMix(Mix):
     up_mbytes_per_s: tuple[float, ...] = (4.0, 6.0, 20.0)
     down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
     local_steps_s: tuple[float, float] | None = None
-    """None: the base model's. Rounds have to be longer than their transfers take."""
+    """None: as in the base model. Rounds have to last longer than their transfers."""
     has_adapted_timers: bool = False
     failing_syncs: float = 0.0
     """Chance that a sync fails for good, on peers that may have faults."""
@@ -40,7 +40,7 @@ class ExtendedMix(Mix):
     has_deltas: bool = False
     """Whether units move by deltas: experts, a part of the shared tensors, or both."""
     has_overlap: bool = False
-    """Whether peers train on while a round is under way; with deltas of both kinds."""
+    """Whether peers keep training during a round; experts and a shared part then have deltas."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """The class that draws its scenarios."""
@@ -189,7 +189,7 @@ OVERLAPPED: dict[str, ExtendedMix] = {
     "O": replace(EXTENDED["R"], has_overlap=True),
     "U": replace(EXTENDED["R"], has_overlap=True, round_seconds=3.2),
 }
-"""Peers that train on while a round is under way; U for a given time, at paces of their own."""
+"""Peers keep training during a round. In U a round lasts a given time, and paces differ."""
 
 
 _LARGE = ExtendedMix(
@@ -204,7 +204,7 @@ LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
-"""Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
+"""Short schedules of many peers. An expert has one or two owners; a peer owns some experts."""
 
 
 class ExtendedDraw(Draw):

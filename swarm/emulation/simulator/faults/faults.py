@@ -42,9 +42,9 @@ class Mix:
     majority_dies: bool = False
     """Whether at least half of the peers are killed for good."""
     window_s: tuple[float, float] = (40.0, 150.0)
-    """When everything heals."""
+    """Earliest and latest time at which everything heals."""
     faults: tuple[int, int] = (3, 14)
-    """Number of faults before that."""
+    """Least and most faults before everything heals."""
     kinds: Mapping[str, float] = field(
         default_factory=lambda: {
             "crash": 3.0,
@@ -64,7 +64,7 @@ class Mix:
     )
     """Weights of the places at which a peer is made to crash."""
     ambush: float = 0.2
-    """Chance that another peer is cut off when a trap springs."""
+    """Chance that another peer is cut off when a peer crashes at such a place."""
     loss: float = 0.3
     """Largest share of messages lost."""
     spike_s: float = 8.0
@@ -72,7 +72,7 @@ class Mix:
     haste: tuple[float, float] = (1.0, 1.0)
     """The timers are multiplied by a factor from this range until everything heals."""
     hasty_reform: bool = False
-    """Whether that holds for T_reform too."""
+    """Whether T_reform is multiplied by that factor, too."""
     merging: float = 0.5
     """Chance that the run merges experts."""
     slow: float = 0.25
@@ -84,10 +84,10 @@ class Mix:
     small: float = 0.35
     """Chance that machines have room for some experts only."""
     is_sliced: bool = False
-    """Whether each round exchanges its slice of the units (slice schedule)."""
+    """Whether each round exchanges only a slice of the units (slice schedule)."""
     certificates: float = 1.0
-    """Chance that commits need certificates, as they always do in a real run. Without these, wrong
-    decisions spread further."""
+    """Chance that commits need certificates, as they always do in a real run. Without
+    certificates, wrong decisions spread further."""
 
     def drawing(self) -> type[Draw]:
         """The class that draws its scenarios."""

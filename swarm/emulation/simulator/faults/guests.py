@@ -1,6 +1,6 @@
-"""The peers of a schedule that anchors vouch for, with what, and when [R7, R8].
+"""For which peers of a schedule anchors vouch, with which credentials, and when [R7, R8].
 
-Without these, newcomers would never vote in a small swarm, and joining voters would not be tried.
+Without guests, newcomers would never vote in a small swarm, and no joining voter would be tried.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def drawn_guests(
 ) -> Guests:
     """Some strangers come with an invitation; for others an anchor vouches later.
 
-    The founder does so for half of the known peers.
+    The founder vouches later for half of the known peers.
 
-    Inviters are the founder, and guests that may invite: these may have no vote yet, or never.
+    Inviters are the founder, and guests that may invite, even guests that never get a vote.
     """
     founder, run = setup.founders[0], setup.rules.run
     anchors: list[PeerId] = []

@@ -64,7 +64,7 @@ class AwayMix(extended.ExtendedMix):
     change_s: float = 130.0
     """Seconds between two changes of the whole membership."""
     changes: int = 3
-    """Number of changes while the peer is away; there is one before."""
+    """Number of changes while the peer is away; one more comes before its absence."""
 
     def drawing(self) -> type[extended.ExtendedDraw]:
         """The class that draws its scenarios."""
@@ -72,16 +72,16 @@ class AwayMix(extended.ExtendedMix):
 
 
 class _AwayDraw(extended.ExtendedDraw):
-    """One scenario of a peer that was away while it is drawn."""
+    """One scenario of a returning peer, while the scenario is drawn."""
 
     mix: AwayMix
 
     def scenario(self) -> Scenario:
-        """Groups of three follow each other; the last of all peers is there from the first change.
+        """Groups of three follow each other; one more peer is there from the first change.
 
-        It goes away while the second group is in charge. So the first group was never a quorum of
-        the newest tip that it knows. A peer that joins follows a proof with gaps. It could not
-        prove its tip to a peer whose own tip is in a gap, so it fills the gaps from others.
+        That peer goes away while the second group is in charge. So the first group was never a
+        quorum of the newest tip that it knows. Each newcomer follows a proof with gaps, and could
+        not prove its tip to a peer whose own tip is in a gap. So it fills the gaps from others.
         """
         mix, random = self.mix, self.random
         groups = [self.peers[start : start + 3] for start in range(0, 3 * (mix.changes + 2), 3)]
@@ -157,7 +157,7 @@ _WHOLE: Mapping[str, Mix] = {
 SLICED: Mapping[str, Mix] = {
     name.lower(): replace(mix, is_sliced=True) for name, mix in _WHOLE.items()
 }
-"""Each class once more, with rounds that exchange their slices of the units."""
+"""Each class once more, with rounds that exchange only a slice of the units."""
 ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **SLICED}
 WORDS: Mapping[str, str] = {
     "anything": "A",
@@ -187,7 +187,7 @@ WORDS: Mapping[str, str] = {
 }
 """Words of the fault classes. Schedules are drawn by the letters, and keep them."""
 SLICED_WORD = "sliced-"
-"""Before a word: the class once more, with slices."""
+"""Before the word of a class: the same class with slices."""
 
 
 def class_letters(names: str) -> list[str]:

@@ -83,8 +83,8 @@ class Liar:
         Policy: takeover.
 
         A convener that does everything but announce the decision is no worse than a slow one.
-        Nobody can tell which it is before its attempt has taken too long. It may do so once a
-        height: after that it lets others convene (convener turns).
+        Nobody can tell which it is before its attempt has taken too long. The liar may do so
+        once a height: after that it lets others convene (convener turns).
         """
         begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
         limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
@@ -331,7 +331,7 @@ class Liar:
         return self.anew(propose, lambda offers: offers.update({peer: offer}))
 
     def tokens(self, propose: messages.Propose) -> messages.Propose | None:
-        """Its own work weighs more than it was."""
+        """The liar claims more work than it has done."""
         if not propose.manifest.work.get(self.me):
             return None
 
@@ -365,7 +365,7 @@ class Liar:
         return self.anew(propose, credentials={**manifest.invited, **friend})
 
     def silence(self, propose: messages.Propose) -> messages.Propose:
-        """Only peers with an offer were heard: its word against that of the others."""
+        """Only peers with an offer were heard: the liar's word against that of the others."""
         assert propose.evidence
         sources = propose.manifest.sources.values()
         kept = {peer for values in sources for peer, _ in values}  # late offers are among them
@@ -374,7 +374,7 @@ class Liar:
         return self.anew(replace(propose, evidence=evidence))
 
     def alone(self, propose: messages.Propose) -> messages.Propose:
-        """It is the only member."""
+        """The liar is the only member."""
         manifest = propose.manifest
         if self.me not in manifest.members:
             return propose

@@ -177,7 +177,7 @@ def _commit(
 MANY, FEW = 8, 3
 """Honest voters, vouched for by the founder. With three of them, one key may become a voter."""
 GAP_S = 4 * 9.0
-"""Four rounds of the many: up to 4 s of local steps, and 5 s for the rest with lost messages. Keys
+"""Four rounds of 8 voters, each up to 4 s of local steps and 5 s of messages, some lost. Keys
 that vanish one after another, each just when a round needs it, have made one round take 28 s."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)
 """Other classes lose messages; here only keys cause gaps between rounds."""
@@ -236,7 +236,7 @@ class KeysDraw(Draw):
             script.append((came_s + random.random(), World.join, (key,)))
             script.append((end_s, World.kill, (key,)))
         characters = {**scenario.setup.characters, **{key: self._key() for key in keys}}
-        if Random(scenario.heal_s).random() < ONE_NETWORK:  # apart: a seed keeps its faults
+        if Random(scenario.heal_s).random() < ONE_NETWORK:  # own generator: a seed keeps its faults
             characters |= {key: replace(characters[key], network=NETWORK) for key in keys}
         return replace(
             scenario,

@@ -39,7 +39,7 @@ class Weather:
     duplication: float = 0.0
     """Share of the others that arrive twice."""
     delay_s: float = 0.1
-    """Usual one-way delay; each message's is drawn from half to twice of it."""
+    """Usual one-way delay; each message's delay is between half and twice of it."""
     spike: float = 0.0
     """Share of messages with an unusual delay."""
     spike_s: float = 0.0
@@ -79,7 +79,7 @@ class Network:
     def delays(
         self, source: manifest.PeerId, destination: manifest.PeerId, random: Random
     ) -> list[float]:
-        """When a message posted now arrives, once or twice; empty if it is lost."""
+        """Delays of a message posted now: two if it is duplicated, none if it is lost."""
         if not self.is_open(source, destination):
             return []
         weather = self.weather
@@ -152,18 +152,18 @@ def found(setup: Setup, values: Values) -> manifest.Manifest:
 
 
 MAX_EVENTS, MAX_EVENTS_A_PAIR = 1_000_000, 20
-"""More events in one schedule, with so many for each pair of peers, count as a message storm.
+"""A schedule with more events than this, plus so many per pair of peers, is a message storm.
 Voters without a quorum greet all others, so 256 peers send far more than 64."""
 DISCOVER_S = 20.0
 """How often each peer looks up the others in the DHT."""
 RESTORE_S = 5.0
-"""How often a peer without a record looks for a peer that proves a tip to it."""
+"""How often a peer without a record looks for another one that proves a tip to it."""
 RESTART_S = 2.0
 """Time in which a person restarts a peer."""
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another has a planned crash."""
 REFUSED = 0.7
-"""Share of messages to a dead process that come back as refused; routers drop other refusals."""
+"""Share of messages to a dead process that come back as refused. Routers drop other refusals."""
 REFUSED_IN_ERROR = 0.002
 """Share of messages to a living process that look refused."""
 UNSENT_S = 0.01
@@ -309,7 +309,7 @@ class World:
             self.join_proved(peer)
 
     def join_shown(self, peer: manifest.PeerId) -> None:
-        """A stranger asks a peer for its tip, and another later if that is not proved [L2]."""
+        """A stranger asks a peer for its tip. If that is not proved, it asks another later [L2]."""
         if peer in self.dead:
             return
         hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]

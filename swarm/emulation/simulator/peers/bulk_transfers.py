@@ -22,7 +22,7 @@ from swarm.protocol.values.manifest import Digest, PeerId
 ANSWER_WITHIN_S = 2.5
 """How long a source may be silent while it should send."""
 PAUSE_S = 0.3
-"""Wait before a blob is asked for elsewhere."""
+"""Wait before another source is asked for a blob."""
 PAUSE_AFTER_ALL_S = 1.2
 """Wait after every source of a blob has failed."""
 
@@ -62,15 +62,15 @@ class CatchUp:
         self._began, self._ended = 0, inf
 
     def may_begin(self, digest: Digest) -> bool:
-        """Whether this manifest is another, or was given up by an earlier event."""
+        """Whether this manifest is not yet being fetched, or an earlier event gave it up."""
         return digest != self._digest or self._began == self.event or self._ended < self.event
 
     def begin(self, digest: Digest) -> None:
-        """Notes that this event has the manifest fetched."""
+        """Notes that this event begins the fetch of a manifest."""
         self._digest, self._began, self._ended = digest, self.event, inf
 
     def end(self) -> None:
-        """Notes that this event gives the fetch up, if no earlier one has."""
+        """Notes that this event gives the fetch up, if no earlier event has."""
         self._ended = min(self._ended, self.event)
 
 
@@ -84,7 +84,7 @@ class Fetcher:
         self._asked: dict[int, tuple[Purpose, PeerId, tuple[_Want, ...]]] = {}
 
     def start(self, fetch: Fetch) -> None:
-        """Begins a transfer; the one of the same purpose ends."""
+        """Begins a transfer, and ends the previous one of the same purpose."""
         wants = {
             want.digest: _Want(want.digest, want.num_bytes, want.sources) for want in fetch.wants
         }
@@ -176,7 +176,7 @@ ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
 """Rest after a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
-minutes. Rounds here take seconds, and in class absence a generation of members leaves within 40
+minutes. Rounds here take seconds, and in class absence each group of members leaves within 40
 s."""
 IDLE_S = 2.0
 """Rest while nothing is missing, or there is no peer to ask."""
@@ -192,7 +192,7 @@ class SearchingShell(Shell, Protocol):
 
 
 class HeadSearch:
-    """Closes the gaps of one peer's chain, from its boot to its end."""
+    """Closes the gaps of one peer's chain while its process lives."""
 
     def __init__(self, shell: SearchingShell) -> None:
         self._shell = shell
@@ -201,7 +201,7 @@ class HeadSearch:
         shell.after(FIRST_S, self._look)
 
     def _look(self) -> None:
-        """Asks a member for a page of a gap, each in turn."""
+        """Asks one member for a page of one gap. Members and gaps have turns."""
         machine = self._shell.machine
         found = gaps(machine.chain)
         others = sorted(set(machine.tip.members) - {self._shell.me})
@@ -215,7 +215,7 @@ class HeadSearch:
             return
         gap = found[self._asked // len(others) % len(found)]
         filling = self._begun.get(gap.ends, gap)
-        is_member = self._shell.me in other.tip.members  # strangers are shown none
+        is_member = self._shell.me in other.tip.members  # strangers get no pages
         page = between(other.chain, filling.question) if is_member else ()
         self._shell.after(ANSWER_S, self._came, filling, page)
 
@@ -256,7 +256,7 @@ class StreamingShell(FetchingShell, Protocol):
         """This peer's time."""
 
     def waits_on(self, *, is_flowing: bool) -> bool:
-        """Whether to keep waiting for what has not come yet."""
+        """Whether to keep waiting for bytes that have not come yet."""
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """Notes a whole transfer, and for how long its bytes flowed."""
@@ -270,7 +270,7 @@ class StreamingFetcher(Fetcher):
         self._peer = shell
         self.num_incoming = 0
         self._flowing_s = self._changed_s = 0.0
-        """Seconds with incoming bytes up to the last change of `num_incoming`; its time."""
+        """Seconds with incoming bytes until `num_incoming` last changed, and when it changed."""
         self._flows: dict[tuple[PeerId, int], deque[Digest]] = {}
         """Blobs still to be sent, by receiver and number of the question."""
         self._is_sending = False
@@ -280,7 +280,7 @@ class StreamingFetcher(Fetcher):
     # ------------------------------------------------------------ asking
 
     def start(self, fetch: Fetch) -> None:
-        """Begins a transfer; the one of the same purpose ends."""
+        """Begins a transfer, and ends the previous one of the same purpose."""
         self._began[fetch.purpose] = self._flowed_s()
         self._bytes[fetch.purpose] = 0
         super().start(fetch)
@@ -355,7 +355,7 @@ class StreamingFetcher(Fetcher):
             receiver = self._peer.peer(key[0])
             if not queue or receiver is None:
                 continue
-            self._flows[key] = queue  # the others first, next time
+            self._flows[key] = queue  # other receivers have the next turns
             theirs = receiver.fetcher
             assert isinstance(theirs, StreamingFetcher)
             size = theirs.is_waiting_for(key[1], queue[0])

@@ -1,6 +1,6 @@
 """Invariants that hold whatever happens: I1, I2, I4, I6 to I15, and for deltas E1 to E5.
 
-Checked at every persist and apply.
+They are checked at every write of a record and every applied manifest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeltaInvariants:
         self._offered: dict[tuple[PeerId, Digest, Unit], Digest] = {}
         self._voted: dict[PeerId, list[Manifest]] = {}
         self.liar = liar
-        """A peer whose values and deltas are not judged."""
+        """The liar, whose values and deltas are not judged."""
         self.forgetful: set[PeerId] = set()
         """Peers that have lost a disk or a record."""
 
@@ -63,7 +63,7 @@ class DeltaInvariants:
         self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
     def left(self, peer: PeerId) -> None:
-        """A peer has another generation: others have to serve what was voted for before."""
+        """A peer has left its generation: others have to serve the values it voted for."""
         self._voted.pop(peer, None)
 
     def kept(self, peer: PeerId, disk: Disk) -> None:
@@ -162,7 +162,7 @@ class Invariants:
         self.given = set(setup.credentials.items())
         """Credentials that peers have been given so far."""
         self.liar = setup.liar
-        """A peer whose word is not judged, and whose disk counts as holding what was voted for."""
+        """The liar: its word is not judged, and its disk counts as holding every manifest."""
 
     # ------------------------------------------------------------ ancestry
 
@@ -303,7 +303,7 @@ class Invariants:
         )
 
     def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
-        """Whether the peer durably has the manifest, or had and lost its disk or left since."""
+        """Whether the peer has the manifest durably, or lost it with its disk or generation."""
         if peer == self.liar:
             return True
         if manifest.digest in self._forgiven.get(peer, ()):
@@ -322,7 +322,7 @@ class Invariants:
     # ------------------------------------------------------------ contents
 
     def _check_owners(self, manifest: Manifest, parent: Manifest) -> None:
-        """Requires all owners that there is room for, and none beyond its room [I4, I13]."""
+        """Requires as many owners as there is room for, none of them over its room [I4, I13]."""
         wanted = min(self.rules.owners_per_expert, len(manifest.members))
         load = Counter(peer for owners in manifest.owners.values() for peer in owners)
         rooms = {peer: member.room for peer, member in manifest.members.items()}

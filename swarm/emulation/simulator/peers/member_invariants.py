@@ -34,7 +34,7 @@ def check_brought(
 
 
 def check_votes(manifest: Manifest, parent: Manifest) -> None:
-    """Votes are earned one a round; voters without an anchor's word stay under a third [R7]."""
+    """One peer a round may earn a vote; unvouched voters stay under a third [R7]."""
     new = manifest.voters - parent.voters - manifest.vouched
     unvouched = manifest.voters - manifest.vouched
     earned = all(manifest.members[p].counted >= 10 for p in new)
@@ -50,7 +50,7 @@ def check_votes(manifest: Manifest, parent: Manifest) -> None:
 def check_trainees(
     manifest: Manifest, parent: Manifest, network_of: Callable[[PeerId], str | None]
 ) -> None:
-    """No trainee is the fifth of its network, however many keys ask."""
+    """No new trainee is the fifth in its network, however many keys ask."""
     new = manifest.members.keys() - parent.members.keys() - manifest.vouched
     for network in {network_of(peer) for peer in new} - {None}:
         trainees = {*(parent.members.keys() - parent.voters), *new}
@@ -61,7 +61,7 @@ def check_trainees(
 def check_vouched(
     manifest: Manifest, parent: Manifest, given: Collection[tuple[PeerId, Credential]]
 ) -> None:
-    """Anchors vouch only for what they signed, and their earlier word stays good [R8]."""
+    """A newly vouched peer shows a credential it was given; vouched members stay so [R8]."""
     name, shown = short(manifest), manifest.invited
     known = {manifest.founding.founder} | parent.vouched | parent.absent.keys()
     new, lost = manifest.vouched - known, known & manifest.members.keys() - manifest.vouched
@@ -114,22 +114,22 @@ def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Val
 
 
 def _trust(manifest: Manifest, peer: PeerId) -> int:
-    """How many members' work an anchor trusts a peer with."""
+    """As how many members a peer may count, by an anchor's word."""
     member = manifest.members.get(peer)
     return member.weight if member else 1
 
 
 def _each(manifest: Manifest, parent: Manifest) -> list[tuple[int, int]]:
-    """Tokens for each of the members that a contributor counts as, and their number; sorted."""
+    """For each contributor, tokens per member that it counts as, and that number; sorted."""
     trusts = ((_trust(parent, peer), tokens) for peer, tokens in manifest.work.items())
     return sorted((max(1, tokens // trust), trust) for trust, tokens in trusts)
 
 
 def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None:
-    """No source weighs over 1.5 times the lower median, nor over a third of three or more.
+    """No source weighs over 1.5 times the lower median, or over a third of three or more.
 
-    For a source that is trusted with more, the limit is so many times higher, and it may have more
-    than a third.
+    A source that counts as several members has as many times the limit of 1.5. It may also weigh
+    more than a third.
     """
     each = _each(manifest, parent)
     median = each[(len(each) - 1) // 2][0]
@@ -167,9 +167,9 @@ def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
 
 
 def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
-    """The next deal, 1.25 times what fits, is at most twice the counted work, and twice the last.
+    """The next deal is at most twice the counted work, and at most twice the previous deal.
 
-    A round in which a member did little halves its pace at most.
+    A deal is 1.25 times what fits. A round with little work halves a pace at most.
     """
     for peer, tokens in manifest.work.items():
         if peer in manifest.members:
@@ -184,7 +184,7 @@ def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
 
 
 def _check_deals(manifest: Manifest, rules: Rules, round_s: float) -> None:
-    """Of three or more voters with a known pace, no single one raises a deal."""
+    """With three or more voters of known pace, no voter alone can raise a deal."""
     paces = {
         peer: member.tokens_per_s / member.weight
         for peer, member in manifest.members.items()

@@ -35,7 +35,7 @@ class Character:
     """Seconds of one local step, where rounds last a given time."""
     sync_s: float = 0.1
     failing_syncs: float = 0.0
-    """Chance that its disk fails for good when it is to make a manifest's blobs durable."""
+    """Chance of a lasting disk failure when a manifest's blobs are to be made durable."""
     reduce_s: float = 0.1
     merge_s: float = 0.3
     rebuild_s: float = 0.05
@@ -47,13 +47,13 @@ class Character:
     clock_s: float = 0.0
     """Its monotonic clock at the beginning of the schedule."""
     rooms: tuple[int, ...] = (ALL_EXPERTS,)
-    """Experts that fit its machine after each of its starts; the last one holds from then on."""
+    """Experts that fit its machine, one number per start; the last one holds from then on."""
     network: str | None = None
     """Public network of its address, as others see it; None: they do not know it."""
 
     @property
     def uplink(self) -> int:
-        """Its uplink in Mbit/s, by its own word; 0: it does not know."""
+        """Its uplink in Mbit/s, as it says; 0: it does not know."""
         mbit = self.up_bytes_per_s * 8e-6
         return max(1, round(mbit)) if mbit < inf else 0
 
@@ -73,7 +73,7 @@ class Setup:
     """Whether each peer adapts its timers to measured sizes and rates."""
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
-    """Subjects of its lies, see `faults.liar`."""
+    """Subjects of the liar's lies, see `faults.liar`."""
     copy_s: float | None = None
     """How long an owner takes to offer moments; None: moments are not modeled."""
     known: frozenset[PeerId] = frozenset()
@@ -88,7 +88,7 @@ class Setup:
 
 
 class Times(NamedTuple):
-    """A machine's clocks: time that has passed, the same without sleep, wall time."""
+    """A machine's clocks: time that has passed, that time without sleep, wall time."""
 
     passed_s: float
     awake_s: float

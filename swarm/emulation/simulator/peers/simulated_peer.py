@@ -264,7 +264,7 @@ class Node(Ports):
 
     def _take(self, event: events.Event) -> None:
         if self.is_up:
-            # Read first: applying a manifest found while listening ends the listening [B1].
+            # Read before the event: applying a manifest ends the listening [B1].
             self._is_listening = self.machine.is_listening
             if isinstance(event, events.Offered):
                 self.world.invariants.offered(self.me, event.offer)

@@ -145,7 +145,7 @@ class Ports:
         return self.character.up_bytes_per_s, self.character.down_bytes_per_s
 
     def waits_on(self, *, is_flowing: bool) -> bool:
-        """Whether to wait on for bytes that have not come yet."""
+        """Whether to keep waiting for bytes that have not come yet."""
         return is_flowing and self.world.tested.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:

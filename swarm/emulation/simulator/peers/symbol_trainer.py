@@ -86,7 +86,7 @@ class Trainer(TrainingShell):
         self.model = self.model_type(shell.me, shell.disk, task)
         self.training = training(self, shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
         self.is_idle = False
-        """Whether it waits for others with nothing done or offered."""
+        """Whether it waits for others, having neither taken steps nor offered."""
         self._loop: Coroutine[None, None, Manifest]
         self._newer: list[Applied] = []
         """Tips that the loop does not know yet."""
@@ -180,13 +180,13 @@ class Trainer(TrainingShell):
         self.model.advance()
         if not self._newer:
             return self._lesson
-        # The step under way was finished: so there is one at least.
+        # The step under way was finished, so there is at least one step.
         left_s = max(0.0, self._ends_s - self.shell.now_s())
         steps = max(1, int(self._lesson.steps * (1 - left_s / self._lesson.seconds)))
         return replace(self._lesson, steps=steps, completed=False)
 
     def _look_at(self, read: Stretches) -> None:
-        """Requires that a model reads no sample that it contains, where rounds overlap.
+        """Where rounds overlap, requires that a model reads no sample twice.
 
         Policy: overlap accounting.
         """
@@ -315,8 +315,8 @@ class Trainer(TrainingShell):
 
         Policy: overlap accounting.
 
-        On another chain they are, unless the peer is dealt the very same samples there. A peer that
-        starts no longer knows them. Parts that were not due keep their progress (shared progress).
+        On another chain they are lost, unless the peer is dealt the same samples there. A peer that
+        starts has lost them. Parts that were not due keep their progress (shared progress).
         """
         begins_anew = decision.begins_anew(self.task.rules.shared_units)
         if begins_anew or self.shell.me not in manifest.members:

@@ -1,4 +1,4 @@
-"""The disk of a simulated peer, and the interface of a peer that every part of it needs."""
+"""The disk of a simulated peer, and the interface of a peer that all its parts need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A trained value: the agreed value that it is based on, and its tags beyond that."""
+    """A trained value: the agreed value that it is based on, and its tags beyond that value."""
 
     base: Digest
     extra: Mapping[Tag, int]
@@ -42,11 +42,11 @@ class PrivateState:
     live: Mapping[Unit, Live] = field(default_factory=dict)
     """Values of units that move by deltas."""
     named: Mapping[Unit, OfferedUnit] = field(default_factory=dict)
-    """Offers of these units."""
+    """Offers of units that move by deltas."""
     started: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Model.started`."""
     read: Stretches = ()
-    """Samples behind the offer."""
+    """Samples on which the offer was trained."""
     missed: frozenset[Unit] = frozenset()
     """See `trained_symbols.Past`."""
 
@@ -61,11 +61,11 @@ class Disk:
         self.tip_s = 0.0
         """When the record got its tip."""
         self.came_from: Digest | None = None
-        """The tip before that."""
+        """The tip before the present one."""
         self.links = tuple(chain) or Chain.of(record).links
-        """Heads behind the tip."""
+        """The chain of heads that leads to the tip."""
         self.earlier: Record | None = None
-        """The record before, which is read when the newest one is damaged."""
+        """The previous record, which is read when the newest one is damaged."""
         self.is_lost = False
         """Whether record, blobs and private state are lost."""
         self.private: PrivateState | None = None
@@ -83,7 +83,7 @@ class Disk:
             self.volatile.add(digest)
 
     def sync(self, digests: Iterable[Digest]) -> None:
-        """Makes those of the blobs durable that are readable."""
+        """Makes the readable ones of these blobs durable."""
         for digest in digests:
             if digest in self.volatile:
                 self.volatile.remove(digest)
@@ -102,7 +102,7 @@ class Disk:
         self.volatile.clear()
 
     def rewrite(self, links: tuple[Link, ...]) -> None:
-        """Keeps another chain of heads."""
+        """Replaces the chain of heads."""
         self.links = with_reforms(links, self.links)
 
     def crash(self, random: Random) -> None:

@@ -11,7 +11,7 @@ from swarm.protocol.messages.signatures import outline_of, refusal_of, standing_
 from swarm.protocol.values.manifest import PeerId
 
 KEPT = 64
-"""Most verified messages that are kept: a convener posts the same message to all."""
+"""At most so many verified messages are kept: a convener posts one message to all."""
 
 
 def sign(peer: PeerId, statement: bytes) -> Signature:
@@ -25,7 +25,7 @@ def holds(peer: PeerId, statement: bytes, signature: Signature) -> bool:
 
 
 class Door:
-    """Where the network delivers messages: wrongly signed ones end here."""
+    """Where the network delivers messages; wrongly signed ones are dropped here."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -45,10 +45,10 @@ class Door:
                 left = None
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = (header, message, left)  # kept, so that the ids stay theirs
+            self._known[key] = (header, message, left)  # their ids must not be reused
         return self._known[key][2]
 
 
 def is_refused(source: PeerId, message: Message, record: Record) -> bool:
-    """As at a real peer, which does not even fetch the attachments of such messages."""
+    """Whether a real peer would refuse the message before it fetched the attachments."""
     return refusal_of(outline_of(message), standing_in(record, source)) is not None

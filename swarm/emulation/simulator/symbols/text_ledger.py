@@ -26,8 +26,8 @@ class Ledger:
     def enter(self, manifest: Manifest, parent: Manifest, liar: PeerId | None) -> str | None:
         """Enters a manifest whose parent was entered; says what is wrong with its samples.
 
-        Counted samples, holes and dealt samples are together all samples before the cursor, each
-        once. The samples that a liar claims of its deal count as read.
+        Each sample before the cursor must be exactly once counted, a hole or dealt. If a liar
+        claims samples of its deal, these count as read.
         """
         counted = [*self._counted[manifest.parent or ""]]
         if manifest.kind is Kind.QUORUM:

@@ -33,7 +33,7 @@ class Past:
 
     me: PeerId
     offered: set[Digest] = field(default_factory=set)
-    """Offers on that tip, in this life of the process or by the private state."""
+    """Values offered on that tip, in this life of the process or as the private state says."""
     missed: frozenset[Unit] = frozenset()
     """Units with steps that a round has left out."""
 
@@ -51,7 +51,7 @@ class Past:
         return self._expert_goes_on(unit, base, manifest)
 
     def _shared_goes_on(self, manifest: Manifest) -> bool:
-        """All parts that a round has renewed are alike: they were trained on the same tokens."""
+        """All renewed parts share one fate, since they were trained on the same tokens."""
         if manifest.kind is not Kind.QUORUM:
             return manifest.kind is Kind.MERGE or self.me in manifest.members
         moved = {u: dict(v) for u, v in manifest.sources.items() if expert_of_unit(u) is None}
@@ -119,7 +119,7 @@ class Step:
     action: Action
     entry: Entry
     taken: Digest | None = None
-    """The value to subtract: that before a merge, or this peer's offer."""
+    """The value to subtract: the one before a merge, or this peer's offer."""
 
 
 class Deltas:
@@ -134,7 +134,7 @@ class Deltas:
 
     @property
     def pinned(self) -> set[Digest]:
-        """Blobs that the disk keeps for it: bases of live values, and offered blobs."""
+        """Blobs that the disk keeps for these units: bases of live values, and offered blobs."""
         named = self.named.values()
         blobs = {digest for each in named for digest in (each.digest, each.delta) if digest}
         return blobs | {live.base for live in self.live.values()}
@@ -185,7 +185,7 @@ class Deltas:
         self._judge(unit)
 
     def _can(self, step: Step, live: Live) -> bool:
-        """Whether the blobs are here that are needed to continue from the live value."""
+        """Whether all blobs are here that the peer needs to continue from the live value."""
         if step.action in (Action.KEEP, Action.PUBLISHED):
             return True
         if step.action is Action.REBASE:
@@ -200,7 +200,7 @@ class Deltas:
         return extra
 
     def followed(self, live: Live, step: Step) -> Counter[Tag]:
-        """The tags of x + (v' - v) - c beyond v' (carried steps)."""
+        """The live value's tags beyond the former agreed value, minus the counted delta's."""
         assert step.entry.base is not None
         extra = self._over(live, step.entry.base)
         if step.action is Action.CORRECTED:
@@ -261,7 +261,7 @@ class Model:
         self.shared: dict[Unit, Digest] = {}
         """Values of the shared tensors after the finished local steps."""
         self.started: dict[Unit, Digest] = {}
-        """Agreed values that parts which were not due really were trained from."""
+        """For parts that were not due: the agreed values from which they were really trained."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
         self.again: set[Digest] = set()
@@ -343,7 +343,7 @@ class Model:
     # ------------------------------------------------------------ adopting
 
     def adopt(self, manifest: Manifest, decision: Adoption, *, follows: bool) -> list[int]:
-        """Moves to an agreed state; returns experts taken over that others have trained.
+        """Moves to an agreed state; returns newly owned experts that others have trained.
 
         `follows`: whether the manifest's parent is the manifest that the model is at.
         """
@@ -386,7 +386,7 @@ class Model:
         elif choice.action in (Action.REBASE, Action.AVERAGED):
             self._rebase(expert, choice)
         elif choice.action is Action.PUBLISHED and self.progress[expert].value != choice.base:
-            # It was trained on after that offer, so its present value extends the agreed one.
+            # Training continued after that offer, so the present value extends the agreed one.
             now = self._trained(expert_unit(expert), choice.base)
             self.progress[expert] = Progress(choice.base, now)
         elif choice.action is Action.KEEP:
@@ -408,19 +408,19 @@ class Model:
     def _rebase(self, expert: int, choice: ExpertDecision) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         base, value = self.progress[expert]
-        # The difference is nothing if my offer was merged. It is unknown if the merge is old enough
-        # that the value before it need not be kept.
+        # The difference is zero if my offer was merged. It is unknown if the merge is so old that
+        # the value before the merge need not be kept.
         if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return
-        # Only a difference to the very value it was trained from makes it extend the merged one.
+        # The sum extends the merged value only if the base or an offer from here was merged.
         extends = choice.base if choice.rebase_from in (base, *self.offered) else base
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
 
     def _has_before(self, expert: int, before: Digest) -> bool:
         """Whether an expert's value before a merge is here [GC] (merge rebase).
 
-        The value in the tip before has to be, unless this peer came from another tip.
+        A value that the previous tip names must be, unless this peer came from another tip.
         """
         if before in self.disk:
             return True
@@ -483,7 +483,7 @@ class Averaging:
         self.remainders.found(tip, unit, delta, left)
 
     def store(self, disk: Disk, digests: Collection[Digest]) -> None:
-        """Makes both durable before anybody hears of them."""
+        """Makes value and delta durable before anybody hears of them."""
         for digest in digests:
             disk.write(digest)
         disk.sync(digests)
@@ -503,7 +503,7 @@ def rebuild(
 def merge(
     me: PeerId, disk: Disk, task: Task, tip: Manifest, variant: int
 ) -> events.MergeComputed | None:
-    """Merges and stores the experts of a tip; None if it moved on and its values were dropped."""
+    """Merges and stores a tip's experts; None if the peer has left that tip and lacks values."""
     units = [expert_unit(expert) for expert in range(task.rules.num_experts)]
     inputs = tuple(tip.entries[unit].digest for unit in units)
     if any(digest not in disk for digest in inputs):

@@ -33,7 +33,7 @@ def short(manifest: Manifest) -> str:
     )
 
 
-# As tuples these must never be equal across classes; their lengths differ.
+# Tuples of different classes must never be equal, so their lengths or field types differ.
 
 
 class Initial(NamedTuple):
@@ -47,7 +47,7 @@ class Mean(NamedTuple):
 
     unit: Unit
     inputs: tuple[tuple[Digest, int], ...]
-    """Each with its weight."""
+    """The values, each with its weight."""
 
 
 class Merged(NamedTuple):
@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that a delta made from an agreed one; `Merged` has as many fields, of other types."""
+    """A value that a delta made from an agreed one; `Merged` has fields of other types."""
 
     unit: Unit
     base: Digest
@@ -95,7 +95,7 @@ class Maker(NamedTuple):
 
 
 SHARE = 0.6
-"""Share of a value's tags beyond the agreed one that a delta brings."""
+"""A delta brings this share of the tags that a value has beyond the agreed one."""
 
 
 def mean_of(unit: Unit, inputs: Sequence[Digest], weights: Sequence[int] | None) -> Mean:
@@ -119,7 +119,7 @@ class Values:
         self.tags: set[Tag] = set()
         """All tags that there ever were."""
         self.lost: set[Tag] = set()
-        """Tags that their writers count lost, with some that were delivered before."""
+        """Tags that their writers count as lost; some of them were delivered before."""
         self.dropped: set[Tag] = set()
         """Tags of remainders that were dropped."""
         self._contents: dict[Digest, Counter[Tag]] = {}
@@ -134,7 +134,7 @@ class Values:
         return digest
 
     def trained(self, unit: Unit, base: Digest, writer: PeerId) -> Digest:
-        """A new value, which was never there before."""
+        """A value that differs from all earlier ones."""
         self._serials += 1
         return self.digest_of(Trained(unit, base, writer, self._serials))
 
