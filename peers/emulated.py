@@ -156,7 +156,7 @@ class Emulation(Printed):
         self.machine, self.record_file = machine, record_file
 
     def on_state(self, state: PeerState) -> None:  # noqa: ARG002 - likewise
-        """Starts the clock of the round's first local step, in case it begins now."""
+        """Starts the clock of the round's first local step, in case that step begins now."""
         self.step_began_s = time.monotonic()
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
@@ -177,7 +177,7 @@ class Emulation(Printed):
         self.at("leave")
 
     def before_event(self, event: events.Event) -> None:
-        """Notes that this peer is a reducer, when the ROSTER comes."""
+        """Notes that this peer is a reducer once the ROSTER arrives."""
         message, machine = (
             event.message if isinstance(event, events.Received) else None,
             self.machine,
@@ -204,7 +204,7 @@ class Emulation(Printed):
             self.at("fetch")
 
     def _holds_back(self, effect: events.Send) -> bool:
-        """Whether a COMMIT waits until it is applied here, because a trap lies in between."""
+        """Whether a COMMIT is sent only after it is applied here: a trap lies in between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
             self.at("roster")

@@ -164,7 +164,7 @@ def _under_caps(mbit: float, network: NetworkSection) -> float:
 
 
 def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
-    """The run's need of a machine, and the engine."""
+    """Prints the run's needs of a machine, and the chosen engine."""
     console.print(table_of(run, planned.cost))
     console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
     console.print(losses_table(run, planned))

@@ -16,7 +16,7 @@ SILENT_S = 2 * HEARTBEAT_S
 """A peer whose record did not change for this long has missed two heartbeats."""
 SLOW_TIMES = 1.5
 SLOW_S = 1.0
-"""A peer is slow when it was busy longer than the others' median by both of these."""
+"""A peer is slow if its busy time exceeds `SLOW_TIMES` the others' median, and by `SLOW_S`."""
 WAITING = "averaging"
 """The phase that is mostly the wait for others."""
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
@@ -89,7 +89,7 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         for by, of in said:
             partners.setdefault(by, set()).add(of)
             partners.setdefault(of, set()).add(by)
-        # Of two peers that miss each other: the one that more others miss, or that is not there.
+        # If two peers miss each other, the one that more others miss is named, or the absent one.
         peer = max(
             partners, key=lambda p: (len(partners[p]), p not in rows, _unheard_s(rows, p), p)
         )
@@ -250,7 +250,7 @@ class Pace:
         committed_per_s: tokens per second that entered the model, over the same rounds.
         utilisation: tokens per second that entered the model, divided by the sum of the peers'
             tokens/s in that round; median over the same rounds.
-        eta_s: until the last round, at the usual pace.
+        eta_s: seconds until the last round, at the usual pace.
     """
 
     round_s: float | None
@@ -293,7 +293,7 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.run_id is None:
         word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are present"
         return Health(Word.GATHERING, word)
-    speaking = snapshot.speaking  # nobody does while all members are absent
+    speaking = snapshot.speaking  # empty while all members are absent
     if is_finished(snapshot):
         done = f"{snapshot.round} of {snapshot.rounds_total} rounds are done"
         return Health(Word.FINISHED, done if speaking else f"{done}; no peer serves the model now")

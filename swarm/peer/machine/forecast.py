@@ -20,7 +20,7 @@ class Forecast:
 
     Attributes:
         training_s: of the local steps of a round, after the last of the run's phases.
-        averaging_s: of the bytes of a round over a peer's link, sent and received at once.
+        averaging_s: of moving the bytes of a round over a peer's link, both ways at once.
         overlaps: whether these bytes move during the local steps.
         run_s: of all rounds, each by its own phase.
     """

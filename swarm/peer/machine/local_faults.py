@@ -46,7 +46,10 @@ class UnbornThreads:
         self._looks: dict[threading.Thread, int] = {}
 
     def look(self) -> list[str]:
-        """Names of threads unborn in `UNBORN_LOOKS` looks; a paused process makes no looks."""
+        """Names of threads that were unborn in `UNBORN_LOOKS` looks in a row.
+
+        Looks are counted and not seconds, since a paused process makes no looks.
+        """
         unborn = [thread for thread in threading.enumerate() if thread.ident is None]
         self._looks = {thread: self._looks.get(thread, 0) + 1 for thread in unborn}
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]

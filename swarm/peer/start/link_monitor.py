@@ -56,8 +56,8 @@ async def measured_rates(
 ) -> Rates:
     """The best rates to a few peers that listen, as the rates of this machine's own link.
 
-    Moves up to 4 MiB per peer and direction. Rates known from before count too. The peers are drawn
-    at random: otherwise all that start a run together would probe the same two.
+    Moves up to 4 MiB per peer and direction. Rates known from before count too. The probed peers
+    are drawn at random: otherwise all peers that start a run together would probe the same two.
     """
     listening = _listening(node, present)
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
@@ -132,7 +132,7 @@ def verdict_for(
 
 
 def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates) -> str:
-    """By the formulas of `swarm-plan --link`, for transfers alone; "" where the run fits."""
+    """Share of time computing, by `swarm-plan --link` for transfers alone; "" if the run fits."""
     down, up = (rate or inf for rate in rates)
     setting, num_peers = setting_of(run), len(tip.members) + 1
     compute_s, wanted = round_s * setting.rounds, WANTED_UTILISATION

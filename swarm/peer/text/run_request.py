@@ -101,8 +101,8 @@ def require_admission(
     """Refuses to join a run that would not admit this peer, or not with this credential.
 
     Raises:
-        InvitationError: the invitation is missing, expired, used up, of another run, or of no
-            anchor.
+        InvitationError: the invitation is missing, expired, used up, of another run, or not issued
+            by an anchor.
     """
     if me in tip.members:
         return
@@ -205,12 +205,12 @@ class Wanted:
         run: the configuration that it must have; None accepts any.
         run_id: its id, if several runs are announced or on disk.
         settings: `section.field` -> value that it must have, if `run` is not given.
-        invitation: with which this peer asks to join.
+        invitation: the invitation with which this peer asks to join.
         beside_others: whether `run` may be founded although the peers at the given addresses are in
             another run, or the state directory is in an unfinished one.
         vouched: the head for which the person vouches (`--tip`); None for manifest 0.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
-            joiner must have; None if tokens are bytes, or a joiner accepts the run's.
+            joiner must have; None if tokens are bytes, or if a joiner accepts the run's tokenizer.
         initialise_from: checkpoint folder with the weights that a founder gives its run; ignored
             when a run is joined or resumed.
     """
