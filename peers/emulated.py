@@ -165,15 +165,15 @@ class Emulation(Printed):
         self.at("local_steps")
 
     def on_saving(self) -> None:
-        """See the table."""
+        """The trap `save` in the module's table."""
         self.at("save")
 
     def before_offer(self) -> None:
-        """See the table."""
+        """The trap `offer` in the module's table."""
         self.at("offer")
 
     def before_leave(self) -> None:
-        """See the table."""
+        """The trap `leave` in the module's table."""
         self.at("leave")
 
     def before_event(self, event: events.Event) -> None:
@@ -204,7 +204,7 @@ class Emulation(Printed):
             self.at("fetch")
 
     def _holds_back(self, effect: events.Send) -> bool:
-        """Whether a COMMIT is sent only after it is applied here: a trap lies in between."""
+        """Whether a COMMIT is sent only after its manifest is applied: a trap lies in between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
             self.at("roster")

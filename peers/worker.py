@@ -85,7 +85,7 @@ def main(
         launch.local,
         folder,
     )
-    with ending_as_ctrl_c():  # the workers first
+    with ending_as_ctrl_c():  # so that the workers are ended first
         agent.serve(once=once)
 
 

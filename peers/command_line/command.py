@@ -161,7 +161,7 @@ class Program(click.Command):
     """A command whose errors are one line and an exit code."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """All options under the headings of their groups, then how to set them elsewhere."""
+        """Writes all options under the headings of their groups, then the environment's form."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
@@ -174,7 +174,7 @@ class Program(click.Command):
             self.format_commands(ctx, formatter)
         if any(page.is_file() for page in named_pages(self.help or "")):
             formatter.write_paragraph()
-            formatter.write(f"Pages are in {PAGES}\n")  # a path that is cut cannot be copied
+            formatter.write(f"Pages are in {PAGES}\n")  # unwrapped, so that it can be copied
         if twin := next((p.envvar for p in self.params if p.envvar), None):
             formatter.write_paragraph()
             flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()

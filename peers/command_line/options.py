@@ -452,7 +452,7 @@ class Options:
         return found
 
     def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
-        """Later ones win: the environment's flags, then --set, then the command line's flags."""
+        """Overrides in rising precedence: the environment's flags, --set, command-line flags."""
         flags: dict[bool, list[str]] = {True: [], False: []}
         if kind is PeerConfig:
             for name, setting in self._short_forms():

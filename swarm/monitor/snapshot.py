@@ -177,7 +177,7 @@ class Coverage:
     dealt: int
     """Windows that the members read now."""
     open: int
-    """Windows that were dealt and not counted, and are dealt next."""
+    """Windows that were dealt and not counted; they are dealt again next."""
 
     @property
     def laps(self) -> int:
@@ -197,7 +197,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class RoundPoint:
-    """A round as the monitor saw it decided, with the peers' figures of the first look after it.
+    """A decided round, with the peers' figures of the first look after the decision.
 
     Attributes:
         at: seconds since 1970 at that look.

@@ -289,7 +289,7 @@ async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | N
 
 
 def hold_uploads(node: Node) -> bool:
-    """Caps uploads below the rate of a slow uplink; returns whether the need for it is known.
+    """Caps uploads below the rate of a slow uplink; returns whether it is known if that is needed.
 
     Nothing changes while no two measurements agree.
     """

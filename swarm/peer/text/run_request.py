@@ -120,7 +120,7 @@ def require_admission(
 
 
 SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
-"""The founder's shards have their folder's name, and may be made with other options."""
+"""Added if both texts have one name: shards have their text's name, whatever their options were."""
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:
