@@ -37,7 +37,7 @@ class HistoryFile:
             ) from error
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known of the run before the first look."""
+        """The state of the run before the first look, by the file."""
         return history.recalled(first, self._kept) if self._kept else None
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -73,7 +73,7 @@ class Earlier:
         self._named = named
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known of the run before the first look.
+        """The state of the run before the first look, by the files.
 
         Raises:
             ConfigError: the files are of another run.

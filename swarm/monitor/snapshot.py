@@ -120,7 +120,7 @@ class PeerRow:
     record: PeerRecord
     agreement: Agreement
     votes: bool | None = None
-    """Whether it votes by the newest manifest; None if it is no member, or without a manifest."""
+    """Whether the peer votes, by the newest manifest; None for a stranger, or without manifest."""
     counted: int = 0
     """Number of rounds that have counted a trainee, out of `TRIAL_ROUNDS`."""
     contributed: bool | None = None
@@ -132,7 +132,7 @@ class PeerRow:
 
     @property
     def called(self) -> str:
-        """Its display name, else the end of its id."""
+        """The peer's display name, or the end of its id."""
         return self.record.name or f"…{self.record.peer_id[-6:]}"
 
 
@@ -271,7 +271,7 @@ class Snapshot:
     step: int | None = None
     """Optimizer steps of the run. This and all fields below are None or () without a manifest."""
     tokens: int | None = None
-    """Of all contributors in all rounds."""
+    """Tokens of all contributors in all rounds."""
     members: int | None = None
     absent: tuple[PeerId, ...] = ()
     """Members without a record."""

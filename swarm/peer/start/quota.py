@@ -191,7 +191,7 @@ class DataQuota:
 
 
 def count_of(state: StateDirectory) -> MonthlyCount:
-    """What a state directory's peers have moved this month."""
+    """The bytes that the peers of a state directory have moved this month."""
     return MonthlyCount(state.path / "data_used", time.time())
 
 

@@ -48,7 +48,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks long work before a run, such as reading a text, of which a stop keeps no result.
+        """Marks long work before a run, such as reading a text, whose result a stop would lose.
 
         A signal that asks to stop may interrupt this work, if the main thread does it.
 
