@@ -8,14 +8,14 @@ ordinary observer of the peer, and changes only the times of events.
 | local_steps | after a local step |
 | save | the offered values are stored, the private state is not durable |
 | offer | the private state is durable, nothing was offered |
-| roster | as convener before the first ROSTER is sent, as reducer when it came |
+| roster | as convener before the first ROSTER is sent, as reducer once it has arrived |
 | reduce | the values of a unit are here, their mean is not |
 | propose | as convener, before the first PROPOSE |
-| fetch | a fetch has begun; a joiner's: the first blob of the model is here |
+| fetch | a fetch has begun; for a joiner: the first blob of the model is here |
 | accept | the vote is durable, ACCEPT was not sent |
 | commit | as convener: decided and applied, but no COMMIT went out |
 | apply | the record names the new tip, the live model was not swapped |
-| merge | a merge is due, nothing of it is computed |
+| merge | a merge is due, and no part of it is computed |
 | leave | asked to leave, nobody knows of it |
 """
 

@@ -38,8 +38,8 @@ def raise_file_limit() -> None:
 class UnbornThreads:
     """Finds threads that were started and never ran.
 
-    CPython's `Thread.start` waits forever for a thread that got no memory for its first call
-    ("Exception ignored in thread started by"), and holds locks meanwhile.
+    If a thread gets no memory for its first call, CPython's `Thread.start` waits for it forever
+    ("Exception ignored in thread started by"). Meanwhile the caller holds locks.
     """
 
     def __init__(self) -> None:

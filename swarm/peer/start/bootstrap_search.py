@@ -73,8 +73,8 @@ def others_at(host: Host) -> list[PeerId]:
 def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
     """Peers whose addresses may have led into a run on disk.
 
-    They are the members in the run's record, its founder, the peers through which this peer
-    entered, and all peers that ever answered this one, except members of other runs on disk.
+    They are the members in the run's record, its founder, and the peers through which this peer
+    entered. All peers that ever answered this one count too, except members of other runs on disk.
     """
     directory = state.run(run_id)
     others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
@@ -121,7 +121,7 @@ class RunSearchDeadline:
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
 
     async def more_s(self) -> float:
-        """Asks the peers at the given addresses; returns seconds to the next question; 0 ends."""
+        """Asks the peers at the given addresses; returns the seconds to wait, or 0 at the end."""
         told, now_s = (
             await run_search.answers_of(self._host.node, others_at(self._host)),
             time.monotonic(),

@@ -249,7 +249,7 @@ class Starter:
         """Resumes from the state directory; None when there is no record of the run.
 
         Also None if the configuration or manifest 0 is damaged both on disk and in the store, and
-        the peer `may_join` others, which have both.
+        the peer `may_join`: other peers have both.
 
         Raises:
             CorruptState: files of the run are too damaged to continue safely.

@@ -314,11 +314,11 @@ def hold_uploads(node: Node) -> bool:
 class LinkMonitor:
     """Measures the link again, at idle moments or when rounds leave this peer out.
 
-    There are three reasons. First, several rounds in a row were decided without this peer. It sends
-    nothing in such rounds, so it learns nothing of its link, and a rate that other transfers made
-    too low would exclude it for good. Second, the cap is unknown or old; under a cap that a person
-    has set, the last test is more than half a day old. Third, others receive much less than the
-    measured rate.
+    There are three reasons. First, several rounds in a row were decided without this peer. In such
+    rounds it sends nothing, and so learns nothing of its link. If other transfers had made the
+    measured rate too low, that rate would exclude the peer for good. Second, the cap is unknown or
+    old; under a cap that a person has set, the last test is more than half a day old. Third, others
+    receive much less than the measured rate.
     """
 
     def __init__(

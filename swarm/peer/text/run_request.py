@@ -206,8 +206,8 @@ class Wanted:
         run_id: its id, if several runs are announced or on disk.
         settings: `section.field` -> value that it must have, if `run` is not given.
         invitation: the invitation with which this peer asks to join.
-        beside_others: whether `run` may be founded although the peers at the given addresses are in
-            another run, or the state directory is in an unfinished one.
+        beside_others: whether `run` may be founded in addition to another run: one at the given
+            addresses, or an unfinished one in the state directory.
         vouched: the head for which the person vouches (`--tip`); None for manifest 0.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
             joiner must have; None if tokens are bytes, or if a joiner accepts the run's tokenizer.
