@@ -309,7 +309,7 @@ def _source(
 def _held_out(source: shard_writer.Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Whole held-out documents as text, as many as the largest run may need."""
     size, is_ready = 0, isinstance(source, ReadyTokens)
-    # An id has 4 bytes here, and stands for at least about one byte of text.
+    # An id takes 4 bytes here, and represents about one byte of text or more.
     limit = (4 if is_ready else 2) * MAX_HELD_OUT_TEXT
     found = list(dict.fromkeys(whole_held_out(source.documents(), limit)))
     if is_ready:

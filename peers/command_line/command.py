@@ -134,7 +134,7 @@ def configure_logging(log_format: str, level: str = "info") -> None:
     progress_logger.setLevel(logging.DEBUG if draws else max(logging.INFO, logging.root.level))
     theirs = logging.getLogger("hivemind")
     theirs.setLevel(logging.WARNING)  # hivemind's INFO lines are for its authors
-    # hivemind's own handler would print texts of p2pd and of other peers unescaped.
+    # hivemind's own handler would print messages of p2pd and of other peers unescaped.
     theirs.handlers.clear()
     theirs.propagate = True
 

@@ -42,7 +42,7 @@ class Forecast:
 
 
 def _round_s(training_s: float, averaging_s: float, *, overlaps: bool) -> float:
-    """One round is in flight at a time (overlapped rounds)."""
+    """Seconds of a round; only one round is in flight at a time (overlapped rounds)."""
     return max(training_s, averaging_s) if overlaps else training_s + averaging_s
 
 
