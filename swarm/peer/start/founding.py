@@ -54,8 +54,7 @@ BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
     """Founds a run: gathers its peers, writes manifest 0 and announces it.
 
-    If peers at the given addresses are first to found a run, this peer joins it, as
-    `resume_or_join` does.
+    If peers at the given addresses are first to do so, this peer joins, as in `resume_or_join`.
 
     Args:
         starter: of this machine.
@@ -100,8 +99,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering), starter.stop.at_once():
-        # Generated twice, so that the whole model is never in memory. The first time gives the
-        # digests, which the folder's name depends on.
+        # Generated twice, so that the model is never all in memory: digests give the folder its name.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         capacities = {peer: member.capacity for peer, member in present.items()}
