@@ -99,7 +99,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering), starter.stop.at_once():
-        # Generated twice, so that the model is never all in memory: digests give the folder its name.
+        # Generated twice, so that the model is never all in memory: digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         capacities = {peer: member.capacity for peer, member in present.items()}
